@@ -1,0 +1,35 @@
+"""Floor 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
+
+from bytescale.config.architecture import PRESETS, Architecture, resolve_architecture
+from bytescale.config.load import config_from_dict, config_to_toml, load_config
+from bytescale.config.schema import (
+    CheckpointConfig,
+    Config,
+    CostConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PlannerConfig,
+    TrainerConfig,
+)
+from bytescale.config.validate import validate
+
+__all__ = [
+    "PRESETS",
+    "Architecture",
+    "CheckpointConfig",
+    "Config",
+    "CostConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PlannerConfig",
+    "TrainerConfig",
+    "config_from_dict",
+    "config_to_toml",
+    "load_config",
+    "resolve_architecture",
+    "validate",
+]

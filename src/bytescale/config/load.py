@@ -1,0 +1,129 @@
+"""TOML to ``Config`` and back, with the nearest name for a misspelt key."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.common.units import parse_count
+from bytescale.config.schema import Config
+
+Section = TypeVar("Section")
+
+
+def load_config(path: Path) -> Config:
+    """Read a TOML file. Relative paths inside it stay relative to the working directory, as on the command line."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            problem(f"{path} does not exist", fix="name a TOML file such as configs/*.toml")
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(
+            problem(f"{path} is not TOML: {error}", fix="mend the line that it names")
+        ) from error
+    return config_from_dict(content, where=str(path))
+
+
+def config_from_dict(content: dict[str, Any], *, where: str = "config") -> Config:
+    """A ``Config`` from nested dictionaries. Raises ``ConfigError`` on unknown keys and on values of the wrong type."""
+    return _section(Config, content, where, prefix="")
+
+
+def config_to_toml(config: Config) -> str:
+    """The whole config as TOML, unset values left out: a run can be repeated from it."""
+    lines: list[str] = []
+    for section_spec in fields(config):
+        lines.append(f"[{section_spec.name}]")
+        section = getattr(config, section_spec.name)
+        for spec in fields(section):
+            value = getattr(section, spec.name)
+            if value is not None:
+                lines.append(f"{spec.name} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """A hint ``did you mean ...?`` or the list of what exists."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
+
+
+def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: str) -> Section:
+    specs = {spec.name: spec for spec in fields(typing.cast(Any, kind))}
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        if name not in specs:
+            what = "section" if not prefix and isinstance(value, dict) else "key"
+            raise ConfigError(
+                problem(
+                    f"{where}: unknown {what} {prefix}{name}",
+                    so="the setting would have no effect",
+                    fix=nearest(name, specs),
+                )
+            )
+        hint = hints[name]
+        if is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    problem(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]")
+                )
+            values[name] = _section(typing.cast(Any, hint), value, where, prefix=f"{name}.")
+        else:
+            values[name] = _value(hint, value, f"{where}: {prefix}{name}")
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """Check one value against its type; counts such as "8K" become integers."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [option for option in typing.get_args(hint) if option is not type(None)]
+        return _value(inner[0], value, where)
+    if origin is typing.Literal:
+        options = typing.get_args(hint)
+        if value not in options:
+            hint_text = nearest(value, options) if isinstance(value, str) else "known: " + ", ".join(options)
+            raise ConfigError(
+                problem(f"{where} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
+            )
+        return value
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            raise ConfigError(problem(f"{where} = {value!r} is not a list", fix='write ["a", "b"]'))
+        return tuple(_value(typing.get_args(hint)[0], item, where) for item in items)
+    if hint is int and isinstance(value, str):
+        try:
+            return parse_count(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(problem(f"{where} = {value!r} is not {_TYPE_NAMES[hint]}", fix="mend its type"))
+    return value
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,184 @@
+"""Every setting, its default, and what it means: the schema of the TOML files and of the command line.
+
+Plain data: nothing here imports torch. ``config.load`` reads these from TOML and checks single values; rules that tie
+two settings together are in ``config.validate``. Counts may be written as ``"8K"`` or ``"2M"`` in TOML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    """What is trained. A preset gives every number; any number set here replaces the preset's."""
+
+    preset: str = "tiny"
+    """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's)."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
+    num_layers: int | None = None
+    """Transformer layers."""
+    hidden_size: int | None = None
+    """Width of the residual stream."""
+    num_heads: int | None = None
+    """Query heads; must divide hidden_size unless head_dim is set."""
+    num_kv_heads: int | None = None
+    """Key and value heads (GQA); must divide num_heads."""
+    head_dim: int | None = None
+    """Width of one head; unset: hidden_size / num_heads."""
+    ffn_hidden_size: int | None = None
+    """Width of the SwiGLU feed-forward layer."""
+    rope_theta: float | None = None
+    """Base of the rotary position embedding; raise it for longer contexts."""
+    rope_scaling: Literal["none", "linear", "llama3"] | None = None
+    """How rotary frequencies are stretched beyond the context the model was first trained on."""
+    rope_scaling_factor: float | None = None
+    """By how much they are stretched."""
+    rope_original_context: int | None = None
+    """llama3 scaling: context length before stretching."""
+    norm_eps: float | None = None
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool | None = None
+    """Use the embedding matrix as the output head."""
+    init_std: float | None = None
+    """Standard deviation of the initial weights."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from, how it becomes tokens, and how many make a global batch."""
+
+    sources: tuple[str, ...] = ()
+    """Folders, files or globs; `python:stdlib` is the running interpreter's own standard library."""
+    format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
+    """Format of the sources; auto goes by each file's ending (.bin: Megatron .bin/.idx pair, already tokens)."""
+    text_key: str = "text"
+    """JSONL key or Parquet column that holds the text."""
+    tokenizer: str = "bytes"
+    """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
+    bpe_vocab_size: int = 4096
+    """Vocabulary of the tokenizer that `bpe` trains."""
+    context_length: int = 8192
+    """Longest sequence in tokens; see over_length."""
+    over_length: Literal["split", "truncate", "drop"] = "split"
+    """What happens to documents longer than context_length."""
+    batch_tokens: int = 32768
+    """Size of a global batch: whole sequences are drawn until the next one would exceed it."""
+    shuffle_seed: int = 1234
+    """Order of the documents: a function of this and of the epoch, never of the number of ranks."""
+    cache_dir: str = ".cache/bytescale"
+    """Where tokenizers and tokenised corpora are kept between runs."""
+    num_workers: int = 2
+    """Processes that tokenise."""
+    prefetch_steps: int = 2
+    """Global batches that are read and planned ahead of the step that runs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelConfig:
+    """The ranks and what each of them can hold."""
+
+    ranks: int = 1
+    """Training processes on this node; more than one starts torchrun, which is used as found when already there."""
+    capacity_tokens: int = 8192
+    """Tokens that one micro-batch of one rank may hold (the paper's C). ranks * capacity must hold the context."""
+    timeout_seconds: float = 120.0
+    """A message that takes longer than this means that a rank is gone: every rank stops and says so."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlannerConfig:
+    """How a global batch is laid out over the ranks."""
+
+    name: Literal["static", "naive", "balanced"] = "balanced"
+    """static: DP x CP mesh (the baseline); naive: the paper's Algorithm 1; balanced: equal time on every rank."""
+    balance: Literal["adaptive", "paper"] = "adaptive"
+    """balanced only. paper: Algorithm 2 as published; adaptive: ours, degrees follow the cluster and the batch."""
+    static_cp: int | None = None
+    """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
+    verify: Literal["cheap", "full", "off"] = "cheap"
+    """How much of each plan is checked before it runs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CostConfig:
+    """What the planner believes about speed."""
+
+    profile: str | None = None
+    """A TOML file written by `bytescale profile`; unset: a FLOP count of the model."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay. States are sharded over all HDP ranks (ZeRO-1)."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate over the peak."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Applied to matrices only, not to norms."""
+    clip_grad_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerConfig:
+    """The loop: how long, in which precision, on what."""
+
+    steps: int = 100
+    """Optimizer steps in all (a resumed run continues up to this number)."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: cuda where there is a GPU for every rank of this node."""
+    attention: Literal["auto", "flash", "math"] = "auto"
+    """auto: flash kernels; math: the slow reference written out in matrix products."""
+    run_dir: str = ""
+    """Folder of this run; empty: runs/<config name>-<date>-<time>."""
+    resume: bool = False
+    """Continue the run in run_dir from its last checkpoint, on any number of ranks."""
+    save_plans: bool = True
+    """Write every step's plan to the run folder (some KB a step)."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one rank's device, for MFU; unset: a table of GPUs, or a matrix product timed at start."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints through torch.distributed.checkpoint, whole at any moment."""
+
+    every: int = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    background: bool = True
+    """Write while training goes on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Config:
+    """A whole training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

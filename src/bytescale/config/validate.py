@@ -1,0 +1,97 @@
+"""Rules that tie settings together, checked before any work is done."""
+
+from __future__ import annotations
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config.architecture import resolve_architecture
+from bytescale.config.schema import Config
+
+
+def validate(config: Config, *, num_ranks: int | None = None) -> None:
+    """Raise ``ConfigError`` for the first rule that ``config`` breaks.
+
+    Args:
+        config: the resolved settings.
+        num_ranks: HDP ranks that will really run (under torchrun); ``parallel.ranks`` when None.
+    """
+    ranks = config.parallel.ranks if num_ranks is None else num_ranks
+    _at_least_one(config)
+    resolve_architecture(config.model)
+    data, parallel, planner = config.data, config.parallel, config.planner
+    if not data.sources:
+        raise ConfigError(
+            problem(
+                "data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob"
+            )
+        )
+    if data.context_length > ranks * parallel.capacity_tokens:
+        raise ConfigError(
+            problem(
+                f"data.context_length = {data.context_length} exceeds {ranks} ranks x parallel.capacity_tokens = "
+                f"{parallel.capacity_tokens} (together {ranks * parallel.capacity_tokens} tokens)",
+                so="a sequence of full length could not be held by the whole cluster",
+                fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} ranks, a capacity of at "
+                f"least {-(-data.context_length // ranks)}, or a shorter context",
+            )
+        )
+    if data.batch_tokens < data.context_length:
+        raise ConfigError(
+            problem(
+                f"data.batch_tokens = {data.batch_tokens} is smaller than data.context_length = {data.context_length}",
+                so="a document of full length would fit in no global batch",
+                fix=f"raise data.batch_tokens to at least {data.context_length} or shorten the context",
+            )
+        )
+    if planner.static_cp is not None and (planner.static_cp < 1 or ranks % planner.static_cp):
+        raise ConfigError(
+            problem(
+                f"planner.static_cp = {planner.static_cp} does not divide the {ranks} ranks",
+                so="the DP x CP mesh would have a hole",
+                fix='use a divisor of the ranks, or planner.name = "balanced", which needs none',
+            )
+        )
+    if config.optimizer.warmup_steps > config.trainer.steps:
+        raise ConfigError(
+            problem(
+                f"optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds trainer.steps = "
+                f"{config.trainer.steps}",
+                so="the peak learning rate would never be reached",
+                fix="lower one or raise the other",
+            )
+        )
+    if config.trainer.resume and not config.trainer.run_dir:
+        raise ConfigError(
+            problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
+        )
+
+
+def _at_least_one(config: Config) -> None:
+    rules = (
+        ("parallel.ranks", config.parallel.ranks, 1),
+        ("parallel.capacity_tokens", config.parallel.capacity_tokens, 1),
+        ("data.context_length", config.data.context_length, 1),
+        ("data.batch_tokens", config.data.batch_tokens, 2),
+        ("data.num_workers", config.data.num_workers, 1),
+        ("data.prefetch_steps", config.data.prefetch_steps, 1),
+        ("trainer.steps", config.trainer.steps, 1),
+        ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
+        ("checkpoint.every", config.checkpoint.every, 0),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+    )
+    for name, value, least in rules:
+        if value < least:
+            raise ConfigError(problem(f"{name} is {value}", fix=f"use a whole number of at least {least}"))
+    positive = (
+        ("parallel.timeout_seconds", config.parallel.timeout_seconds),
+        ("optimizer.lr", config.optimizer.lr),
+        ("optimizer.eps", config.optimizer.eps),
+    )
+    for name, number in positive:
+        if not number > 0:
+            raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
+    if config.optimizer.clip_grad_norm < 0:
+        raise ConfigError(
+            problem(
+                f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more"
+            )
+        )

@@ -1,0 +1,15 @@
+"""Floor 1: the plan, the one data structure in which planner, loader, runtime and simulator meet."""
+
+from bytescale.plan.layout import member_chunks, member_tokens, segment_bounds
+from bytescale.plan.plan import Plan
+from bytescale.plan.rank_plan import MicroBatch, RankPlan, SharedGroup
+
+__all__ = [
+    "MicroBatch",
+    "Plan",
+    "RankPlan",
+    "SharedGroup",
+    "member_chunks",
+    "member_tokens",
+    "segment_bounds",
+]

@@ -1,0 +1,35 @@
+"""Plans on disk: one ``.npz`` per step in the run folder, so that any step can be replayed, drawn and simulated."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from bytescale.common.errors import PlanError, problem
+from bytescale.plan.plan import Plan
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write ``plan`` to ``path`` atomically: a killed process leaves the old file or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        np.savez_compressed(
+            file, **{spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)}
+        )
+    temporary.replace(path)
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            values = {spec.name: stored[spec.name] for spec in fields(Plan)}
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise PlanError(
+            problem(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/")
+        ) from error
+    return Plan(**{**values, "planner": str(values["planner"])})

@@ -1,0 +1,181 @@
+"""The plan of one global batch: who runs which tokens, with whom, in which order.
+
+A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. Three levels describe it.
+
+* A **slice group** is a set of sequences sharded over the same ranks. With one rank its sequences are whole and cost
+  no traffic (a *local* group, or pack); with more it is *shared* and runs ring attention. A group's number is its
+  place in ONE total order: every rank meets its shared groups in rising order, hence no two ranks ever wait for
+  each other.
+* A **micro-batch** of a rank is at most one shared group's slice plus any number of local groups, together at most
+  the rank's capacity.
+* A **rank** (an HDP rank; a whole pipeline when pp > 1) runs its micro-batches in order. Ranks may have different
+  numbers of them, or none.
+
+Everything is a NumPy array (structure of arrays, CSR offsets): a batch may hold 10^6 sequences and a cluster 16384
+ranks. ``RankPlan`` is the small view that one rank's runtime and loader work from. ``offsets`` arrays have one entry
+more than the things they delimit; the items of thing ``i`` are ``items[offsets[i]:offsets[i + 1]]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """One global batch's plan. Shape letters: S sequences, G groups, R ranks, M micro-batches of all ranks together.
+
+    ``capacity_tokens`` and ``lengths`` are in tokens. ``group_offload_ratio`` is the share r of a group's activation
+    tokens that are sent to host memory (Eq. 3). ``group_weights`` are the integer shares of the members, all 1 unless
+    members differ in speed (``plan.layout``).
+    """
+
+    lengths: IntArray  # [S] tokens of each sequence
+    capacity_tokens: IntArray  # [R] tokens that one micro-batch of a rank may hold
+    group_sequence_offsets: IntArray  # [G + 1] into group_sequences
+    group_sequences: IntArray  # [S] sequence numbers, each exactly once
+    group_rank_offsets: IntArray  # [G + 1] into group_ranks and group_weights
+    group_ranks: IntArray  # [sum of group sizes] in member order
+    group_weights: IntArray  # [sum of group sizes]
+    group_offload_ratio: NDArray[np.float64]  # [G] in [0, 1]
+    rank_micro_batch_offsets: IntArray  # [R + 1] numbers of a rank's micro-batches, in execution order
+    micro_batch_group_offsets: IntArray  # [M + 1] into micro_batch_groups
+    micro_batch_groups: IntArray  # [sum of group sizes] group numbers; a shared group comes first
+    planner: str = field(default="")  # who made it, for people: "balanced/adaptive"
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.capacity_tokens)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_sequence_offsets) - 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batch_group_offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def group_sizes(self) -> IntArray:
+        """``[G]`` number of ranks of each group (the degree D)."""
+        return np.diff(self.group_rank_offsets)
+
+    @property
+    def group_tokens(self) -> IntArray:
+        """``[G]`` tokens of all sequences of each group, over all its members."""
+        return segment_sums(self.lengths[self.group_sequences], self.group_sequence_offsets)
+
+    @property
+    def micro_batch_ranks(self) -> IntArray:
+        """``[M]`` the rank that runs each micro-batch."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_micro_batch_offsets))
+
+    def sequences_of(self, group: int) -> IntArray:
+        """Sequence numbers of one group, in the order in which members hold them."""
+        return self.group_sequences[
+            self.group_sequence_offsets[group] : self.group_sequence_offsets[group + 1]
+        ]
+
+    def ranks_of(self, group: int) -> IntArray:
+        """Ranks of one group, in member order."""
+        return self.group_ranks[self.group_rank_offsets[group] : self.group_rank_offsets[group + 1]]
+
+    def weights_of(self, group: int) -> IntArray:
+        """Integer shares of one group's members, in member order."""
+        return self.group_weights[self.group_rank_offsets[group] : self.group_rank_offsets[group + 1]]
+
+    def groups_of(self, micro_batch: int) -> IntArray:
+        """Group numbers of one micro-batch (numbered over all ranks), a shared one first."""
+        offsets = self.micro_batch_group_offsets
+        return self.micro_batch_groups[offsets[micro_batch] : offsets[micro_batch + 1]]
+
+    def micro_batches_of(self, rank: int) -> range:
+        """Numbers of one rank's micro-batches, in execution order."""
+        return range(int(self.rank_micro_batch_offsets[rank]), int(self.rank_micro_batch_offsets[rank + 1]))
+
+    def digest(self) -> int:
+        """A 63-bit fingerprint of what is to be run: ranks compare it before they start a step."""
+        content = hashlib.blake2b(digest_size=8)
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, np.ndarray):
+                content.update(spec.name.encode())
+                content.update(np.ascontiguousarray(value).tobytes())
+        return int.from_bytes(content.digest(), "little") >> 1
+
+    @staticmethod
+    def build(
+        *,
+        lengths: ArrayLike,
+        capacity_tokens: ArrayLike,
+        groups: Sequence[GroupSpec],
+        schedule: Sequence[Sequence[Sequence[int]]],
+        planner: str = "",
+    ) -> Plan:
+        """A plan from readable parts, for planners that think in Python objects and for tests.
+
+        Args:
+            lengths: ``[S]`` tokens per sequence.
+            capacity_tokens: ``[R]``.
+            groups: slice groups in the plan's total order; a group's number is its place here.
+            schedule: per rank, per micro-batch, the numbers of its groups (a shared one first).
+        """
+        micro_batches = [micro_batch for rank in schedule for micro_batch in rank]
+        return Plan(
+            lengths=np.asarray(lengths, dtype=np.int64),
+            capacity_tokens=np.asarray(capacity_tokens, dtype=np.int64),
+            group_sequence_offsets=offsets_of(len(group.sequences) for group in groups),
+            group_sequences=_concatenate(group.sequences for group in groups),
+            group_rank_offsets=offsets_of(len(group.ranks) for group in groups),
+            group_ranks=_concatenate(group.ranks for group in groups),
+            group_weights=_concatenate(group.weights or (1,) * len(group.ranks) for group in groups),
+            group_offload_ratio=np.array([group.offload_ratio for group in groups], dtype=np.float64),
+            rank_micro_batch_offsets=offsets_of(len(rank) for rank in schedule),
+            micro_batch_group_offsets=offsets_of(len(micro_batch) for micro_batch in micro_batches),
+            micro_batch_groups=_concatenate(micro_batches),
+            planner=planner,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One slice group in Python objects: what ``Plan.build`` takes."""
+
+    sequences: Sequence[int]
+    ranks: Sequence[int]
+    weights: Sequence[int] = ()
+    offload_ratio: float = 0.0
+
+
+def offsets_of(counts: Iterable[int]) -> IntArray:
+    """CSR offsets ``[n + 1]`` of ``n`` runs of the given lengths."""
+    counts = np.fromiter(counts, dtype=np.int64)
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def segment_sums(values: NDArray, offsets: IntArray) -> NDArray:
+    """Sum of each CSR run, empty runs included (``np.add.reduceat`` gets those wrong)."""
+    sums = np.zeros(len(values) + 1, dtype=values.dtype)
+    np.cumsum(values, out=sums[1:])
+    return sums[offsets[1:]] - sums[offsets[:-1]]
+
+
+def _concatenate(parts: Iterable[Sequence[int]]) -> IntArray:
+    return np.fromiter((value for part in parts for value in part), dtype=np.int64)

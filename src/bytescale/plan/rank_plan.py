@@ -1,0 +1,146 @@
+"""One rank's part of a plan: the view from which its runtime and its loader work.
+
+A rank's micro-batch is an ordered list of *segments*, token ranges of sequences. First come the segments of the shared
+group, if there is one: for each of its sequences the front chunk, then the back chunk, that this member holds (either
+may be empty). Then come the local sequences, whole. Tokens, labels, positions and activations are laid out in exactly
+this order on the rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.plan.layout import member_chunks, segment_bounds
+from bytescale.plan.plan import Plan
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SharedGroup:
+    """A slice group of several ranks as one member sees it. Shape letters: K sequences, N members."""
+
+    group: int  # number in the plan's total order; message tags derive from it
+    ranks: tuple[int, ...]  # HDP ranks in member order
+    member: int  # which of them this rank is
+    sequences: IntArray  # [K] sequence numbers
+    lengths: IntArray  # [K] tokens
+    weights: IntArray  # [N] shares
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def chunks(self) -> tuple[IntArray, IntArray]:
+        """Front and back chunk of every member, each ``[K, N]`` tokens: the shapes of every ring message."""
+        return member_chunks(self.lengths, self.weights)
+
+    @cached_property
+    def tokens_per_member(self) -> IntArray:
+        """``[N]`` tokens that each member holds, all sequences together."""
+        front, back = self.chunks
+        return (front + back).sum(axis=0)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank runs in one forward and backward pass. P segments; see the module's docstring for their order."""
+
+    index: int  # place in this rank's order
+    shared: SharedGroup | None
+    segment_sequences: IntArray  # [P] sequence number of each segment
+    segment_starts: IntArray  # [P] first token, inside the sequence
+    segment_stops: IntArray  # [P] one past the last token
+    local_lengths: IntArray  # [number of local sequences] tokens of each, in layout order
+    offload_ratios: tuple[tuple[int, float], ...]  # (tokens, r) of each group, in layout order
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.segment_stops - self.segment_starts).sum())
+
+    @property
+    def num_shared_tokens(self) -> int:
+        return 0 if self.shared is None else int(self.shared.tokens_per_member[self.shared.member])
+
+    def position_ids(self) -> IntArray:
+        """``[num_tokens]`` place of each token inside its sequence."""
+        return concatenated_ranges(self.segment_starts, self.segment_stops)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Everything that one rank has to know of a step."""
+
+    rank: int
+    num_ranks: int
+    micro_batches: tuple[MicroBatch, ...]
+    digest: int  # of the whole plan
+
+    @staticmethod
+    def of(plan: Plan, rank: int) -> RankPlan:
+        """Rank ``rank``'s part of ``plan``."""
+        micro_batches = tuple(
+            _micro_batch_view(plan, rank, number, index)
+            for index, number in enumerate(plan.micro_batches_of(rank))
+        )
+        return RankPlan(
+            rank=rank, num_ranks=plan.num_ranks, micro_batches=micro_batches, digest=plan.digest()
+        )
+
+
+def concatenated_ranges(starts: IntArray, stops: IntArray) -> IntArray:
+    """``[start_0 .. stop_0), [start_1 .. stop_1), ...`` as one array, without a Python loop."""
+    counts = stops - starts
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+
+
+def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBatch:
+    shared: SharedGroup | None = None
+    sequences: list[IntArray] = []
+    starts: list[IntArray] = []
+    stops: list[IntArray] = []
+    local_lengths: list[IntArray] = []
+    offload_ratios: list[tuple[int, float]] = []
+    for group in plan.groups_of(number).tolist():
+        members = plan.ranks_of(group)
+        group_sequences = plan.sequences_of(group)
+        lengths = plan.lengths[group_sequences]
+        if len(members) > 1:
+            member = int(np.flatnonzero(members == rank)[0])
+            shared = SharedGroup(
+                group=group,
+                ranks=tuple(members.tolist()),
+                member=member,
+                sequences=group_sequences,
+                lengths=lengths,
+                weights=plan.weights_of(group),
+            )
+            bounds = segment_bounds(lengths, shared.weights, member)
+            sequences.append(np.repeat(group_sequences, 2))
+            starts.append(bounds[:, :, 0].ravel())
+            stops.append(bounds[:, :, 1].ravel())
+            tokens = int((bounds[:, :, 1] - bounds[:, :, 0]).sum())
+        else:
+            sequences.append(group_sequences)
+            starts.append(np.zeros(len(lengths), dtype=np.int64))
+            stops.append(lengths)
+            local_lengths.append(lengths)
+            tokens = int(lengths.sum())
+        offload_ratios.append((tokens, float(plan.group_offload_ratio[group])))
+    empty = [np.zeros(0, dtype=np.int64)]
+    return MicroBatch(
+        index=index,
+        shared=shared,
+        segment_sequences=np.concatenate(sequences or empty),
+        segment_starts=np.concatenate(starts or empty),
+        segment_stops=np.concatenate(stops or empty),
+        local_lengths=np.concatenate(local_lengths or empty),
+        offload_ratios=tuple(offload_ratios),
+    )
