@@ -14,20 +14,14 @@ def parse_count(text: str | int) -> int:
     """``"8K"`` -> 8192, ``"2M"`` -> 2097152, ``4096`` -> 4096. Raises ``ConfigError`` on anything else."""
     if isinstance(text, int):
         return text
-    match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text.strip().upper().replace("IB", "B")
-    )
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text.strip().upper().replace("IB", "B"))
     if match is None:
         raise ConfigError(
-            problem(
-                f"{text!r} is not a count", fix="write a whole number, or one with K, M or G such as 256K"
-            )
+            problem(f"{text!r} is not a count", fix="write a whole number, or one with K, M or G such as 256K")
         )
     value = float(match.group(1)) * _FACTORS[match.group(2)]
     if value != int(value):
-        raise ConfigError(
-            problem(f"{text!r} is {value} tokens, not a whole number", fix="use a whole number")
-        )
+        raise ConfigError(problem(f"{text!r} is {value} tokens, not a whole number", fix="use a whole number"))
     return int(value)
 
 
@@ -38,8 +32,7 @@ def format_count(value: float) -> str:
 
 def format_bytes(value: float) -> str:
     """1536 -> ``"1.5 KiB"``."""
-    text = _format(value, KIBI, [" B", " KiB", " MiB", " GiB", " TiB"])
-    return text
+    return _format(value, KIBI, [" B", " KiB", " MiB", " GiB", " TiB"])
 
 
 def format_si(value: float) -> str:

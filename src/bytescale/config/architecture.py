@@ -31,9 +31,7 @@ class Architecture:
         return asdict(self)
 
 
-def _llama(
-    layers: int, heads: int, kv_heads: int, hidden: int, ffn: int, *, vocab: int = 128256
-) -> Architecture:
+def _llama(layers: int, heads: int, kv_heads: int, hidden: int, ffn: int, *, vocab: int = 128256) -> Architecture:
     return Architecture(
         vocab_size=vocab,
         num_layers=layers,
@@ -74,9 +72,7 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
         )
     base = PRESETS[config.preset]
     given = {
-        spec.name: getattr(config, spec.name)
-        for spec in fields(Architecture)
-        if getattr(config, spec.name) is not None
+        spec.name: getattr(config, spec.name) for spec in fields(Architecture) if getattr(config, spec.name) is not None
     }
     if "vocab_size" not in given and tokenizer_vocab_size is not None:
         given["vocab_size"] = -(-tokenizer_vocab_size // 64) * 64
@@ -107,9 +103,7 @@ def _check_architecture(shape: Architecture) -> None:
         "ffn_hidden_size",
     ):
         if getattr(shape, name) < 1:
-            raise ConfigError(
-                problem(f"model.{name} is {getattr(shape, name)}", fix="use a number of at least 1")
-            )
+            raise ConfigError(problem(f"model.{name} is {getattr(shape, name)}", fix="use a number of at least 1"))
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
             problem(

@@ -22,13 +22,9 @@ def load_config(path: Path) -> Config:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            problem(f"{path} does not exist", fix="name a TOML file such as configs/*.toml")
-        ) from error
+        raise ConfigError(problem(f"{path} does not exist", fix="name a TOML file such as configs/*.toml")) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise ConfigError(
-            problem(f"{path} is not TOML: {error}", fix="mend the line that it names")
-        ) from error
+        raise ConfigError(problem(f"{path} is not TOML: {error}", fix="mend the line that it names")) from error
     return config_from_dict(content, where=str(path))
 
 
@@ -75,9 +71,7 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
         hint = hints[name]
         if is_dataclass(hint):
             if not isinstance(value, dict):
-                raise ConfigError(
-                    problem(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]")
-                )
+                raise ConfigError(problem(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]"))
             values[name] = _section(typing.cast(Any, hint), value, where, prefix=f"{name}.")
         else:
             values[name] = _value(hint, value, f"{where}: {prefix}{name}")
@@ -94,9 +88,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         options = typing.get_args(hint)
         if value not in options:
             hint_text = nearest(value, options) if isinstance(value, str) else "known: " + ", ".join(options)
-            raise ConfigError(
-                problem(f"{where} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
-            )
+            raise ConfigError(problem(f"{where} = {value!r} is not one of {', '.join(options)}", fix=hint_text))
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value

@@ -20,9 +20,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
         raise ConfigError(
-            problem(
-                "data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob"
-            )
+            problem("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
         )
     if data.context_length > ranks * parallel.capacity_tokens:
         raise ConfigError(
@@ -91,7 +89,5 @@ def _at_least_one(config: Config) -> None:
             raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
     if config.optimizer.clip_grad_norm < 0:
         raise ConfigError(
-            problem(
-                f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more"
-            )
+            problem(f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more")
         )

@@ -6,6 +6,7 @@ import os
 import zipfile
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +16,10 @@ from bytescale.plan.plan import Plan
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write ``plan`` to ``path`` atomically: a killed process leaves the old file or none."""
+    arrays: dict[str, Any] = {spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
-        np.savez_compressed(
-            file, **{spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)}
-        )
+        np.savez_compressed(file, **{spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)})
     temporary.replace(path)
 
 

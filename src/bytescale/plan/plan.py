@@ -87,9 +87,7 @@ class Plan:
 
     def sequences_of(self, group: int) -> IntArray:
         """Sequence numbers of one group, in the order in which members hold them."""
-        return self.group_sequences[
-            self.group_sequence_offsets[group] : self.group_sequence_offsets[group + 1]
-        ]
+        return self.group_sequences[self.group_sequence_offsets[group] : self.group_sequence_offsets[group + 1]]
 
     def ranks_of(self, group: int) -> IntArray:
         """Ranks of one group, in member order."""

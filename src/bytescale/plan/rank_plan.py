@@ -85,12 +85,9 @@ class RankPlan:
     def of(plan: Plan, rank: int) -> RankPlan:
         """Rank ``rank``'s part of ``plan``."""
         micro_batches = tuple(
-            _micro_batch_view(plan, rank, number, index)
-            for index, number in enumerate(plan.micro_batches_of(rank))
+            _micro_batch_view(plan, rank, number, index) for index, number in enumerate(plan.micro_batches_of(rank))
         )
-        return RankPlan(
-            rank=rank, num_ranks=plan.num_ranks, micro_batches=micro_batches, digest=plan.digest()
-        )
+        return RankPlan(rank=rank, num_ranks=plan.num_ranks, micro_batches=micro_batches, digest=plan.digest())
 
 
 def concatenated_ranges(starts: IntArray, stops: IntArray) -> IntArray:
