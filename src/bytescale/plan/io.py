@@ -19,7 +19,7 @@ def save_plan(plan: Plan, path: Path) -> None:
     arrays: dict[str, Any] = {spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
-        np.savez_compressed(file, **{spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)})
+        np.savez_compressed(file, allow_pickle=False, **arrays)
     temporary.replace(path)
 
 
