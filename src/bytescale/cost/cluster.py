@@ -1,0 +1,58 @@
+"""The cluster as a planner sees it: HDP ranks, what each can hold, and how fast each is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import ConfigError, problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cluster:
+    """R ranks of hybrid data parallelism. One rank is tp x pp devices that act together.
+
+    Raises ``ConfigError`` when a number is not positive or the arrays' lengths differ.
+    """
+
+    capacity_tokens: NDArray[np.int64]  # [R] tokens that one micro-batch of a rank may hold (the paper's C)
+    speeds: NDArray[np.float64]  # [R] work per second, relative to the rank that the cost model describes
+    ranks_per_node: int = 8  # consecutive ranks that share a node and its fast links
+
+    def __post_init__(self) -> None:
+        if self.capacity_tokens.ndim != 1 or self.capacity_tokens.shape != self.speeds.shape:
+            raise ConfigError(
+                problem(
+                    f"capacity_tokens has shape {self.capacity_tokens.shape} and speeds {self.speeds.shape}",
+                    fix="give one number of each per rank",
+                )
+            )
+        rules = (
+            ("a cluster has no ranks", len(self.speeds) == 0),
+            ("a rank's capacity is below one token", bool((self.capacity_tokens < 1).any())),
+            ("a rank's speed is not above 0", bool((self.speeds <= 0).any())),
+            (f"ranks_per_node is {self.ranks_per_node}", self.ranks_per_node < 1),
+        )
+        for what, broken in rules:
+            if broken:
+                raise ConfigError(problem(what, so="no plan could be made", fix="use positive numbers"))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.speeds)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks are equal in capacity and speed."""
+        return bool((self.speeds == self.speeds[0]).all() and (self.capacity_tokens == self.capacity_tokens[0]).all())
+
+    @staticmethod
+    def uniform(num_ranks: int, capacity_tokens: int, *, ranks_per_node: int = 8) -> Cluster:
+        """``num_ranks`` equal ranks of reference speed."""
+        return Cluster(
+            capacity_tokens=np.full(num_ranks, capacity_tokens, dtype=np.int64),
+            speeds=np.ones(num_ranks),
+            ranks_per_node=ranks_per_node,
+        )

@@ -1,0 +1,171 @@
+"""The planner's cost model: eight numbers that say how long one rank takes for its part of anything.
+
+It folds all layers, forward and backward, into one number per term. ``cost.stage`` keeps them apart, for the simulator.
+
+    work of a sequence on one rank            a s^2 + b s
+    member of a group of D                    (a Q + b T) / D  +  exposed ring time  +  g
+    with T = sum of s, Q = sum of s^2 over the group's sequences
+
+The ring has D - 1 transfers beside D blocks of attention. A transfer runs while a block computes, so only what is
+longer than the block is seen (paper section 3: O(s^2) work hides O(s) traffic):
+
+    x = ring_bytes_per_token T / (D bandwidth) + latency        one transfer
+    c = a Q / D^2                                               one block
+    exposed = (D - 1) max(0, x - c)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import Architecture
+from bytescale.cost import flops
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """One rank of reference speed, all its layers, forward and backward together. Times in seconds.
+
+    Raises ``ConfigError`` for negative numbers and bandwidths that are not above 0.
+    """
+
+    attention_seconds_per_pair: float
+    """a: seconds per s^2 (the causal mask's half is in the number)."""
+    token_seconds: float
+    """b: seconds per token of everything but attention."""
+    micro_batch_seconds: float = 0.0
+    """g: seconds per micro-batch, whatever is in it (kernel launches)."""
+    ring_bytes_per_token: float = 0.0
+    """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
+    ring_step_seconds: float = 0.0
+    """Latency of one ring step, all layers, forward and backward."""
+    intra_node_bytes_per_second: float = math.inf
+    """Bandwidth of a rank's link to a neighbour in its node, one direction."""
+    inter_node_bytes_per_second: float = math.inf
+    """Bandwidth of a rank's link to a neighbour in another node, one direction."""
+    ranks_per_node: int = 8
+    """Consecutive ranks that share a node."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            above_zero = spec.name.endswith("bytes_per_second") or spec.name == "ranks_per_node"
+            if math.isnan(value) or value < 0 or (above_zero and value == 0):
+                rule = "above 0" if above_zero else "of at least 0"
+                raise ConfigError(problem(f"cost model: {spec.name} is {value}", fix=f"use a number {rule}"))
+
+    def work_seconds(self, lengths: ArrayLike) -> FloatArray:
+        """``[S]`` seconds of compute that each sequence costs one rank that runs it alone: a s^2 + b s, without g."""
+        lengths = np.asarray(lengths, dtype=np.float64)
+        return lengths * (self.attention_seconds_per_pair * lengths + self.token_seconds)
+
+    def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
+        """Compute of each of ``degree`` members, without g and without communication: (a Q + b T) / D. Broadcasts."""
+        tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
+        return (self.attention_seconds_per_pair * squares + self.token_seconds * tokens) / np.asarray(degree)
+
+    def ring_seconds(self, tokens: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False) -> FloatArray:
+        """Time that a member's link is busy: D - 1 transfers of T / D tokens. 0 for D = 1. Broadcasts."""
+        degree = np.asarray(degree, dtype=np.float64)
+        return (degree - 1) * self._transfer_seconds(np.asarray(tokens, dtype=np.float64), degree, inter_node)
+
+    def exposed_seconds(
+        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
+    ) -> FloatArray:
+        """The part of ``ring_seconds`` that attention does not hide: (D - 1) max(0, x - c). Broadcasts."""
+        tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
+        degree = np.asarray(degree, dtype=np.float64)
+        transfer = self._transfer_seconds(tokens, degree, inter_node)
+        block = self.attention_seconds_per_pair * squares / (degree * degree)
+        return (degree - 1) * np.maximum(transfer - block, 0.0)
+
+    def group_seconds(
+        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
+    ) -> FloatArray:
+        """Time that each member of a slice group takes, g included. All arguments broadcast.
+
+        Args:
+            tokens: T, sum of s over the group's sequences.
+            squares: Q, sum of s^2.
+            degree: D, members, at least 1.
+            inter_node: whether the ring leaves a node; its slowest link then sets the pace of every step.
+        """
+        return (
+            self.compute_seconds(tokens, squares, degree)
+            + self.exposed_seconds(tokens, squares, degree, inter_node)
+            + self.micro_batch_seconds
+        )
+
+    def leaves_node(self, first_rank: ArrayLike, degree: ArrayLike) -> NDArray[np.bool_]:
+        """Whether a group of consecutive ranks from ``first_rank`` spans two nodes or more. Broadcasts."""
+        first = np.asarray(first_rank)
+        last = first + np.asarray(degree) - 1
+        return np.asarray(first // self.ranks_per_node != last // self.ranks_per_node)
+
+    def _transfer_seconds(self, tokens: FloatArray, degree: FloatArray, inter_node: ArrayLike) -> FloatArray:
+        seconds_per_byte = np.where(
+            np.asarray(inter_node, dtype=bool),
+            1.0 / self.inter_node_bytes_per_second,
+            1.0 / self.intra_node_bytes_per_second,
+        )
+        return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + self.ring_step_seconds
+
+    @staticmethod
+    def from_architecture(
+        architecture: Architecture,
+        *,
+        flops_per_second: float,
+        attention_flops_per_second: float | None = None,
+        micro_batch_seconds: float = 0.0,
+        bytes_per_element: int = 2,
+        ring_latency_seconds: float = 0.0,
+        intra_node_bytes_per_second: float = math.inf,
+        inter_node_bytes_per_second: float = math.inf,
+        ranks_per_node: int = 8,
+        tensor_parallel: int = 1,
+    ) -> CostModel:
+        """A model from a FLOP count: what planning believes before anything was measured.
+
+        Args:
+            architecture: the model's shape.
+            flops_per_second: of one device on matrix products.
+            attention_flops_per_second: of one device on attention; the same when None.
+            micro_batch_seconds: g.
+            bytes_per_element: of activations (2: bf16; dK and dV then travel in fp32).
+            ring_latency_seconds: of one transfer (three per step and layer: K/V twice, dK/dV once).
+            intra_node_bytes_per_second: link of ONE device inside a node; infinite: ideal.
+            inter_node_bytes_per_second: link of ONE device across nodes; infinite: ideal.
+            ranks_per_node: HDP ranks that share a node.
+            tensor_parallel: devices that share a rank's heads and matrices.
+        """
+        if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
+            raise ConfigError(problem(f"flops_per_second is {flops_per_second}", fix="use a rate above 0"))
+        layers = architecture.num_layers
+        linear = layers * flops.layer_linear_flops_per_token(architecture) + flops.head_flops_per_token(architecture)
+        attention = layers * flops.layer_attention_flops_per_square(architecture)
+        ring_forward, ring_backward = flops.ring_bytes_per_token(
+            architecture, bytes_per_element=bytes_per_element, gradient_bytes_per_element=max(4, bytes_per_element)
+        )
+        attention_rate = tensor_parallel * (attention_flops_per_second or flops_per_second)
+        return CostModel(
+            attention_seconds_per_pair=(1 + flops.BACKWARD_ATTENTION_RATIO) * attention / attention_rate,
+            token_seconds=(1 + flops.BACKWARD_LINEAR_RATIO) * linear / (tensor_parallel * flops_per_second),
+            micro_batch_seconds=micro_batch_seconds,
+            ring_bytes_per_token=layers * (ring_forward + ring_backward) / tensor_parallel,
+            ring_step_seconds=3 * layers * ring_latency_seconds,
+            intra_node_bytes_per_second=intra_node_bytes_per_second,
+            inter_node_bytes_per_second=inter_node_bytes_per_second,
+            ranks_per_node=ranks_per_node,
+        )
+
+    @staticmethod
+    def from_work(*, linear_per_square: float = 24576) -> CostModel:
+        """Abstract work s^2 + ``linear_per_square`` s with ideal links: how peers' planners are compared."""
+        return CostModel(attention_seconds_per_pair=1.0, token_seconds=linear_per_square)

@@ -1,0 +1,88 @@
+"""The planner's cost model against hand computations."""
+
+import math
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import PRESETS
+from bytescale.cost import Cluster, CostModel, flops
+
+MODEL = CostModel(
+    attention_seconds_per_pair=2.0,
+    token_seconds=3.0,
+    micro_batch_seconds=5.0,
+    ring_bytes_per_token=100.0,
+    ring_step_seconds=7.0,
+    intra_node_bytes_per_second=50.0,
+    inter_node_bytes_per_second=10.0,
+    ranks_per_node=4,
+)
+
+
+def test_work_of_a_sequence() -> None:
+    np.testing.assert_array_equal(MODEL.work_seconds([1, 10]), [2 + 3, 200 + 30])
+
+
+def test_group_of_one_has_no_traffic() -> None:
+    assert MODEL.group_seconds(10, 100, 1) == 200 + 30 + 5
+
+
+def test_hidden_and_exposed_rings_by_hand() -> None:
+    # D = 4, one sequence of 8 tokens: blocks 2 * 64 / 16 = 8 s; transfers 2 tokens * 100 / 50 + 7 = 11 s inside a node.
+    assert MODEL.exposed_seconds(8, 64, 4) == 3 * (11 - 8)
+    assert MODEL.ring_seconds(8, 4) == 3 * 11
+    assert MODEL.group_seconds(8, 64, 4) == (2 * 64 + 3 * 8) / 4 + 9 + 5
+    # across nodes: 2 * 100 / 10 + 7 = 27 s a transfer
+    assert MODEL.exposed_seconds(8, 64, 4, True) == 3 * (27 - 8)
+    # long enough to hide it: 80 tokens, blocks 2 * 6400 / 16 = 800 s, transfers 20 * 2 + 7 = 47 s
+    assert MODEL.exposed_seconds(80, 6400, 4) == 0
+
+
+def test_group_seconds_broadcasts() -> None:
+    degree = np.array([1, 2, 4])
+    result = MODEL.group_seconds(8.0, 64.0, degree, np.array([False, False, True]))
+    assert result.tolist() == [float(MODEL.group_seconds(8, 64, d, d == 4)) for d in degree]
+
+
+def test_work_units_of_peers() -> None:
+    model = CostModel.from_work()
+    assert model.work_seconds([4096]).tolist() == [4096**2 + 24576 * 4096]
+    assert model.exposed_seconds(4096, 4096**2, 64, True) == 0
+
+
+def test_from_architecture_by_hand() -> None:
+    shape = PRESETS["7b"]
+    model = CostModel.from_architecture(
+        shape, flops_per_second=100e12, attention_flops_per_second=50e12, tensor_parallel=2, ring_latency_seconds=1e-5
+    )
+    assert model.attention_seconds_per_pair == pytest.approx(32 * 2 * 4096 * 3.5 / 100e12)
+    linear = 32 * flops.layer_linear_flops_per_token(shape) + 2 * 128256 * 4096
+    assert model.token_seconds == pytest.approx(3 * linear / 200e12)
+    # K and V of 8 x 128 elements: 4 KiB in bf16 forward, and 4 + 8 KiB backward, halved by TP.
+    assert model.ring_bytes_per_token == 32 * 16 * 1024 / 2
+    assert model.ring_step_seconds == pytest.approx(32 * 3e-5)
+
+
+def test_which_groups_leave_a_node() -> None:
+    assert MODEL.leaves_node([0, 0, 3, 4], [4, 5, 2, 4]).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("token_seconds", -1.0), ("inter_node_bytes_per_second", 0.0), ("ring_step_seconds", math.nan)]
+)
+def test_nonsense_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        CostModel(**{"attention_seconds_per_pair": 1.0, "token_seconds": 1.0, name: value})
+
+
+def test_cluster() -> None:
+    cluster = Cluster.uniform(6, 1024, ranks_per_node=4)
+    assert (cluster.num_ranks, cluster.is_uniform) == (6, True)
+    with pytest.raises(ConfigError, match="speed"):
+        Cluster(capacity_tokens=np.array([8]), speeds=np.array([0.0]))
+    with pytest.raises(ConfigError, match="shape"):
+        Cluster(capacity_tokens=np.array([8, 8]), speeds=np.array([1.0]))
+    with pytest.raises(ConfigError, match="no ranks"):
+        Cluster.uniform(0, 8)
