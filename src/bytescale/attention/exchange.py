@@ -1,0 +1,85 @@
+"""Point-to-point messages between the members of slice groups, all inside the one HDP process group.
+
+No communicator is ever made for a slice group (paper section 5.1): a message is addressed by the peer's rank in the HDP
+group, its tag and its size, all three known from the plan on both sides. Facts that shape the code (torch 2.13): two
+blocking gloo sends that face each other hang, so receives are posted first and both are asynchronous; a gloo receive
+into a buffer of another size aborts or passes silently, so sizes are never guessed; NCCL makes a two-rank communicator
+for a lone isend, so there both directions go through one ``batch_isend_irecv``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bytescale.common.errors import RankFailure, problem
+
+
+@dataclass
+class Transfer:
+    """A send and a receive under way. Holds the buffers: gloo reads them until both are done."""
+
+    exchange: Exchange
+    works: Sequence[dist.Work]
+    buffers: tuple[Tensor, ...]
+    peers: tuple[int, ...]
+
+    def wait(self) -> None:
+        """Block (CPU) or order the current stream (CUDA) until both directions are done."""
+        started = time.perf_counter()
+        for work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RankFailure(
+                    problem(
+                        f"HDP rank {self.exchange.rank} lost its slice-group peer (HDP rank "
+                        f"{' or '.join(str(peer) for peer in sorted(set(self.peers)))}): {str(error).splitlines()[0]}",
+                        so="the step cannot be finished, every rank stops",
+                        fix="look for the first error in the log of the rank that is named, then resume",
+                    )
+                ) from error
+        self.exchange.wait_seconds += time.perf_counter() - started
+        self.works, self.buffers = (), ()
+
+
+class Exchange:
+    """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
+        """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``."""
+        self.group = group
+        self.rank = rank
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        self.wait_seconds = 0.0
+        self._batched = group is not None and group.name() == "nccl"
+
+    def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
+        """Post a receive and a send, contiguous tensors, either of which may be None or empty (then not posted)."""
+        if self.group is None:
+            raise RuntimeError("a single rank has no peer to exchange with: the plan names a group of several ranks")
+        send = send if send is not None and send.numel() else None
+        receive = receive if receive is not None and receive.numel() else None
+        if send is not None:
+            self.bytes_sent += send.numel() * send.element_size()
+            self.messages_sent += 1
+        works: list[dist.Work] = []
+        if self._batched:
+            operations = []
+            if receive is not None:
+                operations.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
+            if send is not None:
+                operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
+            works = dist.batch_isend_irecv(operations) if operations else []
+        else:
+            if receive is not None:
+                works.append(self.group.recv([receive], source, tag))
+            if send is not None:
+                works.append(self.group.send([send], to, tag))
+        buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
+        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))

@@ -1,0 +1,241 @@
+"""Block attention on one device: CPU flash, CUDA flash, and the same written out in matrix products.
+
+A kernel computes every block of a ``BlockSet`` and returns, for the query rows of all blocks in order, the attention
+output and the log-sum-exp (LSE) of the scores, from which partial results can be merged exactly. Its backward takes the
+output and LSE *of the whole softmax*: given those, the gradient of each block is exact on its own.
+
+Shape letters: T query rows, S key rows, H query heads, G key/value heads (G divides H), D head width.
+Dtypes: q, k, v and outputs in the compute dtype; LSE fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bytescale.attention.blocks import BlockSet, Rows
+from bytescale.common.errors import ConfigError, problem
+
+
+class AttentionKernel(Protocol):
+    """What the ring needs of a kernel."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        """``q [T, H, D]``, ``k, v [S, G, D]`` -> ``out [Tq, H, D]``, ``lse [Tq, H]`` for the ``Tq`` query rows."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dout, q, out [T, H, D]``, ``lse [T, H]``, ``k, v [S, G, D]`` (all rows; the kernel picks those of the
+        blocks) -> ``dq`` of the query rows, ``dk, dv`` of the key rows."""
+        ...
+
+
+def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """The kernel for a device and dtype. ``name``: ``auto`` and ``flash`` take the flash kernel, ``math`` the twin.
+
+    Raises ``ConfigError`` where flash attention does not exist, rather than falling back to something slower.
+    """
+    if name == "math":
+        return MathKernel()
+    if device.type == "cpu":
+        return CpuFlashKernel()
+    if dtype in (torch.bfloat16, torch.float16):
+        return CudaFlashKernel()
+    raise ConfigError(
+        problem(
+            f"there is no CUDA flash attention for {str(dtype).removeprefix('torch.')}",
+            so="attention would need memory that grows with the square of the length",
+            fix='set trainer.dtype = "bf16", or trainer.attention = "math" for short sequences',
+        )
+    )
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of LSE and of every sum over blocks: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class CpuFlashKernel:
+    """ATen's CPU flash attention, one call per block (a loop over documents is the fastest way found on CPU)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+        lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
+        row = 0
+        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+            block_out, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _heads_first(q[start:stop]),
+                _heads_first(k[first:last]),
+                _heads_first(v[first:last]),
+                0.0,
+                blocks.causal,
+                scale=scale,
+            )
+            out[row : row + stop - start] = block_out[0].transpose(0, 1)
+            lse[row : row + stop - start] = block_lse[0].transpose(0, 1)
+            row += stop - start
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+        dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
+        dv = torch.empty_like(dk)
+        row = key_row = 0
+        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _heads_first(dout[start:stop]),
+                _heads_first(q[start:stop]),
+                _heads_first(k[first:last]),
+                _heads_first(v[first:last]),
+                _heads_first(out[start:stop]),
+                lse[start:stop].transpose(0, 1)[None],
+                0.0,
+                blocks.causal,
+                scale=scale,
+            )
+            dq[row : row + stop - start] = gradients[0][0].transpose(0, 1)
+            dk[key_row : key_row + last - first] = gradients[1][0].transpose(0, 1)
+            dv[key_row : key_row + last - first] = gradients[2][0].transpose(0, 1)
+            row += stop - start
+            key_row += last - first
+        return dq, dk, dv
+
+
+class CudaFlashKernel:
+    """ATen's CUDA flash attention on packed rows (FA2; FA3 or FA4 if ``activate_flash_attention_impl`` chose it).
+
+    All blocks go in one launch, delimited by ``cu_seqlens``. bf16 and fp16 only.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        if not blocks:  # a member may hold no token of a sequence shorter than its group
+            return q.new_empty(0, *q.shape[1:]), q.new_empty(0, q.shape[1], dtype=torch.float32)
+        cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
+        query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q[query_rows], k[key_rows], v[key_rows], cu_q, cu_k, max_q, max_k, 0.0, blocks.causal, False, scale=scale
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not blocks:
+            return q.new_empty(0, *q.shape[1:]), k.new_empty(0, *k.shape[1:]), k.new_empty(0, *k.shape[1:])
+        cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
+        query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout[query_rows].contiguous(),
+            q[query_rows],
+            k[key_rows],
+            v[key_rows],
+            out[query_rows],
+            lse[query_rows].transpose(0, 1).contiguous(),
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
+            0.0,
+            blocks.causal,
+            no_dropout,
+            torch.empty(0, dtype=torch.uint64, device=q.device),
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+class MathKernel:
+    """The slow twin: softmax and its gradient written out, any device, any dtype, memory O(T S)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+        lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
+        row = 0
+        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+            scores = _scores(q[start:stop], k[first:last], blocks.causal, scale)
+            block_lse = scores.logsumexp(dim=-1)
+            weights = (scores - block_lse[..., None]).exp()
+            values = _repeat_heads(v[first:last], q.shape[1]).to(weights.dtype)
+            out[row : row + stop - start] = torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
+            lse[row : row + stop - start] = block_lse.transpose(0, 1)
+            row += stop - start
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+        dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
+        dv = torch.empty_like(dk)
+        row = key_row = 0
+        groups = q.shape[1] // k.shape[1]
+        for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+            scores = _scores(q[start:stop], k[first:last], blocks.causal, scale)
+            weights = (scores - lse[start:stop].transpose(0, 1)[..., None]).exp()
+            keys = _repeat_heads(k[first:last], q.shape[1]).to(weights.dtype)
+            values = _repeat_heads(v[first:last], q.shape[1]).to(weights.dtype)
+            d = dout[start:stop].to(weights.dtype)
+            # d(softmax): P * (dP - rowsum(dO * O)), with O of the whole softmax.
+            delta = (d * out[start:stop].to(weights.dtype)).sum(dim=-1).transpose(0, 1)[..., None]
+            dscores = weights * (torch.einsum("thd,shd->hts", d, values) - delta) * scale
+            dq[row : row + stop - start] = torch.einsum("hts,shd->thd", dscores, keys).to(q.dtype)
+            wide_q = q[start:stop].to(weights.dtype)
+            dk[key_row : key_row + last - first] = _sum_heads(torch.einsum("hts,thd->shd", dscores, wide_q), groups)
+            dv[key_row : key_row + last - first] = _sum_heads(torch.einsum("hts,thd->shd", weights, d), groups)
+            row += stop - start
+            key_row += last - first
+        return dq, dk, dv
+
+
+def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
+    """``total[rows] += part``, in ``total``'s dtype, for rows that do not repeat."""
+    total[rows] = total[rows] + part.to(total.dtype)
+
+
+def merge_rows(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
+    """Fold a block's result into a running softmax, in place: ``out [T, H, D]`` and ``lse [T, H]`` at ``rows``.
+
+    ``lse' = log(e^lse + e^part_lse)`` and ``out' = out e^(lse - lse') + part_out e^(part_lse - lse')``. Every row has
+    seen its own causal triangle before, so that ``lse`` is finite.
+    """
+    old = lse[rows]
+    new = torch.logaddexp(old, part_lse)
+    kept = (old - new).exp()[..., None]
+    added = (part_lse - new).exp()[..., None]
+    out[rows] = out[rows] * kept + part_out.to(out.dtype) * added
+    lse[rows] = new
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    """``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
+    return rows.transpose(0, 1)[None]
+
+
+def _cu_seqlens(blocks: BlockSet, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    return (*blocks.cu_seqlens(device), blocks.max_query_rows, blocks.max_key_rows)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """``[H, T, S]`` scaled scores in the LSE's dtype, -inf where a causal triangle does not look."""
+    wide = lse_dtype(q.dtype)
+    scores = torch.einsum("thd,shd->hts", q.to(wide), _repeat_heads(k, q.shape[1]).to(wide)) * scale
+    if causal:
+        future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _repeat_heads(rows: Tensor, num_heads: int) -> Tensor:
+    return rows.repeat_interleave(num_heads // rows.shape[1], dim=1)
+
+
+def _sum_heads(gradient: Tensor, groups: int) -> Tensor:
+    rows, heads, width = gradient.shape
+    return gradient.view(rows, heads // groups, groups, width).sum(dim=2)

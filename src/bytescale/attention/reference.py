@@ -1,0 +1,28 @@
+"""The slow, obvious twin: every sequence on its own, whole, in one process, by PyTorch's public attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Causal attention of sequences that lie one after the other.
+
+    Args:
+        q: ``[T, H, D]``; k, v: ``[T, G, D]``; G divides H.
+        lengths: tokens of each sequence; they sum to T.
+
+    Returns:
+        ``[T, H, D]``. Differentiable by autograd alone.
+    """
+    outputs = []
+    pieces = zip(*(tensor.split(list(lengths)) for tensor in (q, k, v)), strict=True)
+    for sequence_q, sequence_k, sequence_v in pieces:
+        heads_first = (tensor.transpose(0, 1)[None] for tensor in (sequence_q, sequence_k, sequence_v))
+        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,0 +1,231 @@
+"""Attention of one micro-batch: the causal triangles that a rank holds, then a ring over the shared group's members.
+
+The ring (paper section 7; DistAttention and zig-zag ring attention before it), for member ``i`` of ``N``:
+
+  step 0      own queries x own keys: causal triangles of the slices and of all local sequences, in one call
+  step t      the keys of member j = i - t (mod N) have arrived; blocks that causality allows (``blocks.ring_blocks``)
+              are folded into the running softmax; meanwhile the next keys are on their way
+
+Backward runs the same ring of keys and values again, and behind it a ring of their gradients: member j's gradient
+starts at j + 1, collects every member's share one step behind the keys, and comes home after N - 1 hops. Output and
+LSE are those of the merged softmax, hence each block's gradient is exact alone.
+
+Bytes that one member sends per layer, with K/V slices of ``n_j`` rows and ``b`` bytes a row (K and V together):
+forward ``b * (sum of n_j, j != next member)``, backward the same plus the gradients in fp32 (fp64 for fp64).
+
+Shape letters: T rows of the micro-batch, the first of which are the ``n_i`` shared ones; H query heads, G key/value
+heads, D head width, N members.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
+from bytescale.attention.exchange import Exchange, Transfer
+from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype, merge_rows
+from bytescale.plan import MicroBatch, SharedGroup
+
+# Messages of one slice group that may be under way between the same two ranks at the same time get different tags.
+_FORWARD_KV, _BACKWARD_KV, _BACKWARD_GRADIENTS = range(3)
+_TAGS_PER_GROUP = 4
+
+
+class PackedAttention:
+    """The attention callable that a model is given for one micro-batch on one rank.
+
+    ``attention(q, k, v)`` with ``q [T, H, D]`` and ``k, v [T, G, D]``, rows in the micro-batch's layout
+    (``plan.rank_plan``), returns ``[T, H, D]``. Every member of a shared group has to call it equally often.
+    """
+
+    def __init__(self, micro_batch: MicroBatch, kernel: AttentionKernel, exchange: Exchange) -> None:
+        shared = micro_batch.shared
+        self.kernel = kernel
+        self.num_tokens = micro_batch.num_tokens
+        self.num_shared_tokens = micro_batch.num_shared_tokens
+        slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
+        self.triangles = causal_triangles(slices + micro_batch.local_lengths.tolist())
+        self.ring = None if shared is None else Ring(shared, exchange)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"attention got {q.shape[0]} rows but its micro-batch has {self.num_tokens}: "
+                "the model must keep one row per token, in order"
+            )
+        return _PackedAttentionFunction.apply(q, k, v, self)
+
+
+class Ring:
+    """One member's place in a shared group: who is next, what arrives at each step, which blocks it allows."""
+
+    def __init__(self, shared: SharedGroup, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.size = shared.size
+        self.member = shared.member
+        self.next_rank = shared.ranks[(shared.member + 1) % shared.size]
+        self.previous_rank = shared.ranks[(shared.member - 1) % shared.size]
+        self.rows_per_member: list[int] = shared.tokens_per_member.tolist()
+        self.first_tag = shared.group * _TAGS_PER_GROUP
+        self.blocks: dict[int, BlockSet] = {
+            source: ring_blocks(shared.chunks, shared.member, source)
+            for source in range(shared.size)
+            if source != shared.member
+        }
+
+    def source(self, step: int) -> int:
+        """The member whose keys are here at a step."""
+        return (self.member - step) % self.size
+
+    def start_kv(self, step: int, held: Tensor, buffer: Tensor, kind: int) -> tuple[Transfer, Tensor]:
+        """Pass on the keys and values held at ``step``; returns the transfer and the rows that it will have filled."""
+        arriving = _rows(buffer, self.rows_per_member[self.source(step + 1)])
+        transfer = self.exchange.start(
+            send=held, to=self.next_rank, receive=arriving, source=self.previous_rank, tag=self.first_tag + kind
+        )
+        return transfer, arriving
+
+    def start_gradients(self, send: Tensor | None, receive: Tensor | None) -> Transfer:
+        """Send the gradients of the keys that were here, receive those of the keys that come next."""
+        return self.exchange.start(
+            send=send,
+            to=self.next_rank,
+            receive=receive,
+            source=self.previous_rank,
+            tag=self.first_tag + _BACKWARD_GRADIENTS,
+        )
+
+    def buffers(self, like: Tensor, count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Flat room for ``count`` messages of K and V, each large enough for the largest slice of any member."""
+        size = 2 * max(self.rows_per_member) * like.shape[1] * like.shape[2]
+        return [like.new_empty(size, dtype=dtype).view(-1, 2, *like.shape[1:]) for _ in range(count)]
+
+
+class _PackedAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        if attention.ring is None:
+            out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
+        else:
+            out, lse = _ring_forward(q, k, v, attention, attention.ring, scale)
+        ctx.attention = attention
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        attention: PackedAttention = ctx.attention
+        (dout,) = gradients
+        if attention.ring is None:
+            dq, dk, dv = attention.kernel.backward(dout, q, k, v, out, lse, attention.triangles, ctx.scale)
+        else:
+            dq, dk, dv = _ring_backward(dout, q, k, v, out, lse, attention, attention.ring, ctx.scale)
+        return dq, dk, dv, None
+
+
+def _ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention, ring: Ring, scale: float
+) -> tuple[Tensor, Tensor]:
+    shared = attention.num_shared_tokens
+    held = torch.stack([k[:shared], v[:shared]], dim=1)
+    buffers = ring.buffers(k, count=2)
+
+    # Step 0: everything that this rank can compute alone, while the first keys travel.
+    transfer, arriving = ring.start_kv(0, held, buffers[0], _FORWARD_KV)
+    out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
+    running_out, running_lse = out[:shared].to(lse.dtype), lse[:shared]
+
+    # Steps 1 .. N-1: fold in what has arrived, while the next keys travel.
+    for step in range(1, ring.size):
+        transfer.wait()
+        held = arriving
+        if step < ring.size - 1:
+            transfer, arriving = ring.start_kv(step, held, buffers[step % 2], _FORWARD_KV)
+        blocks = ring.blocks[ring.source(step)]
+        if blocks:
+            part_out, part_lse = attention.kernel.forward(q[:shared], held[:, 0], held[:, 1], blocks, scale)
+            merge_rows(running_out, running_lse, blocks.query_rows(q.device), part_out, part_lse)
+
+    out[:shared] = running_out.to(out.dtype)
+    return out, lse
+
+
+def _ring_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attention: PackedAttention,
+    ring: Ring,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shared = attention.num_shared_tokens
+    wide = lse_dtype(q.dtype)
+    held = torch.stack([k[:shared], v[:shared]], dim=1)
+    kv_buffers = ring.buffers(k, count=2)
+    *share_buffers, incoming = ring.buffers(k, count=3, dtype=wide)
+    shared_inputs = (q[:shared], out[:shared], lse[:shared], dout[:shared])
+
+    # Step 0: own triangles, while the first keys travel.
+    transfer, arriving = ring.start_kv(0, held, kv_buffers[0], _BACKWARD_KV)
+    dq, dk, dv = attention.kernel.backward(dout, q, k, v, out, lse, attention.triangles, scale)
+    dq_shared = dq[:shared].to(wide)
+
+    # Steps 1 .. N-1: this rank's share of the gradient of member j's keys, added to what came with them.
+    gradient_transfer: Transfer | None = None
+    for step in range(1, ring.size):
+        transfer.wait()
+        held = arriving
+        if step < ring.size - 1:
+            transfer, arriving = ring.start_kv(step, held, kv_buffers[step % 2], _BACKWARD_KV)
+        source = ring.source(step)
+        share = _rows(share_buffers[step % 2], ring.rows_per_member[source]).zero_()
+        blocks = ring.blocks[source]
+        if blocks:
+            _add_block_gradients(share, dq_shared, shared_inputs, held, blocks, attention.kernel, scale)
+        # What the members before us collected has travelled while we computed.
+        if gradient_transfer is not None:
+            gradient_transfer.wait()
+            share += _rows(incoming, share.shape[0])
+        # Pass the sum on; what arrives meanwhile belongs to the keys of the next step (after the last: our own).
+        arriving_rows = ring.rows_per_member[ring.source(step + 1)]
+        gradient_transfer = ring.start_gradients(send=share, receive=_rows(incoming, arriving_rows))
+
+    if gradient_transfer is not None:
+        gradient_transfer.wait()
+        own = _rows(incoming, shared)
+        dk[:shared] = (dk[:shared].to(wide) + own[:, 0]).to(dk.dtype)
+        dv[:shared] = (dv[:shared].to(wide) + own[:, 1]).to(dv.dtype)
+    dq[:shared] = dq_shared.to(dq.dtype)
+    return dq, dk, dv
+
+
+def _add_block_gradients(
+    share: Tensor,
+    dq_shared: Tensor,
+    shared_inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    held: Tensor,
+    blocks: BlockSet,
+    kernel: AttentionKernel,
+    scale: float,
+) -> None:
+    """Add the blocks' gradients to ``dq_shared [n, H, D]`` and to ``share [n_j, 2, G, D]`` (keys, values), in place."""
+    q, out, lse, dout = shared_inputs
+    part_dq, part_dk, part_dv = kernel.backward(dout, q, held[:, 0], held[:, 1], out, lse, blocks, scale)
+    add_rows(dq_shared, blocks.query_rows(q.device), part_dq)
+    rows = blocks.key_rows(q.device)
+    add_rows(share[:, 0], rows, part_dk)
+    add_rows(share[:, 1], rows, part_dv)
+
+
+def _rows(buffer: Tensor, count: int) -> Tensor:
+    """The first ``count`` rows of a message buffer: contiguous, as sends and receives need."""
+    return buffer[:count]
