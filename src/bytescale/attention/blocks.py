@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -111,7 +112,7 @@ def ring_blocks(chunks: tuple[NDArray[np.int64], NDArray[np.int64]], member: int
 
 
 def _rows_of(ranges: list[tuple[int, int]], device: torch.device) -> Rows:
-    touching = all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    touching = all(left[1] == right[0] for left, right in pairwise(ranges))
     if touching:
         return slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0)
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)

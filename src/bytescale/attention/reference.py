@@ -22,7 +22,12 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int])
     outputs = []
     pieces = zip(*(tensor.split(list(lengths)) for tensor in (q, k, v)), strict=True)
     for sequence_q, sequence_k, sequence_v in pieces:
-        heads_first = (tensor.transpose(0, 1)[None] for tensor in (sequence_q, sequence_k, sequence_v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            sequence_q.transpose(0, 1)[None],
+            sequence_k.transpose(0, 1)[None],
+            sequence_v.transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=True,
+        )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.config import Architecture
-from bytescale.models.rope import apply_rope, rope_frequencies, rope_rotation
+from bytescale.models.rope import apply_rope, rope_rotation
 
 AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]``"""
@@ -35,12 +35,11 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.lm_head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.register_buffer("rope_frequencies", rope_frequencies(shape), persistent=False)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, attention: AttentionCallable) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` in the parameters' dtype."""
         hidden = self.embed_tokens(tokens)
-        rotation = rope_rotation(position_ids, self.rope_frequencies, hidden.dtype)
+        rotation = rope_rotation(position_ids, self.shape, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rotation, attention)
         return self.norm(hidden)

@@ -10,13 +10,13 @@ from torch import Tensor
 from bytescale.config import Architecture
 
 
-def rope_frequencies(shape: Architecture) -> Tensor:
+def rope_frequencies(shape: Architecture, device: torch.device) -> Tensor:
     """``[D / 2]`` fp64 angular frequencies in radians per token.
 
     ``linear`` divides every frequency by the factor. ``llama3`` divides those whose wavelength exceeds the original
     context, leaves those four times shorter, and blends in between (Llama 3.1's low_freq_factor 1, high_freq_factor 4).
     """
-    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64, device=device) / shape.head_dim
     frequencies = shape.rope_theta**-exponent
     if shape.rope_scaling == "linear":
         return frequencies / shape.rope_scaling_factor
@@ -27,11 +27,12 @@ def rope_frequencies(shape: Architecture) -> Tensor:
     return frequencies
 
 
-def rope_rotation(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[T, 1, D / 2]`` of each token's angles.
+def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[T, 1, D / 2]`` of each token's angles, fp32 (fp64 for an fp64 model).
 
     Angles are taken in fp64: at a position of 2M, fp32 is off by a tenth of a radian.
     """
+    frequencies = rope_frequencies(shape, position_ids.device)
     angles = position_ids.to(torch.float64)[:, None, None] * frequencies
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return angles.cos().to(wide), angles.sin().to(wide)

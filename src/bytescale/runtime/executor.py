@@ -1,0 +1,78 @@
+"""Runs one rank's part of a plan: forward and backward of its micro-batches, in order, with no barrier between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.plan import RankPlan
+from bytescale.runtime.hdp import HdpGroup
+from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
+
+
+class TrainableModel(Protocol):
+    """What the runtime asks of a model: hidden states from packed tokens, and the weight that makes logits of them."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        """``[V, C]``."""
+        ...
+
+    def __call__(self, tokens: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
+        """``tokens, position_ids [T]`` int64 -> ``[T, C]``."""
+        ...
+
+
+class MicroBatchTensors(Protocol):
+    """One micro-batch's tokens in the layout of ``plan.MicroBatch``: int64 arrays or tensors ``[T]``."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over this rank's tokens."""
+
+    loss_sum: float  # sum of the tokens' cross-entropies, in nats
+    num_targets: int
+
+
+def run_rank_plan(
+    model: TrainableModel,
+    rank_plan: RankPlan,
+    micro_batches: Sequence[MicroBatchTensors],
+    *,
+    num_global_targets: int,
+    kernel: AttentionKernel,
+    hdp: HdpGroup,
+) -> StepResult:
+    """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
+
+    Args:
+        micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
+        num_global_targets: tokens with a target in the whole global batch, over all ranks.
+
+    A rank without micro-batches does nothing; one whose slice holds no target, or no token at all, still takes its
+    part in the ring.
+    """
+    losses: list[Tensor] = []
+    num_targets = 0
+    for micro_batch, data in zip(rank_plan.micro_batches, micro_batches, strict=True):
+        tokens, labels, position_ids = (
+            torch.as_tensor(array).to(hdp.device, non_blocking=True)
+            for array in (data.tokens, data.labels, data.position_ids)
+        )
+        attention = PackedAttention(micro_batch, kernel, hdp.exchange)
+        hidden = model(tokens, position_ids, attention)
+        loss_sum = linear_cross_entropy(hidden, model.head_weight, labels)
+        (loss_sum / num_global_targets).backward()
+        losses.append(loss_sum.detach())
+        num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
+    return StepResult(loss_sum=float(torch.stack(losses).double().sum()) if losses else 0.0, num_targets=num_targets)

@@ -1,0 +1,111 @@
+"""All parameters in one flat buffer and all gradients in another, so that sharding them is a matter of slicing.
+
+Weights that decay (matrices) come first, the rest (norms) behind them; each starts at a multiple of 64 elements, which
+keeps matrix products on aligned memory. The layout depends on the model alone, never on the number of ranks: only the
+padding at the end of the buffer does. Gradients are summed over micro-batches in at least fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one parameter lies in the flat buffers, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(torch.Size(self.shape).numel())
+
+
+class FlatParameters:
+    """Moves a module's parameters into flat memory, in place, and gathers their gradients beside it.
+
+    Attributes:
+        values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
+        gradients: ``[padded]`` in fp32 or wider; sums of all backwards since ``zero_gradients``.
+        num_elements: elements before the padding that depends on the number of ranks.
+        num_decayed: elements of the leading part that weight decay applies to.
+    """
+
+    def __init__(self, module: nn.Module, num_shards: int) -> None:
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        dtypes = {p.dtype for _, p in parameters}
+        if len(dtypes) > 1:
+            raise ValueError(f"parameters have several dtypes, {sorted(map(str, dtypes))}: cast the model to one")
+        decayed = [(name, p) for name, p in parameters if p.dim() >= 2]
+        others = [(name, p) for name, p in parameters if p.dim() < 2]
+        self.entries: list[Entry] = []
+        self.num_decayed = 0
+        stop = 0
+        for name, parameter in decayed + others:
+            self.entries.append(Entry(name, tuple(parameter.shape), stop))
+            stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            if parameter.dim() >= 2:
+                self.num_decayed = stop
+        self.num_elements = stop
+        self.shard_size = -(-stop // num_shards)
+
+        (dtype,) = dtypes
+        device = parameters[0][1].device
+        padded = self.shard_size * num_shards
+        self.values = torch.zeros(padded, dtype=dtype, device=device)
+        self.gradients = torch.zeros(padded, dtype=_master_dtype(dtype), device=device)
+        for (_, parameter), entry in zip(decayed + others, self.entries, strict=True):
+            self._adopt(parameter, entry)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of gradients sums, master weights and optimizer states."""
+        return self.gradients.dtype
+
+    def shard(self, buffer: Tensor, index: int) -> Tensor:
+        """Shard ``index`` of a ``[padded]`` buffer, a view ``[shard_size]``."""
+        return buffer[index * self.shard_size : (index + 1) * self.shard_size]
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the step before."""
+        self.gradients.zero_()
+
+    def layout(self) -> list[dict[str, object]]:
+        """Names, shapes and places, for checkpoints: two models with equal layouts share flat states."""
+        return [{"name": e.name, "shape": list(e.shape), "start": e.start} for e in self.entries]
+
+    def _adopt(self, parameter: nn.Parameter, entry: Entry) -> None:
+        value = self.values[entry.start : entry.stop].view(entry.shape)
+        gradient = self.gradients[entry.start : entry.stop].view(entry.shape)
+        with torch.no_grad():
+            value.copy_(parameter)
+        parameter.data = value
+        if gradient.dtype == parameter.dtype:
+            parameter.grad = gradient  # autograd adds in place
+        else:
+            parameter.register_post_accumulate_grad_hook(_move_gradient_to(gradient))
+
+
+def _move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a low-precision gradient to its wide sum and frees it."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "the hook runs right after autograd has accumulated a gradient"
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook
+
+
+def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,88 @@
+"""The hybrid data parallel group: every collective and every message of training goes through one process group.
+
+Inside a step there are exactly four collectives, none of them between micro-batches: agreement before the first
+forward, reduce-scatter of gradients and one sum of statistics after the last backward, all-gather of parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bytescale.attention import Exchange
+from bytescale.common.errors import RankFailure, problem
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 knows only those.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class HdpGroup:
+    """One rank's view of the HDP group. With ``group=None`` there is a single rank and nothing is sent."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.device = device or torch.device("cpu")
+        self.exchange = Exchange(group, self.rank)
+        self.collective_seconds = 0.0
+
+    def reduce_scatter(self, full: Tensor) -> Tensor:
+        """Sum ``full [size * n]`` over ranks; returns this rank's ``[n]`` part."""
+        if self.group is None:
+            return full
+        shard = full.new_empty(full.numel() // self.size)
+        self._timed(lambda: _reduce_scatter(shard, full, group=self.group))
+        return shard
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        """Fill ``full [size * n]`` with every rank's ``shard [n]``, in rank order."""
+        if self.group is None:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return
+        self._timed(lambda: _all_gather(full, shard, group=self.group))
+
+    def share(self, values: list[float]) -> list[list[float]]:
+        """Every rank's ``values`` (fp64, equally many on each), as a list of rows in rank order."""
+        if self.group is None:
+            return [values]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = own.new_empty(self.size * len(values))
+        self._timed(lambda: _all_gather(rows, own, group=self.group))
+        return rows.view(self.size, -1).tolist()
+
+    def agree(self, what: str, value: int) -> None:
+        """Raise ``RankFailure`` on every rank unless all of them hold the same ``value`` (63 bits)."""
+        if self.group is None:
+            return
+        extremes = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
+        self._timed(lambda: dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group))
+        largest, smallest = int(extremes[0]), -int(extremes[1])
+        if largest != smallest:
+            raise RankFailure(
+                problem(
+                    f"ranks disagree on {what} (this one, HDP rank {self.rank}, has {value:#x})",
+                    so="they would wait for each other forever or train on different data",
+                    fix="check that every node has the same corpus, config and version of bytescale and NumPy",
+                )
+            )
+
+    def _timed(self, collective: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        try:
+            collective()
+        except RuntimeError as error:
+            raise RankFailure(
+                problem(
+                    f"HDP rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
+                    so="the step cannot be finished, every rank stops",
+                    fix="look for the first error in the other ranks' output, then resume",
+                )
+            ) from error
+        self.collective_seconds += time.perf_counter() - started

@@ -1,0 +1,83 @@
+"""ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of one slice of the flat buffer.
+
+A step is: reduce-scatter the gradient sums, agree on the global norm, update the own slice in fp32, all-gather the
+parameters. No collective lies inside forward or backward, hence ranks may run any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bytescale.config import OptimizerConfig
+from bytescale.runtime.flat import FlatParameters
+from bytescale.runtime.hdp import HdpGroup
+
+
+class ShardedAdamW:
+    """AdamW (decoupled weight decay on matrices) whose states and master weights are sharded over the HDP group."""
+
+    def __init__(self, parameters: FlatParameters, config: OptimizerConfig, hdp: HdpGroup) -> None:
+        self.parameters = parameters
+        self.config = config
+        self.hdp = hdp
+        own = parameters.shard(parameters.values, hdp.rank)
+        # With fp32 parameters the master weights are the parameters themselves.
+        same_dtype = own.dtype == parameters.master_dtype
+        self.master = own if same_dtype else own.to(parameters.master_dtype)
+        self.master.grad = torch.zeros_like(self.master)
+        self._adam = torch.optim.AdamW(
+            [self.master],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=0.0,  # applied in `update`, to the slice's matrices only
+            fused=True,
+        )
+        start = hdp.rank * parameters.shard_size
+        self._num_decayed = min(max(parameters.num_decayed - start, 0), parameters.shard_size)
+
+    def reduce_gradients(self) -> float:
+        """Sum gradients over ranks; returns the sum of squares of this rank's slice (the norm's share)."""
+        shard = self.hdp.reduce_scatter(self.parameters.gradients)
+        self.master.grad = shard
+        return float(shard.double().square().sum())
+
+    def update(self, learning_rate: float, grad_norm: float) -> None:
+        """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
+        assert self.master.grad is not None, "update() before reduce_gradients()"
+        clip = self.config.clip_grad_norm
+        if clip > 0 and grad_norm > clip:
+            self.master.grad.mul_(clip / (grad_norm + 1e-6))
+        with torch.no_grad():
+            self.master[: self._num_decayed].mul_(1.0 - learning_rate * self.config.weight_decay)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self._publish()
+
+    def states(self) -> dict[str, Tensor]:
+        """This rank's slices ``[shard_size]``, views: master weights and both moments. Made at first use."""
+        state = self._adam.state[self.master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
+            state["exp_avg"] = torch.zeros_like(self.master)
+            state["exp_avg_sq"] = torch.zeros_like(self.master)
+        return {"master": self.master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+    @property
+    def num_updates(self) -> int:
+        """Updates made so far (Adam's bias correction depends on it)."""
+        return int(self._adam.state[self.master].get("step", 0))
+
+    def restore(self, num_updates: int) -> None:
+        """Call after ``states()`` have been filled in place: sets the update count and publishes the parameters."""
+        self.states()
+        self._adam.state[self.master]["step"].fill_(num_updates)
+        self._publish()
+
+    def _publish(self) -> None:
+        own = self.parameters.shard(self.parameters.values, self.hdp.rank)
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        self.hdp.all_gather(self.parameters.values, own)

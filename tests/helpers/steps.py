@@ -1,0 +1,151 @@
+"""One training step two ways: under a plan on several ranks, and by the plain one-process reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytescale.attention import reference_attention, select_kernel
+from bytescale.config import Architecture
+from bytescale.models import Llama
+from bytescale.plan import MicroBatch, Plan, RankPlan
+from bytescale.runtime import IGNORE_INDEX, FlatParameters, HdpGroup, run_rank_plan
+from bytescale.runtime.loss import reference_cross_entropy
+
+from .ranks import run_ranks
+
+
+def small_shape(**changes: object) -> Architecture:
+    """A Llama that runs in milliseconds, with grouped-query attention."""
+    numbers = {
+        "vocab_size": 61,
+        "num_layers": 2,
+        "hidden_size": 24,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "ffn_hidden_size": 40,
+    }
+    return Architecture(**{**numbers, **changes})  # type: ignore[arg-type]
+
+
+def make_model(shape: Architecture, dtype: torch.dtype, seed: int = 0) -> Llama:
+    model = Llama(shape).to(dtype)
+    model.initialise(seed)
+    return model
+
+
+@dataclass
+class Batch:
+    """Tokens and labels of every sequence of a global batch."""
+
+    tokens: list[Tensor]
+    labels: list[Tensor]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+    @property
+    def num_targets(self) -> int:
+        return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
+
+
+def random_batch(lengths: Sequence[int], vocab_size: int, seed: int, masked_share: float = 0.2) -> Batch:
+    """Random tokens; labels are the next tokens, some of them masked out."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = [], []
+    for length in lengths:
+        sequence = torch.randint(vocab_size, (length,), generator=generator)
+        label = torch.cat([sequence[1:], torch.tensor([IGNORE_INDEX])])
+        label[torch.rand(length, generator=generator) < masked_share] = IGNORE_INDEX
+        tokens.append(sequence)
+        labels.append(label)
+    return Batch(tokens, labels)
+
+
+@dataclass
+class MicroBatchTokens:
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+
+def slice_batch(batch: Batch, micro_batch: MicroBatch) -> MicroBatchTokens:
+    """What a loader does, spelled out: the tokens and labels of a micro-batch's segments."""
+    segments = list(
+        zip(
+            micro_batch.segment_sequences.tolist(),
+            micro_batch.segment_starts.tolist(),
+            micro_batch.segment_stops.tolist(),
+            strict=True,
+        )
+    )
+    empty = [torch.zeros(0, dtype=torch.int64)]
+    return MicroBatchTokens(
+        tokens=torch.cat([batch.tokens[s][a:b] for s, a, b in segments] or empty),
+        labels=torch.cat([batch.labels[s][a:b] for s, a, b in segments] or empty),
+        position_ids=torch.as_tensor(micro_batch.position_ids()),
+    )
+
+
+@dataclass
+class StepOutcome:
+    loss: float  # mean over the targets of the global batch
+    gradients: dict[str, Tensor]
+    bytes_sent: list[int]
+
+
+def reference_step(model: Llama, batch: Batch) -> StepOutcome:
+    """Every document on its own through SDPA, all logits at once: no packing, no ring, no chunks."""
+    total = torch.zeros((), dtype=torch.float64)
+    model.zero_grad()
+    for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+        hidden = model(
+            tokens, torch.arange(len(tokens)), lambda q, k, v, n=len(tokens): reference_attention(q, k, v, [n])
+        )
+        loss = reference_cross_entropy(hidden, model.head_weight, labels) / batch.num_targets
+        loss.backward()
+        total += loss.detach().double()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return StepOutcome(float(total), gradients, [])
+
+
+def planned_step(make: Callable[[], Llama], batch: Batch, plan: Plan, kernel: str = "auto") -> StepOutcome:
+    """The same step under ``plan``, one thread per rank; gradients as the reduce-scatter sums them."""
+
+    def one_rank(hdp: HdpGroup) -> tuple[float, Tensor, int, list]:
+        model = make()
+        flat = FlatParameters(model, hdp.size)
+        rank_plan = RankPlan.of(plan, hdp.rank)
+        result = run_rank_plan(
+            model,
+            rank_plan,
+            [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
+            num_global_targets=batch.num_targets,
+            kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
+            hdp=hdp,
+        )
+        return result.loss_sum, hdp.reduce_scatter(flat.gradients), hdp.exchange.bytes_sent, flat.entries
+
+    outcomes = run_ranks(plan.num_ranks, one_rank)
+    flat_gradient = torch.cat([shard for _, shard, _, _ in outcomes])
+    gradients = {e.name: flat_gradient[e.start : e.stop].view(e.shape) for e in outcomes[0][3]}
+    loss = sum(loss_sum for loss_sum, _, _, _ in outcomes) / batch.num_targets
+    return StepOutcome(loss, gradients, [sent for _, _, sent, _ in outcomes])
+
+
+def worst_relative_error(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Largest ``|ours - reference| / |reference|`` (2-norms) over the parameters."""
+    assert ours.keys() == reference.keys()
+    return max(
+        float((ours[name] - reference[name]).norm() / reference[name].norm().clamp_min(1e-300)) for name in reference
+    )
+
+
+def lengths_array(lengths: Sequence[int]) -> np.ndarray:
+    return np.asarray(lengths, dtype=np.int64)
