@@ -60,6 +60,8 @@ class DataConfig:
     """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
     bpe_vocab_size: int = 4096
     """Vocabulary of the tokenizer that `bpe` trains."""
+    eos_token: str | None = None
+    """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json beside it says, or a usual one."""
     context_length: int = 8192
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"

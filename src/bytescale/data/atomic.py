@@ -1,0 +1,78 @@
+"""Files that appear whole or not at all, and a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+)\.tmp")
+
+
+def temporary_path(final: Path) -> Path:
+    """Where this process writes what will become ``final``: same folder, hidden, named after host and process."""
+    return final.with_name(f".{final.name}.{_host()}.{os.getpid()}.tmp")
+
+
+def remove_stale_temporaries(final: Path) -> None:
+    """Delete what dead processes of this host left behind while they wrote ``final``."""
+    for path in final.parent.glob(f".{final.name}.*.tmp"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and match["host"] == _host() and not _is_alive(int(match["pid"])):
+            logger.info("removing %s, left by process %s, which is gone", path, match["pid"])
+            path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``; at any moment ``path`` holds the old content, none, or all of the new."""
+    remove_stale_temporaries(path)
+    temporary = temporary_path(path)
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path`` (created, never deleted). The kernel frees it when the holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that holds %s", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock
+
+
+def _host() -> str:
+    return socket.gethostname().split(".")[0]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it exists and belongs to somebody else
+        return True
+    return True

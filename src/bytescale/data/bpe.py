@@ -1,0 +1,94 @@
+"""Trains a byte-level BPE tokenizer on the sources, and keeps it in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.data.atomic import file_lock, write_atomically
+from bytescale.data.progress import Progress, ProgressCallback
+from bytescale.data.readers import ReadCounts, WorkUnit, iter_documents, plan_units
+from bytescale.data.sources import SourceFile, fingerprint_files
+from bytescale.data.tokenizer import JsonTokenizer
+
+logger = logging.getLogger(__name__)
+
+BPE_EOS = "<|endoftext|>"
+TRAINING_BYTES = 256 * 1024**2
+"""Text that training looks at. More changes a vocabulary little, and the counts of all words are held in memory."""
+_LEAST_VOCABULARY = 257
+_VERSION = 1
+
+
+def cached_bpe(
+    files: Sequence[SourceFile], text_key: str, vocab_size: int, cache_dir: Path, progress: ProgressCallback
+) -> JsonTokenizer:
+    """The tokenizer trained on ``files``, trained now if the cache has none for these very files and settings.
+
+    Raises:
+        ConfigError: ``vocab_size`` is below 257 (all bytes and EOS).
+        DataError: there is no text, or as ``iter_documents``.
+    """
+    if vocab_size < _LEAST_VOCABULARY:
+        raise ConfigError(
+            problem(
+                f"data.bpe_vocab_size is {vocab_size}",
+                so="not even the 256 bytes and an end-of-text token would fit",
+                fix=f"use at least {_LEAST_VOCABULARY}, or data.tokenizer = 'bytes'",
+            )
+        )
+    settings = f"{fingerprint_files(files)} {text_key} {vocab_size} {TRAINING_BYTES} {_VERSION}"
+    key = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+    path = cache_dir / "tokenizers" / f"bpe-{vocab_size}-{key}.json"
+    with file_lock(path.with_suffix(".lock")):
+        if not path.exists():
+            tokenizer = train_bpe(files, text_key, vocab_size, progress)
+            write_atomically(path, tokenizer.to_str().encode())
+            logger.info("trained a BPE tokenizer of %d ids: %s", tokenizer.get_vocab_size(), path)
+    return JsonTokenizer.from_file(path, BPE_EOS)
+
+
+def train_bpe(
+    files: Sequence[SourceFile], text_key: str, vocab_size: int, progress: ProgressCallback
+) -> tokenizers.Tokenizer:
+    """Byte-level BPE of at most ``vocab_size`` ids, fewer if the text has no more pairs to merge."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BPE_EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    units = _training_units(plan_units(files, text_key))
+    tokenizer.train_from_iterator(_training_texts(units, text_key, progress), trainer)
+    return tokenizer
+
+
+def _training_units(units: list[WorkUnit]) -> list[WorkUnit]:
+    """Evenly spread units of about ``TRAINING_BYTES`` in all."""
+    stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
+    if stride > 1:
+        logger.info("training the tokenizer on every %dth part of the text", stride)
+    return units[::stride]
+
+
+def _training_texts(units: list[WorkUnit], text_key: str, progress: ProgressCallback) -> Iterator[list[str]]:
+    """The texts of one unit at a time: an item is counted by all cores at once."""
+    total_bytes = sum(unit.num_bytes for unit in units)
+    done_bytes = num_documents = 0
+    for unit in units:
+        texts = [document.text for document in iter_documents(unit, text_key, ReadCounts())]
+        num_documents += len(texts)
+        yield texts
+        done_bytes += unit.num_bytes
+        progress(Progress(stage="training the tokenizer", done_bytes=done_bytes, total_bytes=total_bytes))
+    if not num_documents:
+        raise DataError(problem("the sources hold no text to train a tokenizer on", fix="check data.sources"))

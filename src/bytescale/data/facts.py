@@ -1,0 +1,151 @@
+"""What is worth knowing of a ``.bin/.idx`` pair beyond its index, kept beside it as ``prefix.meta.json``.
+
+``bytescale data tokenize`` writes the file. A pair from elsewhere has none: it is read through once (highest token id,
+hash of its content) and the result is kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.data.atomic import write_atomically
+from bytescale.data.indexed import IndexedDataset, IntArray, TokenIndex, facts_path
+from bytescale.data.progress import Progress, ProgressCallback
+from bytescale.data.sources import SourceFile, fingerprint_files
+from bytescale.data.tokenizer import Tokenizer
+
+_SCAN_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFacts:
+    """Facts of one pair. None: not known, because the pair was made elsewhere."""
+
+    num_documents: int
+    num_tokens: int
+    longest_document_tokens: int
+    max_token_id: int
+    """-1 when there is no token."""
+    dtype: str
+    content_hash: str
+    """16 hex digits of the type, the tokens and the lengths: equal wherever the files lie and whenever made."""
+    lengths_hash: str
+    tokenizer: str | None = None
+    tokenizer_fingerprint: str | None = None
+    vocab_size: int | None = None
+    eos_id: int | None = None
+    num_empty_documents: int = 0
+    """Documents without a token, which were left out."""
+    skipped_files: tuple[str, ...] = ()
+    """Files that are not text, which were left out."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=2).encode()
+
+    def describes(self, index: TokenIndex) -> bool:
+        """Whether these are facts of a pair with this index."""
+        return (self.num_tokens, self.dtype) == (index.num_tokens, index.dtype.str) and (
+            self.lengths_hash == _hash(index.document_lengths.astype("<i8"))
+        )
+
+
+class FactsGatherer:
+    """Gathers facts while tokens go by."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        self._tokens_hash = hashlib.blake2b(dtype.str.encode(), digest_size=8)
+        self._lengths_hash = hashlib.blake2b(digest_size=8)
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._longest = 0
+        self._max_token_id = -1
+
+    def add(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:
+        """Take in whole documents: ``tokens`` in the writer's type, ``lengths`` of each of them."""
+        assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
+        self._tokens_hash.update(np.ascontiguousarray(tokens).data)
+        self._lengths_hash.update(lengths.astype("<i8").data)
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
+        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
+
+    def finish(
+        self, tokenizer: Tokenizer | None = None, *, num_empty: int = 0, skipped_files: tuple[str, ...] = ()
+    ) -> TokenFacts:
+        """The facts; ``tokenizer`` is None when it is not known."""
+        lengths_hash = self._lengths_hash.hexdigest()
+        self._tokens_hash.update(lengths_hash.encode())
+        return TokenFacts(
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
+            longest_document_tokens=self._longest,
+            max_token_id=self._max_token_id,
+            dtype=self._dtype.str,
+            content_hash=self._tokens_hash.hexdigest(),
+            lengths_hash=lengths_hash,
+            tokenizer=tokenizer.name if tokenizer else None,
+            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
+            vocab_size=tokenizer.vocab_size if tokenizer else None,
+            eos_id=tokenizer.eos_id if tokenizer else None,
+            num_empty_documents=num_empty,
+            skipped_files=skipped_files,
+        )
+
+
+def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback) -> TokenFacts:
+    """Facts of a pair: from beside it, else from the cache, else by reading it through (some GB a second)."""
+    cached = cache_dir / "facts" / f"{fingerprint_files([file])}.json"
+    for path in (facts_path(dataset.prefix), cached):
+        facts = _load(path)
+        if facts is not None and facts.describes(dataset.index):
+            return facts
+    facts = _scan(dataset, progress)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(cached, facts.to_json())
+    return facts
+
+
+def load_facts(prefix: Path) -> TokenFacts | None:
+    """Facts that stand beside a pair; None where there are none that can be read."""
+    return _load(facts_path(prefix))
+
+
+def _load(path: Path) -> TokenFacts | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # absent, or not ours: the facts are found anew
+        return None
+    if not isinstance(content, dict) or set(content) != {spec.name for spec in fields(TokenFacts)}:
+        return None
+    return TokenFacts(**{**content, "skipped_files": tuple(content["skipped_files"])})
+
+
+def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenFacts:
+    """Read all tokens once, in order."""
+    gatherer = FactsGatherer(dataset.index.dtype)
+    none = np.zeros(0, dtype=np.int64)
+    itemsize = dataset.index.dtype.itemsize
+    for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
+        chunk = dataset.tokens[start : start + _SCAN_TOKENS]
+        gatherer.add(chunk, none)
+        progress(
+            Progress(
+                stage=f"reading {dataset.prefix.name}.bin through",
+                done_bytes=(start + len(chunk)) * itemsize,
+                total_bytes=dataset.index.num_tokens * itemsize,
+            )
+        )
+    gatherer.add(dataset.tokens[:0], dataset.index.document_lengths)
+    return gatherer.finish()
+
+
+def _hash(array: NDArray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=8).hexdigest()

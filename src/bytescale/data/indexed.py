@@ -1,0 +1,178 @@
+"""Reads Megatron's ``.bin/.idx`` pair, memory-mapped. Writing it: ``data.indexed_writer``.
+
+``.bin`` holds the token ids of all sequences, one after the other, in one integer type. ``.idx`` says where they are::
+
+    bytes  content
+    9      b"MMIDIDX\\0\\0"
+    8      version, uint64 = 1                       all numbers are little-endian
+    1      code of the integer type (TOKEN_DTYPES)
+    8      S, number of sequences, uint64
+    8      D + 1, length of the document index, uint64
+    4 S    tokens of each sequence, int32
+    8 S    byte at which each sequence starts in .bin, int64
+    8 D+8  number of the first sequence of each document, then S, int64
+
+A document may consist of several sequences. They follow each other in ``.bin``, so a document is one token range.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import DataError, problem
+
+IntArray = NDArray[np.int64]
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+"""Integer types by code. Codes 6 and 7 are floats, which are not token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIndex:
+    """What an ``.idx`` says. Shape letter: D documents."""
+
+    dtype: np.dtype
+    document_offsets: IntArray  # [D + 1] first token of each document in .bin, then the number of all tokens
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.document_offsets[-1])
+
+    @property
+    def document_lengths(self) -> IntArray:
+        """``[D]`` tokens of each document."""
+        return np.diff(self.document_offsets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedDataset:
+    """A ``.bin/.idx`` pair, open for reading."""
+
+    prefix: Path
+    index: TokenIndex
+    tokens: NDArray[np.integer]  # [num_tokens] memory-mapped, in the file's own integer type
+
+    @staticmethod
+    def open(path: Path) -> IndexedDataset:
+        """Open the pair that ``path`` names (with or without its ending).
+
+        Raises:
+            DataError: one of the two is missing or broken, or they do not belong together.
+        """
+        bin_path, idx_path = pair_paths(path)
+        if not bin_path.exists():
+            raise DataError(
+                problem(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
+            )
+        index = read_index(idx_path)
+        expected = index.num_tokens * index.dtype.itemsize
+        found = bin_path.stat().st_size
+        if expected != found:
+            raise DataError(
+                problem(
+                    f"{idx_path} describes {index.num_tokens} tokens of {index.dtype.itemsize} bytes = {expected} "
+                    f"bytes, but {bin_path} has {found}",
+                    so="documents would be cut in the wrong places",
+                    fix="restore the pair from where it was made, or tokenise again",
+                )
+            )
+        # An empty file cannot be mapped.
+        tokens = np.memmap(bin_path, dtype=index.dtype, mode="r") if found else np.zeros(0, index.dtype)
+        return IndexedDataset(prefix=bin_path.with_suffix(""), index=index, tokens=tokens)
+
+    def document(self, number: int) -> NDArray[np.integer]:
+        """``[length]`` token ids of one document, a view into the file."""
+        offsets = self.index.document_offsets
+        return self.tokens[offsets[number] : offsets[number + 1]]
+
+
+def pair_paths(path: Path) -> tuple[Path, Path]:
+    """``.bin`` and ``.idx`` of a prefix, or of either of the two."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def facts_path(path: Path) -> Path:
+    """Where ``data.facts`` keeps what it knows of a pair, beside it."""
+    bin_path, _ = pair_paths(path)
+    return bin_path.with_suffix(".meta.json")
+
+
+def read_index(path: Path) -> TokenIndex:
+    """Read and check an ``.idx``; needs no ``.bin``.
+
+    Raises:
+        DataError: the file is missing, is not such an index, or contradicts itself.
+    """
+    try:
+        content = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise DataError(
+            problem(
+                f"{path} cannot be read ({error.strerror})",
+                so="without it a .bin has no document boundaries",
+                fix="restore the .idx beside its .bin, or tokenise again",
+            )
+        ) from error
+    dtype, num_sequences, num_bounds = _read_header(path, content)
+    arrays = np.split(
+        content[HEADER.size :], [4 * num_sequences, 12 * num_sequences, 12 * num_sequences + 8 * num_bounds]
+    )
+    lengths = arrays[0].view("<i4").astype(np.int64)
+    pointers, bounds = arrays[1].view("<i8"), arrays[2].view("<i8")
+    offsets = np.zeros(num_sequences + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if (lengths < 0).any() or not np.array_equal(pointers, offsets[:-1] * dtype.itemsize):
+        raise _broken(path, "its sequences do not follow each other without gaps")
+    if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+        raise _broken(path, f"its documents do not divide its {num_sequences} sequences")
+    return TokenIndex(dtype=dtype, document_offsets=offsets[bounds])
+
+
+def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype, int, int]:
+    """Type of the tokens, number of sequences, length of the document index."""
+    if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
+        raise DataError(
+            problem(
+                f"{path} is not a Megatron index (it starts with {content[:9].tobytes()!r}, not {MAGIC!r})",
+                fix="name the .idx of a memory-mapped Megatron data set; the older TNTIDX kind is not read",
+            )
+        )
+    _, version, code, num_sequences, num_bounds = HEADER.unpack(content[: HEADER.size].tobytes())
+    if version != VERSION:
+        raise DataError(problem(f"{path} has version {version}, not {VERSION}", fix="tokenise again"))
+    if code not in TOKEN_DTYPES:
+        raise DataError(
+            problem(f"{path} holds values of type code {code}, which are not token ids", fix="use integer tokens")
+        )
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if expected != len(content) or num_bounds < 1:
+        raise _broken(
+            path,
+            f"its header speaks of {num_sequences} sequences and {num_bounds - 1} documents, which take {expected} "
+            f"bytes, but it has {len(content)}",
+        )
+    return TOKEN_DTYPES[code], num_sequences, num_bounds
+
+
+def _broken(path: Path, what: str) -> DataError:
+    return DataError(problem(f"{path} is broken: {what}", fix="restore it from where it was made, or tokenise again"))

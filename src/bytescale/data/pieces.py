@@ -1,0 +1,104 @@
+"""From documents to pieces: the sequences that are trained on, none longer than the context.
+
+The label of a token is the next token of the same DOCUMENT. So the last token of a piece that a later piece continues
+predicts the first token of that one; the last token of a document (its EOS) and of a truncated document predict
+nothing. Every token of a split corpus is input exactly once, and every token but the first of each document is a
+target exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.plan.rank_plan import concatenated_ranges
+
+IntArray = NDArray[np.int64]
+
+OverLength = Literal["split", "truncate", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceTable:
+    """The pieces in corpus order. Shape letter: P pieces."""
+
+    document: IntArray  # [P] number of the document
+    start: IntArray  # [P] first token, counted from the first token of the corpus
+    length: IntArray  # [P] tokens, 1 to context_length
+    num_targets: IntArray  # [P] tokens that have a label: the first num_targets of the piece
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.length)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCounts:
+    """What the over-length policy did."""
+
+    num_documents: int
+    """Documents with at least one token."""
+    num_empty_documents: int
+    """Documents without a token, left out."""
+    num_split: int
+    """Documents cut into several pieces."""
+    num_truncated: int
+    """Documents whose end was cut off."""
+    num_dropped: int
+    """Documents left out for their length."""
+    num_lost_tokens: int
+    """Tokens of truncated ends and of dropped documents."""
+
+
+def make_pieces(
+    starts: IntArray, lengths: IntArray, context_length: int, over_length: OverLength
+) -> tuple[PieceTable, PieceCounts]:
+    """Apply the over-length policy.
+
+    Args:
+        starts: ``[D]`` first token of each document, counted from the first token of the corpus.
+        lengths: ``[D]`` tokens of each document, 0 or more.
+        context_length: longest piece in tokens, at least 1.
+        over_length: ``split`` into pieces of ``context_length`` and a rest, ``truncate`` to the first
+            ``context_length`` tokens, or ``drop`` the document.
+    """
+    num_empty, num_tokens = int((lengths == 0).sum()), int(lengths.sum())
+    too_long = lengths > context_length
+    kept = (lengths > 0) & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
+    document = np.flatnonzero(kept)
+    starts, lengths, cut = starts[kept], lengths[kept], too_long[kept]
+    if over_length == "split":
+        table = _split(document, starts, lengths, context_length)
+    else:
+        length = np.minimum(lengths, context_length)
+        table = PieceTable(document=document, start=starts, length=length, num_targets=length - 1)
+    counts = PieceCounts(
+        num_documents=len(too_long) - num_empty,
+        num_empty_documents=num_empty,
+        num_split=int(cut.sum()) if over_length == "split" else 0,
+        num_truncated=int(cut.sum()) if over_length == "truncate" else 0,
+        num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
+        num_lost_tokens=num_tokens - table.num_tokens,
+    )
+    return table, counts
+
+
+def _split(document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> PieceTable:
+    num_pieces = -(-lengths // context_length)
+    place = concatenated_ranges(np.zeros_like(num_pieces), num_pieces)  # of a piece inside its document
+    offset = place * context_length
+    length = np.minimum(np.repeat(lengths, num_pieces) - offset, context_length)
+    is_last = place == np.repeat(num_pieces, num_pieces) - 1
+    return PieceTable(
+        document=np.repeat(document, num_pieces),
+        start=np.repeat(starts, num_pieces) + offset,
+        length=length,
+        num_targets=length - is_last,
+    )

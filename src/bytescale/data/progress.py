@@ -1,0 +1,52 @@
+"""How long work tells that it is under way: a callback, and a bar that draws what it hears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far one piece of work has come."""
+
+    stage: str
+    """What is being done, in a few words."""
+    done_bytes: int
+    total_bytes: int
+    note: str = ""
+    """What has come of it so far."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """The callback of those who do not want to hear."""
+
+
+@contextmanager
+def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
+    """A callback that draws one line per stage on ``console`` (default: stderr), plain lines left above it."""
+    bar = RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console or Console(stderr=True),
+    )
+    tasks = {}
+
+    def show(progress: Progress) -> None:
+        if progress.stage not in tasks:
+            tasks[progress.stage] = bar.add_task(progress.stage, total=progress.total_bytes, note="")
+        bar.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes, note=progress.note)
+
+    with bar:
+        yield show

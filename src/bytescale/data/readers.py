@@ -1,0 +1,285 @@
+"""Documents out of text, JSONL and Parquet files, in units of work that any process can read on its own.
+
+A unit is a run of small text files, a byte range of a JSONL file or a range of row groups of a Parquet file (at least
+one row group, however large). Units in order give the documents of the corpus in order, whoever reads them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bytescale.common.errors import DataError, problem
+from bytescale.data.sources import SourceFile
+
+UNIT_BYTES = 4 * 1024**2
+"""Text per unit: large enough that a process switch costs nothing, small enough that few units in flight fit memory."""
+_PARQUET_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkUnit:
+    """What one process reads in one go. ``start`` and ``stop``: bytes (JSONL), row groups (Parquet), unused (text)."""
+
+    files: tuple[SourceFile, ...]
+    start: int = 0
+    stop: int = 0
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text and where it comes from: its file, with the byte (JSONL) or the row (Parquet) at which it starts."""
+
+    text: str
+    place: str
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadCounts:
+    """What the reader left out."""
+
+    num_empty: int = 0
+    skipped_files: list[str] = field(default_factory=list)
+    """Files found in a folder or by a glob that are not UTF-8 text."""
+
+
+def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
+    """Cut text, JSONL and Parquet files into units, in corpus order.
+
+    Opens the footer of each Parquet file, so that a missing column is found before any work is done.
+
+    Raises:
+        DataError: a Parquet file is broken or has no text column ``text_key``.
+    """
+    units: list[WorkUnit] = []
+    for file_format, run in itertools.groupby(files, key=lambda file: file.format):
+        if file_format == "text":
+            units.extend(_text_units(run, unit_bytes))
+        elif file_format == "jsonl":
+            units.extend(unit for file in run for unit in _jsonl_units(file, unit_bytes))
+        elif file_format == "parquet":
+            units.extend(unit for file in run for unit in _parquet_units(file, text_key, unit_bytes))
+        else:
+            raise AssertionError(f"files of format {file_format!r} hold tokens, not text")
+    return units
+
+
+def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterator[Document]:
+    """The documents of one unit; empty ones and files that are not text go to ``counts`` instead.
+
+    Raises:
+        DataError: a line is not JSON, has no string under ``text_key``, or a file vanished or is broken; names the
+            file and the line or row (counted from 1).
+    """
+    try:
+        match unit.files[0].format:
+            case "text":
+                documents = _text_documents(unit, counts)
+            case "jsonl":
+                documents = _jsonl_documents(unit, text_key)
+            case _:
+                documents = _parquet_documents(unit, text_key)
+        for document in documents:
+            if document.text:
+                yield document
+            else:
+                counts.num_empty += 1
+    except OSError as error:
+        raise DataError(
+            problem(f"{error.filename} cannot be read ({error.strerror})", fix="mend it or take it out of data.sources")
+        ) from error
+
+
+# Text: a file is a document.
+
+
+def _text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
+    run: list[SourceFile] = []
+    num_bytes = 0
+    for file in files:
+        if run and num_bytes + file.num_bytes > unit_bytes:
+            yield WorkUnit(files=tuple(run), num_bytes=num_bytes)
+            run, num_bytes = [], 0
+        run.append(file)
+        num_bytes += file.num_bytes
+    if run:
+        yield WorkUnit(files=tuple(run), num_bytes=num_bytes)
+
+
+def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
+    for file in unit.files:
+        content = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        reason = ""
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            reason = f"byte {error.start} is not UTF-8"
+        else:
+            if "\0" in text:
+                reason = "it holds NUL bytes"
+        if not reason:
+            yield Document(text=text, place=str(file.path))
+        elif file.named:
+            raise DataError(
+                problem(f"{file.path} is not text: {reason}", fix="convert it to UTF-8 or take it out of data.sources")
+            )
+        else:
+            counts.skipped_files.append(str(file.path))
+
+
+# JSONL: a line is a document. A range holds the lines that START in it.
+
+
+def _jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
+    for start in range(0, file.num_bytes, unit_bytes):
+        stop = min(start + unit_bytes, file.num_bytes)
+        yield WorkUnit(files=(file,), start=start, stop=stop, num_bytes=stop - start)
+
+
+def _jsonl_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
+    path = unit.files[0].path
+    with path.open("rb") as lines:
+        offset = 0
+        if unit.start:
+            lines.seek(unit.start - 1)
+            lines.readline()  # the end of a line that starts before the range; just "\n" when one starts with it
+            offset = lines.tell()
+        while offset < unit.stop and (line := lines.readline()):
+            if content := line.strip():
+                yield Document(text=_text_of_line(content, text_key, path, offset), place=f"{path}, byte {offset}")
+            offset += len(line)
+
+
+def _text_of_line(line: bytes, text_key: str, path: Path, offset: int) -> str:
+    """The text of one JSONL line. ``null`` counts as empty. The line's number is worked out only for an error."""
+    try:
+        record = json.loads(line.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise DataError(
+            problem(
+                f"{path}:{_line_number(path, offset)} is not JSON ({error}): {_excerpt(line)}",
+                fix="mend or delete the line; if the file is no JSON Lines at all, set data.format = 'text'",
+            )
+        ) from error
+    text = record.get(text_key, _MISSING) if isinstance(record, dict) else record
+    if isinstance(record, dict) and (text is None or (isinstance(text, str) and _is_unicode(text))):
+        return text or ""
+    place = f"{path}:{_line_number(path, offset)}"
+    if isinstance(text, str) and isinstance(record, dict):
+        raise DataError(problem(f"{place}: {text_key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"))
+    if not isinstance(record, dict):
+        raise DataError(problem(f"{place} is a JSON {type(record).__name__}, not an object", fix="one object a line"))
+    if text is _MISSING:
+        raise DataError(problem(f"{place} has no key {text_key!r}", fix=_key_hint(text_key, record)))
+    raise DataError(
+        problem(
+            f"{place}: {text_key!r} is a JSON {type(text).__name__}, not a string",
+            fix="mend the line or set data.text_key to the key that holds the text",
+        )
+    )
+
+
+_MISSING = object()
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` has a UTF-8 form. JSON escapes can spell halves of surrogate pairs, which have none."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _line_number(path: Path, offset: int) -> int:
+    number = 1
+    with path.open("rb") as file:
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return number
+
+
+def _excerpt(line: bytes, length: int = 60) -> str:
+    text = line.decode("utf-8", errors="replace")
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
+    close = difflib.get_close_matches(text_key, list(known), n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Set data.text_key to one of {', '.join(sorted(known)) or '(nothing: there are no keys)'}"
+
+
+# Parquet: a row is a document. pyarrow is imported where it is used: machines without it read everything else.
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(problem(f"{path} needs pyarrow, which is not installed", fix="pip install pyarrow")) from error
+    try:
+        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            problem(f"{path} is not a Parquet file ({error})", fix="mend it or take it out of data.sources")
+        ) from error
+
+
+def _parquet_units(file: SourceFile, text_key: str, unit_bytes: int) -> Iterator[WorkUnit]:
+    with _open_parquet(file.path) as opened:
+        _check_text_column(opened, text_key, file.path)
+        group_bytes = [opened.metadata.row_group(group).total_byte_size for group in range(opened.num_row_groups)]
+    start = num_bytes = 0
+    for group, held in enumerate(group_bytes):
+        num_bytes += held
+        if num_bytes >= unit_bytes or group == len(group_bytes) - 1:
+            yield WorkUnit(files=(file,), start=start, stop=group + 1, num_bytes=num_bytes)
+            start, num_bytes = group + 1, 0
+
+
+def _check_text_column(opened: Any, text_key: str, path: Path) -> None:
+    import pyarrow.types
+
+    schema = opened.schema_arrow
+    if text_key not in schema.names:
+        raise DataError(problem(f"{path} has no column {text_key!r}", fix=_key_hint(text_key, schema.names)))
+    kind = schema.field(text_key).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)):
+        raise DataError(
+            problem(
+                f"{path}: column {text_key!r} is of type {kind}, not string",
+                fix="set data.text_key to the column that holds the text",
+            )
+        )
+
+
+def _parquet_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
+    path = unit.files[0].path
+    with _open_parquet(path) as opened:
+        import pyarrow
+
+        row = sum(opened.metadata.row_group(group).num_rows for group in range(unit.start)) + 1
+        batches = opened.iter_batches(
+            _PARQUET_BATCH_ROWS, row_groups=list(range(unit.start, unit.stop)), columns=[text_key], use_threads=False
+        )
+        try:
+            for batch in batches:
+                for text in batch.column(0).to_pylist():
+                    yield Document(text=text or "", place=f"{path}, row {row}")
+                    row += 1
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            raise DataError(
+                problem(f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out")
+            ) from error

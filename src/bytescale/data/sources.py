@@ -1,0 +1,149 @@
+"""From ``data.sources`` to a list of files: folders, files, globs and the interpreter's own standard library.
+
+The order of the files is the order of the sources, and sorted by path inside each: it is the order of the documents in
+the tokenised corpus, the same on every machine that has the same files.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from bytescale.common.errors import ConfigError, DataError, problem
+
+logger = logging.getLogger(__name__)
+
+FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+
+STDLIB_SOURCE = "python:stdlib"
+_FORMAT_OF_ENDING: dict[str, FileFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".bin": "bin",
+}
+_NOT_STDLIB = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file of the corpus as it was when the sources were listed."""
+
+    path: Path
+    format: FileFormat
+    num_bytes: int
+    mtime_ns: int
+    named: bool = False
+    """A source names this very file (no folder, no glob): then not being text is an error, not a reason to skip it."""
+
+
+def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[SourceFile]:
+    """The files that ``sources`` name, in corpus order, each once.
+
+    Args:
+        sources: folders (searched recursively, hidden entries left out), files, globs (``**`` allowed), or
+            ``python:stdlib``, the ``*.py`` files of the running interpreter's standard library.
+        file_format: ``auto`` goes by each file's ending; anything else is taken as the format of every file.
+
+    Raises:
+        ConfigError: there is no source, or one does not exist or matches no file.
+        DataError: a file cannot be examined.
+    """
+    if not sources:
+        raise ConfigError(problem("data.sources is empty", so="there is no text", fix="name a folder, file or glob"))
+    files: dict[Path, SourceFile] = {}
+    for source in sources:
+        found = 0
+        for path, named in _paths_of(source):
+            if (file := _source_file(path, file_format, named)) is None:
+                continue
+            found += 1
+            if file.path in files:
+                logger.info("%s is matched twice by data.sources; it is read once", file.path)
+            else:
+                files[file.path] = file
+        if not found:
+            raise ConfigError(
+                problem(f"data source {source!r} matches no file", so="it adds no text", fix="mend the path or glob")
+            )
+    return list(files.values())
+
+
+def fingerprint_files(files: Iterable[SourceFile]) -> str:
+    """16 hex digits that change when a file is added, removed, moved, resized or touched."""
+    content = hashlib.blake2b(digest_size=8)
+    for file in files:
+        line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n"
+        content.update(line.encode(errors="surrogateescape"))
+    return content.hexdigest()
+
+
+def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
+    """Paths of one source and whether the source names that very file."""
+    if source == STDLIB_SOURCE:
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        yield from ((path, False) for path in _walk(stdlib, _NOT_STDLIB.__contains__) if path.suffix == ".py")
+        return
+    if source.startswith("python:"):
+        raise ConfigError(problem(f"data source {source!r} does not exist", fix=f"did you mean {STDLIB_SOURCE!r}?"))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        yield from ((inner, False) for inner in _walk(path, lambda name: name.startswith(".")))
+    elif path.exists():
+        yield path, True
+    elif glob.has_magic(source):
+        for match in sorted(glob.glob(str(path), recursive=True)):
+            if Path(match).is_file():
+                yield Path(match), False
+    else:
+        raise ConfigError(
+            problem(
+                f"data source {source!r} does not exist (looked in {Path.cwd()})",
+                fix=f"name a folder, a file, a glob or {STDLIB_SOURCE!r}",
+            )
+        )
+
+
+def _walk(folder: Path, is_left_out: Callable[[str], bool]) -> Iterator[Path]:
+    """Regular files below ``folder``, sorted; links to folders are not followed, links to nothing are left out."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not is_left_out(name))
+        paths = (Path(parent, name) for name in sorted(names) if not is_left_out(name))
+        yield from (path for path in paths if path.is_file())
+
+
+def _source_file(path: Path, file_format: str, named: bool) -> SourceFile | None:
+    """One file with its format, or None for an ``.idx`` found on the way: its ``.bin`` stands for both."""
+    if path.suffix == ".idx" and file_format in ("auto", "bin"):
+        if not named:
+            return None
+        path = path.with_suffix(".bin")
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            problem(f"{path} cannot be read ({error.strerror})", fix="mend it or take it out of data.sources")
+        ) from error
+    return SourceFile(
+        path=path.absolute(),
+        format=_format_of(path, file_format),
+        num_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        named=named,
+    )
+
+
+def _format_of(path: Path, file_format: str) -> FileFormat:
+    if file_format == "auto":
+        return _FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
+    if file_format not in get_args(FileFormat):
+        raise ConfigError(problem(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin"))
+    return cast(FileFormat, file_format)

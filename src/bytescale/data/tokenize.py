@@ -1,0 +1,249 @@
+"""Any list of source files into one ``.bin/.idx`` pair, with several processes.
+
+1. Files are cut into units of work (``data.readers``), ``.bin`` sources stand for themselves.
+2. Processes read and encode units; each document gets its EOS; at most two units per process are under way.
+3. Results are written in the order of the units, so the pair does not depend on the number of processes.
+4. The pair appears under its name when all of it is on disk (``data.indexed_writer``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import DataError, problem
+from bytescale.common.units import format_si
+from bytescale.data.facts import FactsGatherer, TokenFacts
+from bytescale.data.indexed import IndexedDataset, IntArray
+from bytescale.data.indexed_writer import IndexedWriter, token_dtype
+from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
+from bytescale.data.readers import ReadCounts, WorkUnit, iter_documents, plan_units
+from bytescale.data.sources import SourceFile
+from bytescale.data.tokenizer import Tokenizer
+
+_BATCH_CHARACTERS = 1 << 20
+"""Text handed to the tokenizer at once: its result objects take some 100 bytes a token until they are arrays."""
+_COPY_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedUnit:
+    """What became of one unit."""
+
+    tokens: NDArray[np.integer]  # of all its documents, each with its EOS
+    lengths: IntArray  # of each document
+    num_bytes: int
+    num_empty: int = 0
+    skipped_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitEncoder:
+    """Reads a unit and encodes it. Sent once to each worker process."""
+
+    tokenizer: Tokenizer
+    text_key: str
+
+    def __call__(self, unit: WorkUnit) -> EncodedUnit:
+        """Raises ``DataError`` as ``iter_documents`` does."""
+        counts = ReadCounts()
+        encoded: list[NDArray[np.integer]] = []
+        texts: list[str] = []
+        num_characters = 0
+        for document in iter_documents(unit, self.text_key, counts):
+            texts.append(document.text)
+            num_characters += len(document.text)
+            if num_characters >= _BATCH_CHARACTERS:
+                encoded.extend(self.tokenizer.encode_batch(texts))
+                texts, num_characters = [], 0
+        encoded.extend(self.tokenizer.encode_batch(texts))
+        documents = [ids for ids in encoded if len(ids)]  # a normaliser may leave nothing of a text
+        return EncodedUnit(
+            tokens=_with_eos(documents, self.tokenizer),
+            lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
+            num_bytes=unit.num_bytes,
+            num_empty=counts.num_empty + len(encoded) - len(documents),
+            skipped_files=tuple(counts.skipped_files),
+        )
+
+
+def tokenize_files(
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer | None,
+    prefix: Path,
+    *,
+    text_key: str = "text",
+    num_workers: int = 1,
+    progress: ProgressCallback = ignore_progress,
+) -> TokenFacts:
+    """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
+
+    Args:
+        files: of any format; documents of ``.bin`` files are copied as they are, with whatever ends them.
+        tokenizer: may be None if all files are ``.bin``.
+        prefix: of the pair, which is replaced if it exists.
+        num_workers: processes that read and encode; 1 does it in this one. The result is the same.
+
+    Raises:
+        DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
+            holds ids that ``tokenizer`` does not have.
+    """
+    # Everything is looked at before the first token is written: a missing column must not show up hours later.
+    runs = [_open_run(list(run), text_key) for _, run in itertools.groupby(files, lambda file: file.format == "bin")]
+    dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
+    if tokenizer is not None:
+        dtypes.append(token_dtype(tokenizer.vocab_size))
+    gatherer = FactsGatherer(_common_dtype(dtypes))
+    total_bytes = sum(file.num_bytes for file in files)
+    done_bytes = num_empty = 0
+    skipped: list[str] = []
+    with IndexedWriter(prefix, _common_dtype(dtypes)) as writer:
+        for encoded in itertools.chain.from_iterable(
+            _encode_run(run, tokenizer, text_key, num_workers) for run in runs
+        ):
+            tokens = encoded.tokens.astype(_common_dtype(dtypes), copy=False)
+            writer.add_documents(tokens, encoded.lengths)
+            gatherer.add(tokens, encoded.lengths)
+            num_empty += encoded.num_empty
+            skipped.extend(encoded.skipped_files)
+            done_bytes += encoded.num_bytes
+            note = f"{format_si(gatherer.num_documents)} documents, {format_si(gatherer.num_tokens)} tokens"
+            progress(Progress(stage="tokenising", done_bytes=done_bytes, total_bytes=total_bytes, note=note))
+        facts = gatherer.finish(tokenizer, num_empty=num_empty, skipped_files=tuple(skipped))
+        if tokenizer is not None and facts.max_token_id >= tokenizer.vocab_size:
+            raise foreign_tokens(f"the .bin files among the sources hold id {facts.max_token_id}", tokenizer)
+        writer.commit(facts.to_json())
+    return facts
+
+
+def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
+    """The error for tokens that another tokenizer made."""
+    return DataError(
+        problem(
+            f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
+            so="one id would mean two things",
+            fix="set data.tokenizer to the one that made them",
+        )
+    )
+
+
+def _open_run(files: list[SourceFile], text_key: str) -> list[WorkUnit] | list[IndexedDataset]:
+    if files[0].format == "bin":
+        return [IndexedDataset.open(file.path) for file in files]
+    return plan_units(files, text_key)
+
+
+def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
+    return np.result_type(*dtypes) if dtypes else np.dtype("<u2")
+
+
+def _encode_run(
+    run: list[WorkUnit] | list[IndexedDataset], tokenizer: Tokenizer | None, text_key: str, num_workers: int
+) -> Iterator[EncodedUnit]:
+    for part in run:
+        if isinstance(part, IndexedDataset):
+            yield from _copy_documents(part)
+    units = [part for part in run if isinstance(part, WorkUnit)]
+    if not units:
+        return
+    assert tokenizer is not None, "text needs a tokenizer"
+    encode = UnitEncoder(tokenizer=tokenizer, text_key=text_key)
+    num_workers = min(num_workers, len(units))
+    if num_workers > 1:
+        yield from _encode_in_processes(units, encode, num_workers)
+    else:
+        yield from map(encode, units)
+
+
+def _copy_documents(dataset: IndexedDataset) -> Iterator[EncodedUnit]:
+    """Documents of a pair, about ``_COPY_TOKENS`` at a time; those without a token are left out."""
+    offsets = dataset.index.document_offsets
+    first = 0
+    while first < dataset.index.num_documents:
+        stop = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _COPY_TOKENS, side="right")) - 1)
+        lengths = np.diff(offsets[first : stop + 1])
+        tokens = dataset.tokens[offsets[first] : offsets[stop]]
+        yield EncodedUnit(
+            tokens=tokens,
+            lengths=lengths[lengths > 0],
+            num_bytes=tokens.nbytes,
+            num_empty=int((lengths == 0).sum()),
+        )
+        first = stop
+
+
+def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDArray[np.integer]:
+    tokens = np.full(sum(len(ids) + 1 for ids in documents), tokenizer.eos_id, dtype=token_dtype(tokenizer.vocab_size))
+    start = 0
+    for ids in documents:
+        tokens[start : start + len(ids)] = ids
+        start += len(ids) + 1
+    return tokens
+
+
+# Worker processes. They are spawned, not forked: the parent may hold threads and CUDA.
+
+
+def _encode_in_processes(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
+    """Results in the order of ``units``, at most two units per process under way or waiting."""
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(encode,),
+    )
+    pending: deque[Future[EncodedUnit]] = deque()
+    try:
+        for unit in units:
+            if len(pending) >= 2 * num_workers:
+                yield pending.popleft().result()
+            pending.append(pool.submit(_encode_in_worker, unit))
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            problem(
+                "a process that tokenises died",
+                so="the corpus is incomplete and was thrown away",
+                fix="see its message above; if there is none, it ran out of memory: lower data.num_workers. A script "
+                'that calls this needs `if __name__ == "__main__":`',
+            )
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# The one piece of module state of this floor: a process pool has no other place for what a worker keeps between units.
+_worker_encode: Callable[[WorkUnit], EncodedUnit] | None = None
+
+
+def _start_worker(encode: UnitEncoder) -> None:
+    global _worker_encode
+    _worker_encode = encode
+    # The library's own switch: one thread per process, since there is a process per core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _encode_in_worker(unit: WorkUnit) -> EncodedUnit:
+    assert _worker_encode is not None, "the pool runs _start_worker first"
+    return _worker_encode(unit)
+
+
+def _die_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next unit for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)

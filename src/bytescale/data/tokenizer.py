@@ -1,0 +1,186 @@
+"""Tokenizers: plain bytes, or any ``tokenizer.json`` through the ``tokenizers`` library. Training one: ``data.bpe``.
+
+A tokenizer turns text into ids and nothing else: no special token is recognised inside text (a document that talks
+about ``<|endoftext|>`` does not end there), none is added, nothing is truncated or padded. Documents end with
+``eos_id``, which the writer of the corpus appends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from bytescale.common.errors import ConfigError, DataError, problem
+
+EOS_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|end▁of▁sentence|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "[SEP]",
+)
+"""End-of-text tokens of known tokenizers, looked for in this order."""
+
+
+class Tokenizer(Protocol):
+    """What the data floor asks of a tokenizer. Instances can be pickled: worker processes get a copy."""
+
+    @property
+    def name(self) -> str:
+        """How people know it: ``bytes`` or a path."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest id + 1, EOS included: the rows that an embedding needs."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends every document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits, equal for tokenizers that encode everything alike."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text, 1-D, without EOS. An empty text has none."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """Text of the ids; EOS is shown as nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the ids 0..255, and 256 is EOS."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = "bytes-eos-256"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """``[num_bytes]`` uint8 per text."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """Bytes that are no UTF-8 (a cut character) become U+FFFD."""
+        values = np.asarray(ids, dtype=np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer of the ``tokenizers`` library."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, name: str, eos_token: str | None = None) -> None:
+        """Wrap ``tokenizer``, which this object then owns.
+
+        Raises:
+            ConfigError: it has no token ``eos_token`` or, where that is None, none of ``EOS_NAMES``.
+        """
+        # A tokenizer.json may carry the truncation and padding of the model it was saved with.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # spelled out in text, they are text
+        self._tokenizer = tokenizer
+        self.name = name
+        self.eos_id = _find_eos(tokenizer, name, eos_token)
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
+        self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    @staticmethod
+    def from_file(path: Path, eos_token: str | None = None) -> JsonTokenizer:
+        """Read a ``tokenizer.json``, or the one inside a folder.
+
+        EOS is ``eos_token``; if None, what ``tokenizer_config.json`` beside it says; without one, the first of
+        ``EOS_NAMES`` that exists. Raises ``DataError`` when the file is not a tokenizer.
+        """
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception for what it cannot parse
+            raise DataError(
+                problem(f"{file} is not a tokenizer.json ({error})", fix="save it anew with Tokenizer.save()")
+            ) from error
+        return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """``[num_tokens]`` int64 per text."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        values = np.asarray(ids, dtype=np.int64)
+        return str(self._tokenizer.decode(values[values != self.eos_id].tolist(), skip_special_tokens=False))
+
+    def save(self, path: Path) -> None:
+        """Write it as a ``tokenizer.json``."""
+        self._tokenizer.save(str(path))
+
+    def to_json(self) -> str:
+        """The content of its ``tokenizer.json``."""
+        return str(self._tokenizer.to_str())
+
+
+def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
+    """The tokenizer called ``name``: ``bytes``, or the path of a ``tokenizer.json`` or of its folder.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it has no EOS.
+        DataError: the file is not a tokenizer.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            problem(
+                f"data.tokenizer is {name!r}, which is no file",
+                fix="use 'bytes', 'bpe' (trained on the sources) or the path of a tokenizer.json",
+            )
+        )
+    return JsonTokenizer.from_file(path, eos_token)
+
+
+def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:
+    for token in (eos_token,) if eos_token else EOS_NAMES:
+        if (token_id := tokenizer.token_to_id(token)) is not None:
+            return int(token_id)
+    sought = f"no token {eos_token!r}" if eos_token else "none of the usual end-of-text tokens " + " ".join(EOS_NAMES)
+    raise ConfigError(
+        problem(
+            f"tokenizer {name} has {sought}",
+            so="documents could not be told apart",
+            fix="set data.eos_token to the token that ends a document",
+        )
+    )
+
+
+def _configured_eos(folder: Path) -> str | None:
+    """``eos_token`` of a Hugging Face ``tokenizer_config.json``, or None where there is no such file or entry."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return None
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError, OSError) as error:
+        raise DataError(
+            problem(f"{path} is not JSON ({error})", so="its eos_token is unknown", fix="mend it or set data.eos_token")
+        ) from error
+    return entry.get("content") if isinstance(entry, dict) else entry
