@@ -62,7 +62,7 @@ def test_from_architecture_by_hand() -> None:
     assert model.token_seconds == pytest.approx(3 * linear / 200e12)
     # K and V of 8 x 128 elements: 4 KiB in bf16 forward, and 4 + 8 KiB backward, halved by TP.
     assert model.ring_bytes_per_token == 32 * 16 * 1024 / 2
-    assert model.ring_step_seconds == pytest.approx(32 * 3e-5)
+    assert model.ring_step_seconds == pytest.approx(32 * 2e-5)
 
 
 def test_which_groups_leave_a_node() -> None:

@@ -139,7 +139,7 @@ class CostModel:
             attention_flops_per_second: of one device on attention; the same when None.
             micro_batch_seconds: g.
             bytes_per_element: of activations (2: bf16; dK and dV then travel in fp32).
-            ring_latency_seconds: of one transfer (three per step and layer: K/V twice, dK/dV once).
+            ring_latency_seconds: of one step's transfers (one step forward, one backward, per layer).
             intra_node_bytes_per_second: link of ONE device inside a node; infinite: ideal.
             inter_node_bytes_per_second: link of ONE device across nodes; infinite: ideal.
             ranks_per_node: HDP ranks that share a node.
@@ -159,7 +159,7 @@ class CostModel:
             token_seconds=(1 + flops.BACKWARD_LINEAR_RATIO) * linear / (tensor_parallel * flops_per_second),
             micro_batch_seconds=micro_batch_seconds,
             ring_bytes_per_token=layers * (ring_forward + ring_backward) / tensor_parallel,
-            ring_step_seconds=3 * layers * ring_latency_seconds,
+            ring_step_seconds=2 * layers * ring_latency_seconds,
             intra_node_bytes_per_second=intra_node_bytes_per_second,
             inter_node_bytes_per_second=inter_node_bytes_per_second,
             ranks_per_node=ranks_per_node,

@@ -1,0 +1,174 @@
+"""Profiles as TOML files: written by ``bytescale profile``, read by ``plan``, ``simulate`` and ``train``."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import Architecture
+from bytescale.cost.curve import Curve, relative_errors
+from bytescale.cost.links import Links
+from bytescale.cost.profile import Point, Profile
+
+CURVES = (
+    "attention_forward",
+    "attention_backward",
+    "rest_forward",
+    "rest_backward",
+    "head_forward",
+    "head_backward",
+    "activation_bytes",
+)
+_OPTIONAL_CURVES = ("head_forward", "head_backward")
+_SHAPE = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files("bytescale.cost") / "profiles"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def load_profile(name: str | Path) -> Profile:
+    """Read a profile: the name of a shipped one, or a path.
+
+    Raises ``ConfigError`` when there is no such file, or it lacks a curve, or a number makes no sense.
+    """
+    if str(name) in shipped_profiles():
+        text = (resources.files("bytescale.cost") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                problem(
+                    f"profile {str(name)!r} cannot be read ({error})",
+                    fix="name a file written by `bytescale profile`, or a shipped one: "
+                    + ", ".join(shipped_profiles()),
+                )
+            ) from error
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(problem(f"profile {name} is not TOML: {error}", fix="take it again")) from error
+    return _profile(content, str(name))
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write ``profile`` to ``path`` whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(profile_to_toml(profile), encoding="utf-8")
+    temporary.replace(path)
+
+
+def require_model(profile: Profile, architecture: Architecture) -> None:
+    """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape that ``profile`` was taken of.
+
+    The number of layers may differ: curves are per layer.
+    """
+    for name in _SHAPE:
+        measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)
+        if measured != wanted:
+            raise ConfigError(
+                problem(
+                    f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
+                    so="plans would rest on times that are not this model's",
+                    fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
+                )
+            )
+
+
+def worst_residual(profile: Profile, curve: str) -> tuple[float, int] | None:
+    """Largest relative error of a fit over its points, and the length where it is; None without points."""
+    points = [point for point in profile.points if point.curve == curve]
+    if not points:
+        return None
+    tokens = np.array([point.tokens for point in points])
+    errors = relative_errors(getattr(profile, curve), tokens, [point.value for point in points])
+    worst = int(np.abs(errors).argmax())
+    return float(errors[worst]), int(tokens[worst])
+
+
+def profile_to_toml(profile: Profile) -> str:
+    """The file's content: header, curves with their worst residuals, traffic, links, model, raw points."""
+    lines = [f"name = {_quoted(profile.name)}", f"source = {_quoted(profile.source)}"]
+    lines += [f"tensor_parallel = {profile.tensor_parallel}", ""]
+    for name in CURVES:
+        curve = getattr(profile, name)
+        lines.append(f"[curves.{name}]")
+        lines += [f"{part} = {getattr(curve, part)!r}" for part in ("quadratic", "linear", "constant")]
+        worst = worst_residual(profile, name)
+        if worst is not None:
+            lines.append(f"worst_residual = {worst[0]:.4f}  # fit over point, minus 1, at {worst[1]} tokens")
+        lines.append("")
+    lines += ["[traffic]"]
+    lines += [f"ring_forward_bytes_per_token = {profile.ring_forward_bytes_per_token!r}"]
+    lines += [f"ring_backward_bytes_per_token = {profile.ring_backward_bytes_per_token!r}"]
+    lines += [f"layer_parameters = {profile.layer_parameters}", "", "[links]"]
+    for spec in fields(Links):
+        lines.append(f"{spec.name} = {_number(getattr(profile.links, spec.name))}")
+    lines += ["", "[architecture]"]
+    for name, value in profile.architecture.as_dict().items():
+        lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else str(value).lower()}")
+    for point in profile.points:
+        lines += ["", "[[points]]", f"curve = {_quoted(point.curve)}"]
+        lines += [f"tokens = {point.tokens}", f"value = {point.value!r}"]
+    return "\n".join(lines) + "\n"
+
+
+def _profile(content: dict[str, Any], where: str) -> Profile:
+    stored = content.get("curves", {})
+    for name in CURVES:
+        if name not in stored and name not in _OPTIONAL_CURVES:
+            raise ConfigError(
+                problem(
+                    f"profile {where} lacks the curve {name}",
+                    so="times of that part of a layer would be unknown",
+                    fix=f"take the profile again, or add [curves.{name}] with quadratic, linear and constant",
+                )
+            )
+    try:
+        curves: dict[str, Any] = {
+            name: _curve(stored[name], f"{where}: curves.{name}") for name in CURVES if name in stored
+        }
+        return Profile(
+            name=content.get("name", where),
+            source=content.get("source", ""),
+            tensor_parallel=content.get("tensor_parallel", 1),
+            architecture=Architecture(**content["architecture"]),
+            links=Links(**content.get("links", {})),
+            points=tuple(Point(**point) for point in content.get("points", [])),
+            **curves,
+            **content["traffic"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            problem(f"profile {where} is incomplete or has an unknown entry: {error}", fix="take it again")
+        ) from error
+
+
+def _curve(stored: dict[str, float], where: str) -> Curve:
+    parts = {part: float(stored.get(part, 0.0)) for part in ("quadratic", "linear", "constant")}
+    for part, value in parts.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(
+                problem(
+                    f"{where}.{part} is {value}", so="cost would fall with length", fix="use a number of at least 0"
+                )
+            )
+    return Curve(**parts)
+
+
+def _quoted(text: object) -> str:
+    return '"' + str(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
+
+
+def _number(value: float) -> str:
+    return "inf" if math.isinf(value) else repr(value)

@@ -1,0 +1,116 @@
+"""The full cost model: what a micro-batch costs one pipeline stage, term by term, forward and backward apart.
+
+Per layer, for a member that holds the share ``w`` of a group of D members (T = sum of s, Q = sum of s^2) beside local
+sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a, b, g) the attention curve::
+
+    rest         b_r n + g_r
+    attention    a (w Q + q) + b n + g
+    block        c = a w Q / D                        one of the D blocks that the ring's steps compute
+    transfer     x = ring bytes * (largest w) T / bandwidth + latency           one of D - 1
+    ring         max(0, x - c - a q) + (D - 2) max(0, x - c)      exposed; the first hides behind local attention too
+    offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
+
+Compute is divided by the rank's speed; links are not. A stage has its layers' sum, and the last one the head. A group's
+members run in step, so the stage's time of a shared micro-batch is the longest of its members' (``simulator.events``).
+
+Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost.curve import Curve
+from bytescale.cost.profile import Profile
+
+FloatArray = NDArray[np.float64]
+
+RESIDENT_LAYERS = 2  # the last layers of a stage are never offloaded: backward needs them at once (paper section 5.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loads:
+    """What each of M micro-batches holds on its rank. All arrays ``[M]``."""
+
+    local_tokens: FloatArray
+    local_squares: FloatArray
+    shared_tokens: FloatArray  # of the whole group, 0 without one
+    shared_squares: FloatArray  # of the whole group
+    degree: FloatArray  # members, 1 without a shared group
+    share: FloatArray  # of the group's tokens that this member holds
+    largest_share: FloatArray  # of any member: it sets the pace of the ring
+    inter_node: NDArray[np.bool_]  # whether the ring leaves a node
+    offload_ratio: FloatArray  # of this micro-batch's tokens
+    speed: FloatArray  # of the rank
+
+    @property
+    def tokens(self) -> FloatArray:
+        """Tokens that the rank holds."""
+        return self.share * self.shared_tokens + self.local_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTimes:
+    """Seconds that each micro-batch takes on one stage. Arrays ``[2, M]``: forward, backward."""
+
+    compute: FloatArray
+    exposed_ring: FloatArray
+    exposed_offload: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        return self.compute + self.exposed_ring + self.exposed_offload
+
+
+def stage_times(profile: Profile, loads: Loads, *, num_layers: int, has_head: bool) -> StageTimes:
+    """Times of one stage of ``num_layers`` layers, by the formulas at the top of this file."""
+    directions = (
+        (profile.attention_forward, profile.rest_forward, profile.head_forward),
+        (profile.attention_backward, profile.rest_backward, profile.head_backward),
+    )
+    ring_bytes = (profile.ring_forward_bytes_per_token, profile.ring_backward_bytes_per_token)
+    offload_rate = (profile.links.device_to_host_bytes_per_second, profile.links.host_to_device_bytes_per_second)
+    offloaded = loads.offload_ratio * profile.activation_bytes(loads.tokens)
+    compute, ring, offload = np.empty((3, 2, len(loads.speed)))
+    for row, (attention, rest, head) in enumerate(directions):
+        layer_compute = (rest(loads.tokens) + _attention_seconds(attention, loads)) / loads.speed
+        layer_ring = _exposed_ring(profile, attention, ring_bytes[row], loads)
+        layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
+        compute[row] = num_layers * layer_compute
+        if has_head:
+            compute[row] += head(loads.tokens) / loads.speed
+        ring[row] = num_layers * layer_ring
+        offload[row] = max(0, num_layers - RESIDENT_LAYERS) * layer_offload
+    return StageTimes(compute=compute, exposed_ring=ring, exposed_offload=offload)
+
+
+def stage_activation_bytes(profile: Profile, loads: Loads, *, num_layers: int) -> FloatArray:
+    """``[M]`` bytes per device that a stage keeps from a micro-batch's forward to its backward (numerator of Eq. 3)."""
+    movable = max(0, num_layers - RESIDENT_LAYERS)
+    kept_layers = num_layers - movable * loads.offload_ratio
+    return kept_layers * profile.activation_bytes(loads.tokens)
+
+
+def ring_transfer_seconds(profile: Profile, bytes_per_token: float, loads: Loads) -> FloatArray:
+    """``[M]`` seconds of one transfer of one layer's ring, x; 0 where nothing is shared."""
+    rate = np.where(
+        loads.inter_node, profile.links.inter_node_bytes_per_second, profile.links.intra_node_bytes_per_second
+    )
+    seconds = bytes_per_token * loads.largest_share * loads.shared_tokens / rate + profile.links.latency_seconds
+    return np.where(loads.degree > 1, seconds, 0.0)
+
+
+def _attention_seconds(attention: Curve, loads: Loads) -> FloatArray:
+    squares = loads.share * loads.shared_squares + loads.local_squares
+    return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant
+
+
+def _exposed_ring(profile: Profile, attention: Curve, bytes_per_token: float, loads: Loads) -> FloatArray:
+    transfer = ring_transfer_seconds(profile, bytes_per_token, loads)
+    block = attention.quadratic * loads.share * loads.shared_squares / loads.degree / loads.speed
+    local = attention.quadratic * loads.local_squares / loads.speed
+    first = np.where(loads.degree > 1, np.maximum(transfer - block - local, 0.0), 0.0)
+    return first + np.maximum(loads.degree - 2, 0.0) * np.maximum(transfer - block, 0.0)

@@ -1,0 +1,135 @@
+"""Fits, profile files, and what published figures say about the shipped profiles."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import PRESETS
+from bytescale.cost import CostModel
+from bytescale.cost.curve import Curve, fit_curve, relative_errors
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import (
+    load_profile,
+    profile_to_toml,
+    require_model,
+    save_profile,
+    shipped_profiles,
+    worst_residual,
+)
+
+
+def test_fit_recovers_an_exact_curve() -> None:
+    tokens = np.array([128, 1024, 8192, 65536])
+    truth = Curve(3e-12, 2e-7, 1e-4)
+    found = fit_curve(tokens, truth(tokens))
+    np.testing.assert_allclose(found(tokens), truth(tokens), rtol=1e-9)
+    assert found.quadratic == pytest.approx(truth.quadratic, rel=1e-6)
+
+
+def test_fit_never_falls_with_length() -> None:
+    found = fit_curve([100, 200, 400], [4.0, 3.0, 2.5])
+    assert min(found.quadratic, found.linear, found.constant) >= 0
+
+
+def test_fit_of_one_point_goes_through_it() -> None:
+    assert float(fit_curve([512], [2.0])(512)) == pytest.approx(2.0)
+
+
+def test_fit_refuses_nothing_and_zeros() -> None:
+    with pytest.raises(ConfigError, match="0 lengths"):
+        fit_curve([], [])
+    with pytest.raises(ConfigError, match="above 0"):
+        fit_curve([1, 2], [0.0, 1.0])
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_shipped_profiles_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    profile = load_profile(name)
+    save_profile(profile, tmp_path / "again.toml")
+    assert load_profile(tmp_path / "again.toml") == profile
+    assert profile_to_toml(load_profile(tmp_path / "again.toml")) == profile_to_toml(profile)
+
+
+def test_figure_6_is_met_within_four_percent() -> None:
+    profile = load_profile("figure-6")
+    for curve in ("attention_forward", "rest_forward"):
+        points = [point for point in profile.points if point.curve == curve]
+        assert len(points) == 6
+        errors = relative_errors(getattr(profile, curve), [p.tokens for p in points], [p.value for p in points])
+        assert np.abs(errors).max() < 0.04
+        assert abs(worst_residual(profile, curve)[0]) == np.abs(errors).max()  # type: ignore[index]
+
+
+def test_case_study_gives_back_its_published_times() -> None:
+    profile = load_profile("case-study")
+    assert float(profile.attention_forward(312 * 1024)) / 39 == pytest.approx(0.110)
+    step = profile.ring_forward_bytes_per_token * 8192 / profile.links.inter_node_bytes_per_second
+    assert 256 * step == pytest.approx(0.405, rel=0.01)
+    assert 0.009 < float(profile.rest_forward(8192)) < 0.010
+
+
+def test_a_missing_curve_is_named(tmp_path: Path) -> None:
+    text = profile_to_toml(load_profile("case-study")).replace("[curves.rest_backward]", "[curves.other]")
+    (tmp_path / "broken.toml").write_text(text)
+    with pytest.raises(ConfigError, match="lacks the curve rest_backward"):
+        load_profile(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[curves.rest_forward]\nquadratic = 0.0", "[curves.rest_forward]\nquadratic = -1.0", "rest_forward.quadratic"),
+        ("[traffic]", "[trafic]", "incomplete"),
+        ("name = ", "name ", "not TOML"),
+        ("latency_seconds", "latency", "unknown entry"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = profile_to_toml(load_profile("case-study"))
+    assert old in text
+    (tmp_path / "broken.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        load_profile(tmp_path / "broken.toml")
+
+
+def test_an_unknown_name_lists_the_shipped_profiles() -> None:
+    with pytest.raises(ConfigError, match="case-study, figure-6"):
+        load_profile("nowhere")
+
+
+def test_another_model_is_refused_but_not_another_depth() -> None:
+    profile = load_profile("case-study")
+    require_model(profile, replace(profile.architecture, num_layers=2))
+    with pytest.raises(ConfigError, match="another model: its hidden_size is 4096"):
+        require_model(profile, PRESETS["tiny"])
+
+
+def test_counted_profile_folds_into_the_planners_model() -> None:
+    shape = PRESETS["13b"]
+    folded = Profile.from_flops(shape, flops_per_second=2e14, attention_flops_per_second=1e14, tensor_parallel=4)
+    direct = CostModel.from_architecture(
+        shape, flops_per_second=2e14, attention_flops_per_second=1e14, tensor_parallel=4
+    )
+    for spec in fields(CostModel):
+        assert getattr(folded.cost_model(), spec.name) == pytest.approx(getattr(direct, spec.name)), spec.name
+
+
+def test_scaling_a_counted_profile_is_counting_the_other_model() -> None:
+    rates = {"flops_per_second": 2e14, "attention_flops_per_second": 1e14}
+    scaled = Profile.from_flops(PRESETS["7b"], tensor_parallel=2, **rates).scaled_to(PRESETS["70b"], tensor_parallel=8)
+    counted = Profile.from_flops(PRESETS["70b"], tensor_parallel=8, **rates)
+    lengths = np.array([1000, 100_000])
+    for name in ("attention_forward", "rest_backward", "head_forward", "activation_bytes"):
+        np.testing.assert_allclose(getattr(scaled, name)(lengths), getattr(counted, name)(lengths))
+    assert scaled.ring_backward_bytes_per_token == pytest.approx(counted.ring_backward_bytes_per_token)
+    assert scaled.layer_parameters == counted.layer_parameters
+
+
+def test_capacity_from_memory() -> None:
+    profile = Profile.from_flops(PRESETS["7b"], flops_per_second=1e14)
+    per_token = 32 * profile.activation_bytes.linear
+    assert profile.capacity_tokens(device_bytes=1000.5 * per_token) == 1000
+    assert profile.capacity_tokens(device_bytes=1000.5 * per_token, pipeline_parallel=4) == 1000

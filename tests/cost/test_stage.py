@@ -1,0 +1,165 @@
+"""The full cost model, term by term, against hand computations; Eq. 3 against brute force."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import PRESETS
+from bytescale.cost.curve import Curve
+from bytescale.cost.links import Links
+from bytescale.cost.offload import choose_offload, hidden_ratio
+from bytescale.cost.profile import Profile
+from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
+from bytescale.cost.step import stage_layers, stage_parameters, sync_seconds
+
+PROFILE = Profile(
+    name="hand",
+    architecture=replace(PRESETS["7b"], num_layers=4),
+    attention_forward=Curve(2.0, 3.0, 5.0),
+    attention_backward=Curve(4.0, 6.0, 10.0),
+    rest_forward=Curve(0.0, 7.0, 11.0),
+    rest_backward=Curve(0.0, 14.0, 22.0),
+    head_forward=Curve(0.0, 1.0, 0.0),
+    head_backward=Curve(0.0, 2.0, 0.0),
+    activation_bytes=Curve(0.0, 100.0, 0.0),
+    ring_forward_bytes_per_token=40.0,
+    ring_backward_bytes_per_token=120.0,
+    links=Links(
+        intra_node_bytes_per_second=2.0,
+        inter_node_bytes_per_second=1.0,
+        latency_seconds=6.0,
+        device_to_host_bytes_per_second=1.0,
+        host_to_device_bytes_per_second=2.0,
+    ),
+    layer_parameters=1000,
+)
+
+
+def loads(**values: float | bool) -> Loads:
+    """One micro-batch; whatever is not given is nothing."""
+    defaults: dict[str, float | bool] = {
+        "local_tokens": 0.0,
+        "local_squares": 0.0,
+        "shared_tokens": 0.0,
+        "shared_squares": 0.0,
+        "degree": 1.0,
+        "share": 0.0,
+        "largest_share": 0.0,
+        "inter_node": False,
+        "offload_ratio": 0.0,
+        "speed": 1.0,
+    }
+    return Loads(**{name: np.array([value]) for name, value in (defaults | values).items()})
+
+
+def test_local_compute_and_head_by_hand() -> None:
+    times = stage_times(PROFILE, loads(local_tokens=3.0, local_squares=5.0), num_layers=2, has_head=True)
+    forward = 2 * ((7 * 3 + 11) + (2 * 5 + 3 * 3 + 5)) + 1 * 3
+    backward = 2 * ((14 * 3 + 22) + (4 * 5 + 6 * 3 + 10)) + 2 * 3
+    assert times.total[:, 0].tolist() == [forward, backward]
+    assert times.exposed_ring.sum() == 0
+
+
+def test_a_faster_rank_computes_faster_but_its_links_do_not() -> None:
+    slow = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
+    fast = replace(slow, speed=np.array([2.0]))
+    one, two = (stage_times(PROFILE, item, num_layers=1, has_head=False) for item in (slow, fast))
+    np.testing.assert_allclose(one.compute, 2 * two.compute)
+    assert (two.exposed_ring > one.exposed_ring).all()
+
+
+@pytest.mark.parametrize(("inter_node", "bandwidth"), [(False, 2.0), (True, 1.0)])
+def test_ring_by_hand(inter_node: bool, bandwidth: float) -> None:
+    item = loads(
+        shared_tokens=8.0,
+        shared_squares=64.0,
+        degree=4.0,
+        share=0.25,
+        largest_share=0.25,
+        local_tokens=2.0,
+        local_squares=4.0,
+        inter_node=inter_node,
+    )
+    times = stage_times(PROFILE, item, num_layers=3, has_head=False)
+    block, local = 2 * 64 / 16, 2 * 4
+    transfer = 40 * 2 / bandwidth + 6
+    assert times.exposed_ring[0, 0] == 3 * ((transfer - block - local) + 2 * (transfer - block))
+    block, local, transfer = 2 * block, 2 * local, 120 * 2 / bandwidth + 6
+    assert times.exposed_ring[1, 0] == 3 * ((transfer - block - local) + 2 * (transfer - block))
+    assert times.compute[0, 0] == 3 * ((7 * 4 + 11) + (2 * (16 + 4) + 3 * 4 + 5))
+
+
+def test_a_group_without_locals_agrees_with_the_planners_model() -> None:
+    """Backward is twice forward in every term here, so folding the two directions loses nothing."""
+    profile = replace(
+        PROFILE,
+        ring_backward_bytes_per_token=80.0,
+        attention_forward=Curve(0.01, 3.0, 5.0),
+        attention_backward=Curve(0.02, 6.0, 10.0),
+        links=replace(PROFILE.links, latency_seconds=0.0),
+    )
+    model = profile.cost_model()
+    for degree in (1.0, 2.0, 5.0):
+        shared = degree > 1
+        item = loads(
+            shared_tokens=30.0 * shared,
+            shared_squares=500.0 * shared,
+            degree=degree,
+            share=1 / degree * shared,
+            largest_share=1 / degree * shared,
+            local_tokens=30.0 * (not shared),
+            local_squares=500.0 * (not shared),
+            inter_node=True,
+        )
+        total = stage_times(profile, item, num_layers=4, has_head=True).total.sum()
+        assert total == pytest.approx(float(model.group_seconds(30.0, 500.0, degree, True)))
+
+
+def test_offload_is_exposed_beyond_compute_on_all_layers_but_two() -> None:
+    item = loads(local_tokens=3.0, local_squares=5.0, offload_ratio=0.5)
+    times = stage_times(PROFILE, item, num_layers=4, has_head=False)
+    layer_forward = (7 * 3 + 11) + (2 * 5 + 3 * 3 + 5)
+    layer_backward = (14 * 3 + 22) + (4 * 5 + 6 * 3 + 10)
+    assert times.exposed_offload[0, 0] == 2 * (0.5 * 300 / 1.0 - layer_forward)
+    assert times.exposed_offload[1, 0] == 2 * max(0, 0.5 * 300 / 2.0 - layer_backward)
+    assert stage_activation_bytes(PROFILE, item, num_layers=4)[0] == (2 + 0.5 * 2) * 300
+
+
+def test_gradient_sync_by_hand() -> None:
+    assert stage_layers(10, 4) == [3, 3, 2, 2]
+    vocabulary = 128256 * 4096
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 2 * 1000 + vocabulary
+    assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 1000
+    assert sync_seconds(PROFILE, 100.0, num_ranks=4, ranks_per_node=8) == 600 * 3 / 4 / 2.0 + 2 * 2 * 6
+    assert sync_seconds(PROFILE, 100.0, num_ranks=16, ranks_per_node=8) == 600 * 15 / 16 / 1.0 + 2 * 4 * 6
+    assert sync_seconds(PROFILE, 100.0, num_ranks=1, ranks_per_node=8) == 0
+
+
+@pytest.mark.parametrize("host_bytes", [np.inf, 20_000.0])
+def test_equation_3_against_brute_force(host_bytes: float) -> None:
+    """A grid over r: no ratio that is allowed gives fewer ranks, and no smaller one as few."""
+    layers, capacity = 6, 50
+    profile = replace(PROFILE, attention_forward=Curve(0.01, 0.0, 0.0), rest_forward=Curve(0.0, 10.0, 0.0))
+    lengths = np.array([10, 50, 51, 120, 999, 5000, 40_000])
+    ratio, degree = choose_offload(profile, lengths, capacity_tokens=capacity, num_layers=layers, host_bytes=host_bytes)
+    grid = np.linspace(0, 1, 20_001)
+    for length, r, d in zip(lengths, ratio, degree, strict=True):
+        act = 100.0 * length
+        needed = np.maximum(np.ceil((layers - grid * 4) * length / (layers * capacity) - 1e-9), 1)
+        exact = (layers - grid * 4) * length / (layers * capacity)
+        hidden = float(profile.attention_forward(length) + profile.rest_forward(length)) >= grid * act / 1.0
+        allowed = hidden & (grid * 4 * act / np.maximum(exact, 1e-9) <= host_bytes * (1 + 1e-9))
+        if length <= capacity:
+            assert (r, d) == (0.0, 1)
+            continue
+        assert d == needed[allowed].min()
+        assert r == pytest.approx(grid[allowed & (needed == d)].min(), abs=1e-4)
+    assert (hidden_ratio(profile, lengths)[1:] >= hidden_ratio(profile, lengths)[:-1]).all()
+
+
+def test_equation_3_refuses_no_capacity() -> None:
+    with pytest.raises(ConfigError, match="capacity_tokens = 0"):
+        choose_offload(PROFILE, [1], capacity_tokens=0, num_layers=4)
