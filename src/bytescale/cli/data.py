@@ -1,0 +1,227 @@
+"""``bytescale data tokenize`` and ``bytescale data stats``."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
+from bytescale.config.schema import DataConfig
+from bytescale.data.corpus import Corpus, choose_tokenizer, prepare_corpus
+from bytescale.data.facts import TokenFacts
+from bytescale.data.indexed import IntArray, pair_paths, read_index
+from bytescale.data.length_distributions import bucket_edges, token_shares
+from bytescale.data.progress import progress_bar
+from bytescale.data.sources import SourceFile, expand_sources
+from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
+from bytescale.data.tokenize import tokenize_files
+
+_SHOWN_SKIPPED = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenizeConfig:
+    """Turn folders, text, JSONL, Parquet or .bin/.idx files into one Megatron .bin/.idx pair."""
+
+    sources: tuple[str, ...]
+    """Folders, files or globs; `python:stdlib` is the running interpreter's own standard library."""
+    output: str
+    """Prefix of the pair: OUTPUT.bin and OUTPUT.idx (and OUTPUT.meta.json, which says how they were made)."""
+    format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
+    """Format of the sources; auto goes by each file's ending."""
+    text_key: str = "text"
+    """JSONL key or Parquet column that holds the text."""
+    tokenizer: str = "bytes"
+    """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
+    bpe_vocab_size: int = 4096
+    """Vocabulary of the tokenizer that `bpe` trains."""
+    eos_token: str | None = None
+    """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
+    cache_dir: str = ".cache/bytescale"
+    """Where a trained tokenizer is kept."""
+    num_workers: int = 2
+    """Processes that tokenise; the result does not depend on it."""
+    overwrite: bool = False
+    """Replace OUTPUT if it exists."""
+    dry_run: bool = False
+    """List what would be read, and stop."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StatsConfig:
+    """Show how the tokens of a corpus are spread over document lengths."""
+
+    sources: tuple[str, ...]
+    """What `data tokenize` takes; of an .idx alone only the lengths are read."""
+    format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
+    """Format of the sources; auto goes by each file's ending."""
+    text_key: str = "text"
+    """JSONL key or Parquet column that holds the text."""
+    tokenizer: str = "bytes"
+    """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
+    bpe_vocab_size: int = 4096
+    """Vocabulary of the tokenizer that `bpe` trains."""
+    eos_token: str | None = None
+    """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
+    cache_dir: str = ".cache/bytescale"
+    """Where the tokenised text is kept."""
+    num_workers: int = 2
+    """Processes that tokenise."""
+    compare: tuple[Literal["github", "byted"], ...] = field(default=("github",))
+    """Length distributions of the paper to print beside it."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def tokenize_command(config: TokenizeConfig) -> int:
+    """Run ``bytescale data tokenize``. Returns the exit code; raises what ``tokenize_files`` raises."""
+    console = Console()
+    if config.num_workers < 1:
+        raise ConfigError(problem(f"num_workers is {config.num_workers}", fix="use a whole number of at least 1"))
+    prefix = Path(config.output).expanduser()
+    bin_path, idx_path = pair_paths(prefix)
+    files = expand_sources(config.sources, config.format)
+    _check_output(config, files, bin_path, idx_path)
+    total_bytes = sum(file.num_bytes for file in files)
+    console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}", soft_wrap=True)
+    if config.dry_run:
+        _print_formats(console, files)
+        return 0
+    started = time.perf_counter()
+    with progress_bar(console) as progress:
+        text_files = [file for file in files if file.format != "bin"]
+        tokenizer = choose_tokenizer(_data_config(config), text_files, progress)
+        tokenizing = time.perf_counter()
+        facts = tokenize_files(
+            files, tokenizer, prefix, text_key=config.text_key, num_workers=config.num_workers, progress=progress
+        )
+    _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
+    console.print(
+        f"Next: bytescale data stats --sources {bin_path}, or train with data.sources = [{str(bin_path)!r}]",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def stats_command(config: StatsConfig) -> int:
+    """Run ``bytescale data stats``. Returns the exit code; raises what ``prepare_corpus`` raises."""
+    if all(source.endswith(".idx") for source in config.sources) and config.sources:
+        lengths = np.concatenate([read_index(Path(source).expanduser()).document_lengths for source in config.sources])
+    else:
+        with progress_bar() as progress:
+            lengths = document_lengths(prepare_corpus(_data_config(config), progress))
+    stats = length_stats(lengths)
+    if config.json:
+        print(json.dumps(_stats_as_dict(stats)))
+    else:
+        _print_stats(Console(), stats, config.compare)
+    return 0
+
+
+def document_lengths(corpus: Corpus) -> IntArray:
+    """``[D]`` tokens of each document of a corpus that was split (or not) into pieces."""
+    _, first = np.unique(corpus.pieces.document, return_index=True)
+    return np.add.reduceat(corpus.pieces.length, first)
+
+
+def _data_config(config: TokenizeConfig | StatsConfig) -> DataConfig:
+    return DataConfig(
+        sources=config.sources,
+        format=config.format,
+        text_key=config.text_key,
+        tokenizer=config.tokenizer,
+        bpe_vocab_size=config.bpe_vocab_size,
+        eos_token=config.eos_token,
+        cache_dir=config.cache_dir,
+        num_workers=config.num_workers,
+    )
+
+
+def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:
+    if bin_path.absolute() in {file.path for file in files}:
+        raise ConfigError(
+            problem(f"{bin_path} is both a source and the output", so="it would be lost", fix="name another output")
+        )
+    if idx_path.exists() and not config.overwrite:
+        raise ConfigError(
+            problem(f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite")
+        )
+
+
+def _print_formats(console: Console, files: list[SourceFile]) -> None:
+    for file_format in sorted({file.format for file in files}):
+        chosen = [file for file in files if file.format == file_format]
+        console.print(f"  {file_format}: {len(chosen)} files, {format_bytes(sum(file.num_bytes for file in chosen))}")
+    console.print("Nothing was written (--dry-run).")
+
+
+def _print_facts(console: Console, facts: TokenFacts, seconds: float, rate_seconds: float) -> None:
+    rate = format_si(facts.num_tokens / rate_seconds)
+    console.print(
+        f"{facts.num_documents} documents, {facts.num_tokens} tokens in {format_seconds(seconds)} ({rate} tokens/s); "
+        f"longest document {facts.longest_document_tokens} tokens ({format_count(facts.longest_document_tokens)})",
+        soft_wrap=True,
+    )
+    if facts.tokenizer is not None:
+        console.print(
+            f"tokenizer {facts.tokenizer}: {facts.vocab_size} ids, end of document {facts.eos_id}", soft_wrap=True
+        )
+    if facts.num_empty_documents:
+        console.print(f"left out: {facts.num_empty_documents} empty documents")
+    if facts.skipped_files:
+        console.print(f"left out: {len(facts.skipped_files)} files that are not UTF-8 text, such as")
+        for path in facts.skipped_files[:_SHOWN_SKIPPED]:
+            console.print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...]) -> None:
+    table = Table(title="Documents by length in tokens", title_justify="left")
+    table.add_column("length", no_wrap=True)
+    names = ("documents", "% docs", "tokens", "% tokens", "% so far")
+    for name in (*names, *(f"{name} %" for name in compare)):
+        table.add_column(name, justify="right", no_wrap=True)
+    so_far = np.cumsum(stats.token_share)
+    published = [_published_shares(name) for name in compare]
+    for i, label in enumerate(stats.labels):
+        table.add_row(
+            label,
+            str(stats.num_documents[i]),
+            f"{100 * stats.document_share[i]:.1f}",
+            format_si(int(stats.num_tokens[i])),
+            f"{100 * stats.token_share[i]:.1f}",
+            f"{100 * so_far[i]:.1f}",
+            *(shares[i] for shares in published),
+        )
+    console.print(table)
+    console.print(
+        f"{stats.num_documents.sum()} documents, {stats.num_tokens.sum()} tokens; longest {stats.longest_tokens}. Half "
+        f"of the documents have at most {stats.median_tokens} tokens; half of the tokens sit in documents of at most "
+        f"{stats.median_token_tokens}.",
+        soft_wrap=True,
+    )
+
+
+def _published_shares(name: str) -> list[str]:
+    """A published share on the line of each of its buckets' upper edges; its first bucket spans 512 to 2K."""
+    shares = dict(zip(bucket_edges()[1:].tolist(), token_shares(name).tolist(), strict=True))
+    return [f"{100 * shares[edge]:.1f}" if edge in shares else "" for edge in [*BUCKET_EDGES.tolist(), -1]]
+
+
+def _stats_as_dict(stats: LengthStats) -> dict[str, object]:
+    return {
+        "upper_edges_tokens": BUCKET_EDGES.tolist(),
+        "num_documents": stats.num_documents.tolist(),
+        "num_tokens": stats.num_tokens.tolist(),
+        "longest_tokens": stats.longest_tokens,
+        "median_tokens": stats.median_tokens,
+        "median_token_tokens": stats.median_token_tokens,
+    }

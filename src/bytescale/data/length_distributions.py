@@ -1,0 +1,95 @@
+"""Length distributions of the paper's two data sets (section 3.1), to plan, simulate and measure without the data.
+
+``length_distributions.json`` gives each bucket's share of TOKENS. Its numbers satisfy what the paper says of the sets;
+the paper does not print them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import ConfigError, problem
+
+IntArray = NDArray[np.int64]
+
+_SHARE_SUFFIX = "_token_share"
+
+
+@cache
+def _stored() -> dict[str, list]:
+    text = resources.files("bytescale.data").joinpath("length_distributions.json").read_text(encoding="utf-8")
+    content: dict[str, list] = json.loads(text)
+    return content
+
+
+def distribution_names() -> tuple[str, ...]:
+    """``("byted", "github")``."""
+    return tuple(sorted(key.removesuffix(_SHARE_SUFFIX) for key in _stored() if key.endswith(_SHARE_SUFFIX)))
+
+
+def bucket_edges() -> IntArray:
+    """``[B + 1]`` tokens: bucket i holds lengths in (edge i, edge i + 1]."""
+    content: Mapping = _stored()
+    return np.array([content["lowest_edge_tokens"], *content["upper_edges_tokens"]], dtype=np.int64)
+
+
+def token_shares(name: str) -> NDArray[np.float64]:
+    """``[B]`` share of tokens per bucket; sums to 1. Raises ``ConfigError`` for an unknown name."""
+    if name not in distribution_names():
+        raise ConfigError(
+            problem(f"there is no length distribution {name!r}", fix="use one of " + ", ".join(distribution_names()))
+        )
+    shares = np.array(_stored()[name + _SHARE_SUFFIX])
+    return shares / shares.sum()
+
+
+def sample_lengths(name: str, num_tokens: int, seed: int, max_length: int | None = None) -> IntArray:
+    """Lengths of whole documents, in random order, of about ``num_tokens`` tokens in all.
+
+    1. Each bucket gets its share of ``num_tokens``, hence share / mean length documents. A fraction of a document is
+       one with that probability: the expected share of every bucket is exact, also where it is less than a document.
+    2. Lengths are log-uniform inside a bucket, except in the last, where all have exactly the upper edge.
+    3. Documents above ``max_length`` are split into pieces of ``max_length`` and a rest, as ``over_length = "split"``
+       does, so a shorter context changes the lengths and not the tokens.
+
+    Args:
+        name: ``github`` or ``byted``.
+        num_tokens: expected sum.
+        seed: equal seeds give equal lengths.
+        max_length: context length in tokens; None: the longest bucket's edge (2M).
+
+    Returns:
+        int64, one length per sequence, each at least 1.
+
+    Raises:
+        ConfigError: unknown name, or a number below 1.
+    """
+    if num_tokens < 1 or (max_length is not None and max_length < 1):
+        raise ConfigError(
+            problem(f"num_tokens = {num_tokens}, max_length = {max_length}", fix="use whole numbers of at least 1")
+        )
+    shares, edges = token_shares(name), bucket_edges().astype(np.float64)
+    low, high = edges[:-1], edges[1:]
+    means = (high - low) / np.log(high / low)  # of a log-uniform variable
+    low, means = low.copy(), means.copy()
+    low[-1] = means[-1] = high[-1]
+    generator = np.random.default_rng(seed)
+    counts = np.floor(shares * num_tokens / means + generator.random(len(shares))).astype(np.int64)
+    bucket = np.repeat(np.arange(len(counts)), counts)
+    exponent = generator.random(len(bucket))
+    lengths = np.ceil(low[bucket] * (high[bucket] / low[bucket]) ** exponent).astype(np.int64)
+    lengths = np.minimum(lengths, edges[1:].astype(np.int64)[bucket])  # against rounding up past the edge
+    if max_length is not None:
+        lengths = _split(lengths, max_length)
+    return generator.permutation(lengths)
+
+
+def _split(lengths: IntArray, max_length: int) -> IntArray:
+    whole, rest = np.divmod(lengths, max_length)
+    return np.concatenate([np.full(int(whole.sum()), max_length, dtype=np.int64), rest[rest > 0]])

@@ -1,0 +1,67 @@
+"""How the tokens of a corpus are spread over document lengths: the table that says whether HDP will pay."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import DataError, problem
+from bytescale.common.units import format_count
+
+IntArray = NDArray[np.int64]
+
+BUCKET_EDGES: IntArray = 2 ** np.arange(9, 22, dtype=np.int64)
+"""Upper edges in tokens, 512 to 2M (2097152); one more bucket holds what is longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthStats:
+    """Documents and tokens per length bucket. Shape letter: B buckets, the last without an upper edge."""
+
+    num_documents: IntArray  # [B]
+    num_tokens: IntArray  # [B]
+    longest_tokens: int
+    median_tokens: int
+    """Half of the documents are at most this long."""
+    median_token_tokens: int
+    """Half of the tokens sit in documents of at most this length."""
+
+    @property
+    def token_share(self) -> NDArray[np.float64]:
+        """``[B]``, sums to 1."""
+        return self.num_tokens / self.num_tokens.sum()
+
+    @property
+    def document_share(self) -> NDArray[np.float64]:
+        """``[B]``, sums to 1."""
+        return self.num_documents / self.num_documents.sum()
+
+    @property
+    def labels(self) -> list[str]:
+        """What each bucket holds, in words: ``"to 512"``, ``"512 - 1K"``, ``"above 2M"``."""
+        names = [format_count(int(edge)) for edge in BUCKET_EDGES]
+        between = [f"{low} - {high}" for low, high in itertools.pairwise(names)]
+        return [f"to {names[0]}", *between, f"above {names[-1]}"]
+
+
+def length_stats(lengths: IntArray) -> LengthStats:
+    """Statistics of document lengths, int64 ``[D]`` tokens. Raises ``DataError`` when no document has a token."""
+    lengths = lengths[lengths > 0]
+    if not len(lengths):
+        raise DataError(problem("there is no document with a token in it", fix="check the sources"))
+    bucket = np.searchsorted(BUCKET_EDGES, lengths, side="left")
+    num_buckets = len(BUCKET_EDGES) + 1
+    ordered = np.sort(lengths)
+    tokens_up_to = np.cumsum(ordered)
+    num_tokens = np.zeros(num_buckets, dtype=np.int64)
+    np.add.at(num_tokens, bucket, lengths)  # bincount's weights are floats
+    return LengthStats(
+        num_documents=np.bincount(bucket, minlength=num_buckets).astype(np.int64),
+        num_tokens=num_tokens,
+        longest_tokens=int(ordered[-1]),
+        median_tokens=int(ordered[(len(ordered) - 1) // 2]),
+        median_token_tokens=int(ordered[np.searchsorted(tokens_up_to, -(-tokens_up_to[-1] // 2))]),
+    )
