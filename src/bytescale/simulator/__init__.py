@@ -1,0 +1,7 @@
+"""Floor 4: event-driven execution of a plan on a modelled cluster. Free of torch."""
+
+from bytescale.simulator.cluster import ClusterConfig
+from bytescale.simulator.result import SimulatedStep, Traffic
+from bytescale.simulator.simulate import LoaderConfig, simulate
+
+__all__ = ["ClusterConfig", "LoaderConfig", "SimulatedStep", "Traffic", "simulate"]

@@ -1,0 +1,52 @@
+"""The modelled cluster: devices in nodes, and how tensor, pipeline and hybrid data parallelism lie on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bytescale.common.errors import ConfigError, problem
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterConfig:
+    """Devices and their layout: tp innermost, then HDP, then pp, so that rings meet their neighbours in the node."""
+
+    num_gpus: int = 1024
+    """Devices in all; tp x pp must divide them."""
+    gpus_per_node: int = 8
+    """Devices that share a node and its fast links."""
+    tp: int = 1
+    """Tensor parallelism: devices that share a rank's heads and matrices."""
+    pp: int = 1
+    """Pipeline parallelism: stages of layers."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "gpus_per_node", "tp", "pp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(problem(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1"))
+        if self.num_gpus % (self.tp * self.pp):
+            raise ConfigError(
+                problem(
+                    f"cluster.num_gpus = {self.num_gpus} is not a multiple of tp x pp = {self.tp} x {self.pp}",
+                    so=f"{self.num_gpus % (self.tp * self.pp)} devices would be in no rank",
+                    fix=f"use {self.num_gpus // (self.tp * self.pp) * self.tp * self.pp} devices, or another tp or pp",
+                )
+            )
+        if self.tp > self.gpus_per_node:
+            raise ConfigError(
+                problem(
+                    f"cluster.tp = {self.tp} exceeds cluster.gpus_per_node = {self.gpus_per_node}",
+                    so="every layer's matrices would be split across nodes",
+                    fix="use at most the devices of one node",
+                )
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """HDP ranks."""
+        return self.num_gpus // (self.tp * self.pp)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Consecutive HDP ranks whose devices of one stage share a node."""
+        return self.gpus_per_node // self.tp

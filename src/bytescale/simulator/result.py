@@ -1,0 +1,78 @@
+"""What a simulated step says: its time, where each rank's time went, traffic and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.simulator.engine import Timeline
+from bytescale.simulator.events import Events
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traffic:
+    """Bytes sent in one step by the devices of all ranks together (all tp devices of a rank counted)."""
+
+    ring_intra_node: float
+    ring_inter_node: float
+    pipeline: float
+    gradient_sync: float
+    offload: float  # to host memory, and as much back
+
+    @property
+    def total(self) -> float:
+        return self.ring_intra_node + self.ring_inter_node + self.pipeline + self.gradient_sync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimulatedStep:
+    """One step. Arrays ``[R, pp]`` in seconds; for every rank and stage their sum is ``step_seconds``.
+
+    ``compute + exposed_ring + exposed_offload + wait_members + dp_bubble + pp_bubble + sync + loader = step``.
+    """
+
+    step_seconds: float
+    compute: FloatArray
+    exposed_ring: FloatArray
+    exposed_offload: FloatArray
+    wait_members: FloatArray  # inside a shared micro-batch, for slower members
+    dp_bubble: FloatArray  # for other HDP ranks: to start a shared micro-batch, or at the gradient sync
+    pp_bubble: FloatArray  # for other stages
+    sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather
+    loader_seconds: float  # input that came too late
+    peak_activation_bytes: FloatArray  # per device
+    traffic: Traffic
+    events: Events
+    timeline: Timeline
+    num_tokens: int
+
+    @property
+    def rank_seconds(self) -> FloatArray:
+        """``[R]`` end of each rank's last backward, 0 for a rank without micro-batches."""
+        ends = np.zeros(self.events.num_ranks)
+        last = self.timeline.end[:, 0, 1][self.events.micro_batch_events]
+        np.maximum.at(ends, self.events.micro_batch_ranks, last)
+        return ends
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.step_seconds
+
+    def shares(self) -> dict[str, float]:
+        """Mean share of the step that ranks spend on each thing; they add up to 1."""
+        parts = {
+            "compute": self.compute,
+            "ring": self.exposed_ring,
+            "offload": self.exposed_offload,
+            "members": self.wait_members,
+            "dp bubble": self.dp_bubble,
+            "pp bubble": self.pp_bubble,
+            "gradient sync": self.sync_seconds,
+        }
+        shares = {name: float(values.mean()) / self.step_seconds for name, values in parts.items()}
+        shares["loader"] = self.loader_seconds / self.step_seconds
+        return shares

@@ -1,0 +1,213 @@
+"""One step of a plan on a modelled cluster.
+
+1. what each micro-batch holds, and which run as one              events.events_of
+2. what each costs every stage                                    cost.stage
+3. when every forward and backward runs                           engine.run_events
+4. gradient sync per stage, once its last rank is done            cost.step
+5. where the time of every rank and stage went                    here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.cost.profile import Profile
+from bytescale.cost.stage import Loads, StageTimes, stage_activation_bytes, stage_times
+from bytescale.cost.step import stage_layers, stage_parameters, sync_bytes, sync_seconds
+from bytescale.plan import Plan
+from bytescale.simulator.cluster import ClusterConfig
+from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
+from bytescale.simulator.events import Events, events_of
+from bytescale.simulator.result import SimulatedStep, Traffic
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderConfig:
+    """Reading the next global batch while this one trains."""
+
+    seconds: float = 0.0
+    """Time to read, preprocess and deliver one step's input."""
+    overlapped: bool = True
+    """Whether it runs beside the step (remote loader); otherwise every step waits for it."""
+
+    def exposed_seconds(self, step_seconds: float) -> float:
+        """What a step of ``step_seconds`` waits for its input."""
+        return max(0.0, self.seconds - step_seconds) if self.overlapped else self.seconds
+
+
+def simulate(
+    plan: Plan,
+    profile: Profile,
+    cluster: ClusterConfig,
+    *,
+    speeds: FloatArray | None = None,
+    loader: LoaderConfig | None = None,
+    schedule: Schedule = "aligned",
+    progress: Progress | None = None,
+) -> SimulatedStep:
+    """Execute ``plan``, event by event, as ``profile`` says that each takes.
+
+    Args:
+        plan: for as many ranks as ``cluster`` has.
+        profile: costs per layer at the cluster's tp.
+        cluster: devices and layout.
+        speeds: ``[R]`` relative speeds of the ranks, all 1 when None.
+        loader: input; free when None.
+        schedule: how a pipeline orders its work, see ``engine``.
+        progress: called with (tasks done, tasks).
+
+    Raises ``ConfigError`` when plan, profile and cluster do not belong together and ``PlanError`` on a deadlock.
+    """
+    _check(plan, profile, cluster)
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds)
+    layers = stage_layers(profile.architecture.num_layers, cluster.pp)
+    stages = [
+        stage_times(profile, events.loads, num_layers=count, has_head=stage == cluster.pp - 1)
+        for stage, count in enumerate(layers)
+    ]
+    seconds = np.stack([events.longest_member(times.total) for times in stages])
+    hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
+    timeline = run_events(
+        events,
+        seconds,
+        events.longest_member(hop + profile.links.latency_seconds),
+        schedule=schedule,
+        progress=progress,
+    )
+    return _account(plan, profile, cluster, events, stages, timeline, loader or LoaderConfig())
+
+
+def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
+    if plan.num_ranks != cluster.num_ranks:
+        raise ConfigError(
+            problem(
+                f"the plan is for {plan.num_ranks} ranks but {cluster.num_gpus} devices at tp = {cluster.tp}, pp = "
+                f"{cluster.pp} make {cluster.num_ranks}",
+                fix="plan for the ranks of this cluster",
+            )
+        )
+    if profile.tensor_parallel != cluster.tp:
+        raise ConfigError(
+            problem(
+                f"profile {profile.name!r} is for tp = {profile.tensor_parallel} but cluster.tp is {cluster.tp}",
+                fix="use Profile.scaled_to, or a profile taken at this tp",
+            )
+        )
+    if cluster.pp > profile.architecture.num_layers:
+        raise ConfigError(
+            problem(
+                f"cluster.pp = {cluster.pp} exceeds the model's {profile.architecture.num_layers} layers",
+                so="a stage would have no layer",
+                fix="use fewer stages",
+            )
+        )
+
+
+def _account(
+    plan: Plan,
+    profile: Profile,
+    cluster: ClusterConfig,
+    events: Events,
+    stages: list[StageTimes],
+    timeline: Timeline,
+    loader: LoaderConfig,
+) -> SimulatedStep:
+    ranks, pp, num_ranks = events.micro_batch_ranks, cluster.pp, events.num_ranks
+    parts = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
+    dp_bubble, pp_bubble, last = np.zeros((3, num_ranks, pp))
+    sync = np.zeros((num_ranks, pp))
+    for stage, times in enumerate(stages):
+        for name in ("compute", "exposed_ring", "exposed_offload"):
+            parts[name][:, stage] = _per_rank(getattr(times, name).sum(axis=0), ranks, num_ranks)
+        own = times.total
+        waited = events.longest_member(own)[:, events.micro_batch_events] - own
+        parts["wait_members"][:, stage] = _per_rank(waited.sum(axis=0), ranks, num_ranks)
+        dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage)
+        parameters = stage_parameters(profile, stage=stage, pipeline_parallel=pp)
+        sync[:, stage] = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
+    stage_done = last.max(axis=0)  # a stage's gradients are reduced once all its ranks have run their last backward
+    dp_bubble += stage_done - last
+    end = float((stage_done + sync[0]).max())
+    pp_bubble += end - (stage_done + sync[0])
+    late = loader.exposed_seconds(end)
+    return SimulatedStep(
+        step_seconds=end + late,
+        dp_bubble=dp_bubble,
+        pp_bubble=pp_bubble,
+        sync_seconds=sync,
+        loader_seconds=late,
+        peak_activation_bytes=_peak_activations(profile, cluster, events, timeline),
+        traffic=_traffic(profile, cluster, events),
+        events=events,
+        timeline=timeline,
+        num_tokens=plan.num_tokens,
+        **parts,
+    )
+
+
+def _per_rank(values: FloatArray, ranks: NDArray[np.int64], num_ranks: int) -> FloatArray:
+    return np.bincount(ranks, weights=values, minlength=num_ranks).astype(np.float64)
+
+
+def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Per rank ``[R]``: seconds that one stage waited for other ranks, for other stages, and when it ended.
+
+    A gap before a task is the pipeline's fault until the task's input is there, and the group members' from then on.
+    """
+    event = np.tile(events.micro_batch_events, 2)
+    direction = np.repeat([0, 1], len(events.micro_batch_events))
+    ranks = np.tile(events.micro_batch_ranks, 2)
+    start, end = timeline.start[event, stage, direction], timeline.end[event, stage, direction]
+    arrival = timeline.arrival[event, stage, direction]
+    order = np.lexsort((end, start, ranks))
+    ranks, start, end, arrival = ranks[order], start[order], end[order], arrival[order]
+    free = np.concatenate([[0.0], end[:-1]])
+    free[np.concatenate([[True], ranks[1:] != ranks[:-1]])] = 0.0
+    for_stage = np.clip(arrival - free, 0.0, start - free)
+    num_ranks = events.num_ranks
+    last = np.zeros(num_ranks)
+    np.maximum.at(last, ranks, end)
+    return _per_rank(start - free - for_stage, ranks, num_ranks), _per_rank(for_stage, ranks, num_ranks), last
+
+
+def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline) -> FloatArray:
+    """``[R, pp]`` most bytes that a device keeps for backwards still to come."""
+    peaks = np.zeros((events.num_ranks, cluster.pp))
+    for stage, layers in enumerate(stage_layers(profile.architecture.num_layers, cluster.pp)):
+        kept = stage_activation_bytes(profile, events.loads, num_layers=layers)
+        when, change, ranks = memory_changes(events, timeline, stage, kept)
+        order = np.lexsort((change, when, ranks))  # at equal times what is freed goes first
+        level = np.cumsum(change[order])  # every rank's changes add up to 0, so levels of one rank start at 0
+        np.maximum.at(peaks[:, stage], ranks[order], level)
+    return peaks
+
+
+def memory_changes(
+    events: Events, timeline: Timeline, stage: int, kept: FloatArray
+) -> tuple[FloatArray, FloatArray, NDArray[np.int64]]:
+    """Times, byte changes and ranks, each ``[2 M]``: activations come with forward's start, go with backward's end."""
+    event = events.micro_batch_events
+    when = np.concatenate([timeline.start[event, stage, 0], timeline.end[event, stage, 1]])
+    return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)
+
+
+def _traffic(profile: Profile, cluster: ClusterConfig, events: Events) -> Traffic:
+    layers, tp = profile.architecture.num_layers, cluster.tp
+    ring = layers * tp * (profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token)
+    loads: Loads = events.loads
+    parameters = [stage_parameters(profile, stage=p, pipeline_parallel=cluster.pp) for p in range(cluster.pp)]
+    moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
+    movable = sum(max(0, count - 2) for count in stage_layers(layers, cluster.pp))
+    return Traffic(
+        ring_intra_node=ring * float(events.intra_node_ring_tokens.sum()),
+        ring_inter_node=ring * float(events.inter_node_ring_tokens.sum()),
+        pipeline=2 * (cluster.pp - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
+        gradient_sync=sum(sync_bytes(count, events.num_ranks) for count in parameters) * tp * events.num_ranks,
+        offload=movable * tp * float(moved.sum()),
+    )

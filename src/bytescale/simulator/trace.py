@@ -1,0 +1,74 @@
+"""A simulated step as Chrome trace JSON: open it in https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescale.simulator.result import SimulatedStep
+
+MICRO = 1e6  # the format counts microseconds
+
+
+def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
+    """Write tasks and the gradient sync of ``max_ranks`` ranks, spread evenly over all, as one process per rank and one
+    thread per stage. Shared micro-batches carry the number of ranks that run them."""
+    ranks = np.unique(np.linspace(0, step.events.num_ranks - 1, min(max_ranks, step.events.num_ranks)).astype(int))
+    content = {"traceEvents": trace_events(step, ranks.tolist()), "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
+    """The trace's entries of ``ranks``, in the format's own words."""
+    events, timeline = step.events, step.timeline
+    num_stages = timeline.start.shape[1]
+    entries: list[dict[str, Any]] = []
+    for rank in ranks:
+        entries.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        micro_batches = np.flatnonzero(events.micro_batch_ranks == rank)
+        for stage in range(num_stages):
+            entries.append(
+                {"name": "thread_name", "ph": "M", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}"}}
+            )
+            for micro_batch in micro_batches.tolist():
+                entries += _tasks(step, micro_batch, rank, stage)
+            sync = float(step.sync_seconds[rank, stage])
+            if sync > 0:
+                start = float(timeline.end[:, stage].max())
+                entries.append(_slice("gradient sync", "sync", rank, stage, start, sync, {}))
+    return entries
+
+
+def _tasks(step: SimulatedStep, micro_batch: int, rank: int, stage: int) -> list[dict[str, Any]]:
+    loads, timeline = step.events.loads, step.timeline
+    event = int(step.events.micro_batch_events[micro_batch])
+    degree = int(loads.degree[micro_batch])
+    what = f"shared by {degree}" if degree > 1 else "local"
+    about = {
+        "tokens": int(loads.tokens[micro_batch]),
+        "shared tokens of the group": int(loads.shared_tokens[micro_batch]),
+        "offload ratio": round(float(loads.offload_ratio[micro_batch]), 3),
+    }
+    entries = []
+    for direction, word in enumerate(("forward", "backward")):
+        start, end = (float(times[event, stage, direction]) for times in (timeline.start, timeline.end))
+        entries.append(_slice(f"{word}, {what}", word, rank, stage, start, end - start, about))
+    return entries
+
+
+def _slice(
+    name: str, category: str, rank: int, stage: int, start: float, seconds: float, about: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": rank,
+        "tid": stage,
+        "ts": start * MICRO,
+        "dur": seconds * MICRO,
+        "args": about,
+    }

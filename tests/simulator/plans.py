@@ -1,0 +1,55 @@
+"""Plans and profiles for the simulator's tests."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bytescale.config import PRESETS
+from bytescale.cost.curve import Curve
+from bytescale.cost.links import Links
+from bytescale.cost.profile import Profile
+from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec
+
+
+def profile(*, num_layers: int = 4, quadratic: float = 0.0, ring_bytes: float = 0.0, rate: float = 1.0) -> Profile:
+    """A layer takes 1 s a token forward and 2 s backward, ``quadratic`` s^2 more for attention; ideal links unless
+    ``ring_bytes`` travel per token at ``rate`` bytes a second."""
+    links = Links(intra_node_bytes_per_second=rate, inter_node_bytes_per_second=rate) if ring_bytes else Links()
+    return Profile(
+        name="test",
+        architecture=replace(PRESETS["tiny"], num_layers=num_layers, vocab_size=1, hidden_size=1),
+        attention_forward=Curve(quadratic, 0.0, 0.0),
+        attention_backward=Curve(2 * quadratic, 0.0, 0.0),
+        rest_forward=Curve(0.0, 1.0, 0.0),
+        rest_backward=Curve(0.0, 2.0, 0.0),
+        activation_bytes=Curve(0.0, 10.0, 0.0),
+        ring_forward_bytes_per_token=ring_bytes,
+        ring_backward_bytes_per_token=2 * ring_bytes,
+        links=links,
+        layer_parameters=0,
+    )
+
+
+def local_plan(per_rank: Sequence[Sequence[int]], capacity: int = 1000) -> Plan:
+    """Every rank runs its own sequences, one micro-batch each."""
+    lengths = [length for rank in per_rank for length in rank]
+    groups = [
+        GroupSpec(sequences=[index], ranks=[rank])
+        for index, rank in enumerate(rank for rank, items in enumerate(per_rank) for _ in items)
+    ]
+    numbers = iter(range(len(lengths)))
+    schedule = [[[next(numbers)] for _ in items] for items in per_rank]
+    return Plan.build(lengths=lengths, capacity_tokens=[capacity] * len(per_rank), groups=groups, schedule=schedule)
+
+
+def deadlocking_plan() -> Plan:
+    """The example of architecture.md: rank 0 runs [g1, g2], rank 1 [g1, y, y', g2]."""
+    groups = [
+        GroupSpec(sequences=[0], ranks=[0, 1]),
+        GroupSpec(sequences=[1], ranks=[1]),
+        GroupSpec(sequences=[2], ranks=[1]),
+        GroupSpec(sequences=[3], ranks=[0, 1]),
+    ]
+    return Plan.build(
+        lengths=[4, 2, 2, 4], capacity_tokens=[8, 8], groups=groups, schedule=[[[0], [3]], [[0], [1], [2], [3]]]
+    )
