@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -184,9 +185,9 @@ def _print_facts(console: Console, facts: TokenFacts, seconds: float, rate_secon
 
 
 def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...]) -> None:
-    table = Table(title="Documents by length in tokens", title_justify="left")
+    table = Table(title="Documents by length in tokens", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("length", no_wrap=True)
-    names = ("documents", "% docs", "tokens", "% tokens", "% so far")
+    names = ("docs", "% docs", "tokens", "% tokens", "% sum")
     for name in (*names, *(f"{name} %" for name in compare)):
         table.add_column(name, justify="right", no_wrap=True)
     so_far = np.cumsum(stats.token_share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import logging
 import os
 import re
@@ -23,7 +24,7 @@ def temporary_path(final: Path) -> Path:
 
 def remove_stale_temporaries(final: Path) -> None:
     """Delete what dead processes of this host left behind while they wrote ``final``."""
-    for path in final.parent.glob(f".{final.name}.*.tmp"):
+    for path in final.parent.glob(glob.escape(f".{final.name}.") + "*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
         if match and match["host"] == _host() and not _is_alive(int(match["pid"])):
             logger.info("removing %s, left by process %s, which is gone", path, match["pid"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +40,9 @@ class LengthStats:
 
     @property
     def labels(self) -> list[str]:
-        """What each bucket holds, in words: ``"to 512"``, ``"512 - 1K"``, ``"above 2M"``."""
+        """What each bucket holds, in words: ``"to 512"``, ``"to 1K"`` (above 512), ..., ``"above 2M"``."""
         names = [format_count(int(edge)) for edge in BUCKET_EDGES]
-        between = [f"{low} - {high}" for low, high in itertools.pairwise(names)]
-        return [f"to {names[0]}", *between, f"above {names[-1]}"]
+        return [*(f"to {name}" for name in names), f"above {names[-1]}"]
 
 
 def length_stats(lengths: IntArray) -> LengthStats:

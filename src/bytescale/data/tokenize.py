@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from bytescale.data.facts import FactsGatherer, TokenFacts
 from bytescale.data.indexed import IndexedDataset, IntArray
 from bytescale.data.indexed_writer import IndexedWriter, token_dtype
 from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.readers import ReadCounts, WorkUnit, iter_documents, plan_units
+from bytescale.data.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
 from bytescale.data.sources import SourceFile
 from bytescale.data.tokenizer import Tokenizer
 
@@ -86,6 +86,7 @@ def tokenize_files(
     text_key: str = "text",
     num_workers: int = 1,
     progress: ProgressCallback = ignore_progress,
+    unit_bytes: int = UNIT_BYTES,
 ) -> TokenFacts:
     """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
 
@@ -94,25 +95,29 @@ def tokenize_files(
         tokenizer: may be None if all files are ``.bin``.
         prefix: of the pair, which is replaced if it exists.
         num_workers: processes that read and encode; 1 does it in this one. The result is the same.
+        progress: told after each unit.
+        unit_bytes: text that a process reads in one go. The result is the same.
 
     Raises:
         DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
             holds ids that ``tokenizer`` does not have.
     """
     # Everything is looked at before the first token is written: a missing column must not show up hours later.
-    runs = [_open_run(list(run), text_key) for _, run in itertools.groupby(files, lambda file: file.format == "bin")]
+    grouped = itertools.groupby(files, key=lambda file: file.format == "bin")
+    runs = [_open_run(list(run), text_key, unit_bytes) for _, run in grouped]
     dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
     if tokenizer is not None:
         dtypes.append(token_dtype(tokenizer.vocab_size))
-    gatherer = FactsGatherer(_common_dtype(dtypes))
+    dtype = _common_dtype(dtypes)
+    gatherer = FactsGatherer(dtype)
     total_bytes = sum(file.num_bytes for file in files)
     done_bytes = num_empty = 0
     skipped: list[str] = []
-    with IndexedWriter(prefix, _common_dtype(dtypes)) as writer:
+    with IndexedWriter(prefix, dtype) as writer:
         for encoded in itertools.chain.from_iterable(
             _encode_run(run, tokenizer, text_key, num_workers) for run in runs
         ):
-            tokens = encoded.tokens.astype(_common_dtype(dtypes), copy=False)
+            tokens = encoded.tokens.astype(dtype, copy=False)
             writer.add_documents(tokens, encoded.lengths)
             gatherer.add(tokens, encoded.lengths)
             num_empty += encoded.num_empty
@@ -138,10 +143,10 @@ def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
     )
 
 
-def _open_run(files: list[SourceFile], text_key: str) -> list[WorkUnit] | list[IndexedDataset]:
+def _open_run(files: list[SourceFile], text_key: str, unit_bytes: int) -> list[WorkUnit] | list[IndexedDataset]:
     if files[0].format == "bin":
         return [IndexedDataset.open(file.path) for file in files]
-    return plan_units(files, text_key)
+    return plan_units(files, text_key, unit_bytes)
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
@@ -161,7 +166,7 @@ def _encode_run(
     encode = UnitEncoder(tokenizer=tokenizer, text_key=text_key)
     num_workers = min(num_workers, len(units))
     if num_workers > 1:
-        yield from _encode_in_processes(units, encode, num_workers)
+        yield from encode_in_processes(units, encode, num_workers)
     else:
         yield from map(encode, units)
 
@@ -195,7 +200,7 @@ def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDA
 # Worker processes. They are spawned, not forked: the parent may hold threads and CUDA.
 
 
-def _encode_in_processes(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
+def encode_in_processes(units: Iterable[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
     """Results in the order of ``units``, at most two units per process under way or waiting."""
     pool = ProcessPoolExecutor(
         num_workers,

@@ -120,6 +120,11 @@ class JsonTokenizer:
             ) from error
         return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle: the library forgets this one switch, and worker processes would encode otherwise than we do."""
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = True
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_tokens]`` int64 per text."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -128,14 +133,6 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         values = np.asarray(ids, dtype=np.int64)
         return str(self._tokenizer.decode(values[values != self.eos_id].tolist(), skip_special_tokens=False))
-
-    def save(self, path: Path) -> None:
-        """Write it as a ``tokenizer.json``."""
-        self._tokenizer.save(str(path))
-
-    def to_json(self) -> str:
-        """The content of its ``tokenizer.json``."""
-        return str(self._tokenizer.to_str())
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:

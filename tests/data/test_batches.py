@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.data.batches import BatchSampler, GlobalBatch, epoch_order
+from tests.data.support import memory_corpus
+
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)
+
+
+def batches_slowly(lengths: list[int], budget: int, seed: int, count: int) -> list[list[int]]:
+    """The obvious twin: one piece at a time, into the batch while it fits."""
+    batches: list[list[int]] = [[]]
+    epoch = used = 0
+    while True:
+        for piece in epoch_order(len(lengths), seed, epoch).tolist():
+            if used + lengths[piece] > budget:
+                if len(batches) == count:
+                    return batches
+                batches.append([])
+                used = 0
+            batches[-1].append(piece)
+            used += lengths[piece]
+        epoch += 1
+
+
+def same(a: GlobalBatch, b: GlobalBatch) -> bool:
+    return (a.step, a.epoch, a.ends_epoch) == (b.step, b.epoch, b.ends_epoch) and np.array_equal(a.pieces, b.pieces)
+
+
+@given(lengths=LENGTHS, extra=st.integers(0, 100), seed=st.integers(0, 5))
+def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, seed: int) -> None:
+    budget = max(lengths) + extra
+    sampler = BatchSampler(memory_corpus(lengths, 20), budget, seed)
+    batches = [sampler.next_batch() for _ in range(12)]
+    assert [batch.pieces.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
+    for step, batch in enumerate(batches):
+        assert batch.step == step
+        assert batch.lengths.dtype == np.int64
+        assert 0 < batch.num_tokens <= budget
+        assert batch.total_targets == batch.num_tokens - batch.num_sequences  # no document is split here
+
+
+@given(lengths=LENGTHS, extra=st.integers(0, 30))
+def test_every_epoch_consumes_every_piece_exactly_once(lengths: list[int], extra: int) -> None:
+    corpus = memory_corpus(lengths, 7)
+    sampler = BatchSampler(corpus, 7 + extra, shuffle_seed=3)
+    num_pieces = corpus.pieces.num_pieces
+    stream: list[int] = []
+    while len(stream) < 3 * num_pieces:
+        batch = sampler.next_batch()
+        assert batch.epoch == len(stream) // num_pieces
+        stream.extend(batch.pieces.tolist())
+        assert batch.ends_epoch == (len(stream) // num_pieces > batch.epoch)
+    for epoch in range(3):
+        assert sorted(stream[epoch * num_pieces : (epoch + 1) * num_pieces]) == list(range(num_pieces))
+
+
+@given(lengths=LENGTHS, stop=st.integers(0, 8))
+def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], stop: int) -> None:
+    corpus = memory_corpus(lengths, 20)
+    uninterrupted = BatchSampler(corpus, 25, shuffle_seed=1)
+    expected = [uninterrupted.next_batch() for _ in range(stop + 5)]
+    first = BatchSampler(corpus, 25, shuffle_seed=1)
+    for _ in range(stop):
+        first.next_batch()
+    state = json.loads(json.dumps(first.state_dict()))
+    second = BatchSampler(corpus, 25, shuffle_seed=1)
+    second.load_state_dict(state)
+    assert second.next_step == stop
+    assert all(same(second.next_batch(), batch) for batch in expected[stop:])
+
+
+def test_resuming_with_another_budget_repeats_and_skips_nothing() -> None:
+    corpus = memory_corpus(list(range(1, 30)), 30)
+    first = BatchSampler(corpus, 40, shuffle_seed=1)
+    seen = [first.next_batch().pieces for _ in range(4)]
+    second = BatchSampler(corpus, 100, shuffle_seed=1)
+    second.load_state_dict(first.state_dict())
+    while sum(map(len, seen)) < 29:
+        seen.append(second.next_batch().pieces)
+    assert sorted(np.concatenate(seen)[:29].tolist()) == list(range(29))
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    orders = {tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    # Written down, because a resumed run must find the order of the run that it resumes, whatever has been upgraded.
+    assert epoch_order(8, 1234, 0).tolist() == [5, 6, 3, 7, 4, 1, 2, 0]
+
+
+def test_a_million_pieces_take_no_loop() -> None:
+    lengths = np.random.default_rng(0).integers(1, 16, 1_000_000).tolist()
+    sampler = BatchSampler(memory_corpus(lengths, 16), 2**20, shuffle_seed=0)
+    batches = [sampler.next_batch() for _ in range(7)]
+    assert all(2**20 - 16 < batch.num_tokens <= 2**20 for batch in batches)
+    assert len(np.unique(np.concatenate([batch.pieces for batch in batches]))) > 900_000
+
+
+def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
+    batch = BatchSampler(memory_corpus([3, 4], 10), 15, shuffle_seed=0).next_batch()
+    assert batch.num_tokens == 14
+    assert sorted(batch.pieces.tolist()) == [0, 0, 1, 1]
+    assert batch.ends_epoch
+
+
+def test_a_sequence_that_fits_in_no_batch() -> None:
+    with pytest.raises(ConfigError, match=r"Document 1 has a sequence of 9 tokens, more than data.batch_tokens = 8"):
+        BatchSampler(memory_corpus([3, 9, 4], 10), 8, shuffle_seed=0)
+
+
+def test_a_negative_seed() -> None:
+    with pytest.raises(ConfigError, match=r"data.shuffle_seed is -1"):
+        BatchSampler(memory_corpus([3], 10), 8, shuffle_seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"corpus": "another"}, r"made with data corpus another, this run has"),
+        ({"shuffle_seed": 2}, r"made with data shuffle_seed 2, this run has 1"),
+        ({"position": 3}, r"position 3 lies outside the corpus \(3 sequences\)"),
+    ],
+)
+def test_a_state_that_does_not_belong_here(change: dict, message: str) -> None:
+    sampler = BatchSampler(memory_corpus([3, 9, 4], 10), 20, shuffle_seed=1)
+    with pytest.raises(CheckpointError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})

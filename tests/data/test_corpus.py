@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.config import DataConfig
+from bytescale.data.corpus import IGNORE_INDEX, check_vocabulary, prepare_corpus
+from bytescale.data.pieces import OverLength, make_pieces
+from bytescale.data.progress import Progress
+from bytescale.data.tokenizer import ByteTokenizer
+from tests.data.support import config, memory_corpus, texts_of, write_jsonl, write_pair
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
+POLICIES = st.sampled_from(["split", "truncate", "drop"])
+
+
+def pieces_slowly(lengths: list[int], context_length: int, over_length: str) -> list[tuple[int, int, int, int]]:
+    """The obvious twin of ``make_pieces``: (document, start, length, targets) of each piece."""
+    pieces = []
+    first = 0
+    for document, length in enumerate(lengths):
+        kept = length
+        if length > context_length and over_length == "drop":
+            kept = 0
+        if length > context_length and over_length == "truncate":
+            kept = context_length
+        for start in range(0, kept, context_length):
+            stop = min(start + context_length, kept)
+            targets = sum(token + 1 < kept for token in range(start, stop))
+            pieces.append((document, first + start, stop - start, targets))
+        first += length
+    return pieces
+
+
+@given(lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES)
+def test_pieces_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: OverLength) -> None:
+    ends = np.cumsum(lengths)
+    table, counts = make_pieces(ends - lengths, np.array(lengths), context_length, over_length)
+    rows = zip(
+        table.document.tolist(), table.start.tolist(), table.length.tolist(), table.num_targets.tolist(), strict=True
+    )
+    assert list(rows) == pieces_slowly(lengths, context_length, over_length)
+    too_long = sum(length > context_length for length in lengths)
+    assert (counts.num_split, counts.num_truncated, counts.num_dropped) == {
+        "split": (too_long, 0, 0),
+        "truncate": (0, too_long, 0),
+        "drop": (0, 0, too_long),
+    }[over_length]
+    assert counts.num_lost_tokens == sum(lengths) - table.num_tokens
+    assert counts.num_empty_documents + counts.num_documents == len(lengths)
+    if over_length == "split":
+        assert table.num_tokens == sum(lengths)
+        assert table.num_targets.sum() == sum(length - 1 for length in lengths if length)
+
+
+@given(
+    lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES, parts=st.integers(1, 3), data=st.data()
+)
+def test_reading_ranges_of_pieces(
+    lengths: list[int], context_length: int, over_length: OverLength, parts: int, data: st.DataObject
+) -> None:
+    """Against a loop over tokens that knows documents only: the label is the next token of the same document."""
+    corpus = memory_corpus(lengths, context_length, over_length, num_parts=min(parts, len(lengths)))
+    table = corpus.pieces
+    ranges = []
+    for _ in range(data.draw(st.integers(0, 6)) if table.num_pieces else 0):
+        piece = data.draw(st.integers(0, table.num_pieces - 1))
+        start = data.draw(st.integers(0, int(table.length[piece])))
+        ranges.append((piece, start, data.draw(st.integers(start, int(table.length[piece])))))
+    tokens, labels = (
+        corpus.read(*(np.array(column, dtype=np.int64) for column in zip(*ranges, strict=True)))
+        if (ranges)
+        else (np.zeros(0), np.zeros(0))
+    )
+    expected_tokens, expected_labels = [], []
+    ends = np.cumsum(lengths)
+    for piece, start, stop in ranges:
+        end = ends[table.document[piece]]
+        if over_length == "truncate":
+            end = min(end, end - lengths[table.document[piece]] + context_length)
+        for place in range(table.start[piece] + start, table.start[piece] + stop):
+            expected_tokens.append(place)
+            expected_labels.append(place + 1 if place + 1 < end else IGNORE_INDEX)
+    assert tokens.tolist() == expected_tokens
+    assert labels.tolist() == expected_labels
+
+
+def test_text_and_bins_together(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    write_pair(tmp_path / "b", [[97, 98, 256], [99, 256]], ByteTokenizer())
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "hello"}, {"text": ""}])
+    corpus = prepare_corpus(config(tmp_path, *(tmp_path / name for name in ("a.txt", "b.bin", "c.jsonl"))))
+    assert texts_of(corpus) == ["abc", "hello", "ab", "c"]
+    assert corpus.vocab_size == 257
+    assert corpus.counts.num_empty_documents == 1
+    assert isinstance(corpus.parts[0], np.memmap)
+    tokens, labels = corpus.read(np.array([3, 0]), np.array([0, 1]), np.array([2, 4]))
+    assert tokens.tolist() == [99, 256, 98, 99, 256]
+    assert labels.tolist() == [256, IGNORE_INDEX, 99, 256, IGNORE_INDEX]
+
+
+def test_the_second_call_tokenises_nothing(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one two three " * 50}] * 5)
+    calls: list[Progress] = []
+    settings = config(tmp_path, tmp_path / "a.jsonl", tokenizer="bpe", bpe_vocab_size=270)
+    first = prepare_corpus(settings, calls.append)
+    assert {progress.stage for progress in calls} == {"training the tokenizer", "tokenising"}
+    calls.clear()
+    second = prepare_corpus(settings, calls.append)
+    assert calls == []
+    assert second.fingerprint == first.fingerprint
+    assert second.pieces.length.tolist() == first.pieces.length.tolist()
+    assert second.tokenizer is not None
+    assert second.vocab_size == second.tokenizer.vocab_size <= 270
+
+
+def test_a_changed_source_is_tokenised_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    before = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
+    (tmp_path / "a.txt").write_text("newer")
+    after = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
+    assert texts_of(after) == ["newer"]
+    assert after.fingerprint != before.fingerprint
+
+
+def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
+    prints = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("the same text")
+        prints.append(prepare_corpus(config(tmp_path / name, tmp_path / name / "a.txt")).fingerprint)
+    assert prints[0] == prints[1]
+    source = tmp_path / "here/a.txt"
+    others = [
+        prepare_corpus(config(tmp_path, source, context_length=5)).fingerprint,
+        prepare_corpus(config(tmp_path, source, context_length=5, over_length="truncate")).fingerprint,
+    ]
+    assert len({prints[0], *others}) == 3
+
+
+def _prepare_in_a_process(settings: DataConfig, results: multiprocessing.Queue) -> None:
+    calls: list[Progress] = []
+    corpus = prepare_corpus(settings, calls.append)
+    results.put((corpus.fingerprint, bool(calls)))
+
+
+def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"document {i} " * 20} for i in range(200)])
+    settings = config(tmp_path, tmp_path / "a.jsonl", tokenizer="bpe", bpe_vocab_size=300)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_prepare_in_a_process, args=(settings, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert len({fingerprint for fingerprint, _ in outcomes}) == 1
+    assert sum(worked for _, worked in outcomes) in (1, 2), "one trains the tokenizer, one (or the same) tokenises"
+    assert len(list((tmp_path / "cache/tokens").glob("*.idx"))) == 1
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+def test_a_bin_from_elsewhere_needs_no_tokenizer_but_takes_one(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 2, 700]])
+    corpus = prepare_corpus(config(tmp_path, tmp_path / "a.bin"))
+    assert corpus.tokenizer is None
+    assert corpus.vocab_size == 701
+    check_vocabulary(corpus, 701)
+    with pytest.raises(
+        ConfigError, match=r"The .bin files .* ids up to 700, but model.vocab_size is 700.*at least 701"
+    ):
+        check_vocabulary(corpus, 700)
+
+
+def test_our_own_bin_knows_its_vocabulary(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 2]], ByteTokenizer())
+    assert prepare_corpus(config(tmp_path, tmp_path / "a.idx")).vocab_size == 257
+
+
+def test_tokenizer_that_exceeds_the_model(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    corpus = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
+    with pytest.raises(ConfigError, match=r"Tokenizer 'bytes' has ids up to 256, but model.vocab_size is 256"):
+        check_vocabulary(corpus, 256)
+
+
+def test_two_tokenizers(tmp_path: Path) -> None:
+    class OtherTokenizer(ByteTokenizer):
+        name = "other"
+        fingerprint = "other"
+
+    write_pair(tmp_path / "a", [[1, 2]], OtherTokenizer())
+    write_pair(tmp_path / "b", [[1, 2]], ByteTokenizer())
+    write_pair(tmp_path / "c", [[1, 999]])
+    (tmp_path / "d.txt").write_text("text")
+    with pytest.raises(DataError, match=r"different tokenizers: other, bytes"):
+        prepare_corpus(config(tmp_path, tmp_path / "a.bin", tmp_path / "b.bin"))
+    with pytest.raises(DataError, match=r"a.bin was made with tokenizer 'other', but tokenizer 'bytes'"):
+        prepare_corpus(config(tmp_path, tmp_path / "a.bin", tmp_path / "d.txt"))
+    with pytest.raises(DataError, match=r"c.bin holds id 999, but tokenizer 'bytes' has the ids 0 to 256"):
+        prepare_corpus(config(tmp_path, tmp_path / "c.bin", tmp_path / "d.txt"))
+
+
+def test_bpe_without_text(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 2]])
+    with pytest.raises(ConfigError, match=r"data.tokenizer is 'bpe', but all sources are .bin files"):
+        prepare_corpus(config(tmp_path, tmp_path / "a.bin", tokenizer="bpe"))
+
+
+def test_an_empty_corpus_says_why(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("")
+    with pytest.raises(DataError, match=r"corpus is empty: no file holds any text \(.*text\)"):
+        prepare_corpus(config(tmp_path, text))
+    (text / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"corpus is empty: 1 files are not UTF-8 text"):
+        prepare_corpus(config(tmp_path, text))
+    (text / "b.txt").write_text("long")
+    with pytest.raises(DataError, match=r"1 documents are longer than data.context_length = 4 and 1 files are not"):
+        prepare_corpus(config(tmp_path, text, context_length=4, over_length="drop"))
+
+
+def test_an_idx_that_does_not_match_its_bin(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 2, 3]])
+    (tmp_path / "a.bin").write_bytes(b"\0" * 4)
+    with pytest.raises(DataError, match=r"a.idx describes 3 tokens of 2 bytes = 6 bytes, but .*a.bin has 4"):
+        prepare_corpus(config(tmp_path, tmp_path / "a.bin"))

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale.data.batches import BatchSampler
+from bytescale.data.corpus import IGNORE_INDEX, Corpus
+from bytescale.data.loader import LocalLoader, StepData
+from bytescale.data.prefetch import Prefetcher
+from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec, IntArray
+from tests.data.support import memory_corpus
+from tests.helpers.plans import random_plan
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=25)
+
+
+def random_planner(num_ranks: int, seed: int) -> Callable[[IntArray], Plan]:
+    return lambda lengths: random_plan(lengths.tolist(), num_ranks, seed)
+
+
+def plan_on_one_rank(lengths: IntArray) -> Plan:
+    """Every sequence in a micro-batch of its own."""
+    return Plan.build(
+        lengths=lengths,
+        capacity_tokens=[int(lengths.max())],
+        groups=[GroupSpec(sequences=[i], ranks=[0]) for i in range(len(lengths))],
+        schedule=[[[i] for i in range(len(lengths))]],
+    )
+
+
+def loader_of(corpus: Corpus, rank: int = 0, planner: Callable = plan_on_one_rank, **settings: int) -> LocalLoader:
+    return LocalLoader(corpus, BatchSampler(corpus, 60, 7), planner, rank, prefetch_steps=2, **settings)
+
+
+@given(
+    lengths=LENGTHS,
+    num_ranks=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    over_length=st.sampled_from(["split", "truncate"]),
+)
+def test_all_ranks_together_read_the_batch_exactly_once(
+    lengths: list[int], num_ranks: int, seed: int, over_length: str
+) -> None:
+    """Tokens are their own places in the corpus: what was read says where it came from."""
+    corpus = memory_corpus(lengths, 12, over_length, num_parts=min(2, len(lengths)))
+    read: list[list[tuple[int, int, int]]] = [[], []]
+    batches = {}
+    for rank in range(num_ranks):
+        with loader_of(corpus, rank, random_planner(num_ranks, seed), stop_step=2) as loader:
+            for data in loader:
+                batches[data.step] = data.batch
+                assert len(data.micro_batches) == len(data.rank_plan.micro_batches)
+                for piece, wanted in zip(data.micro_batches, data.rank_plan.micro_batches, strict=True):
+                    assert len(piece.tokens) == wanted.num_tokens
+                    assert piece.tokens.dtype == piece.labels.dtype == piece.position_ids.dtype == np.int64
+                    columns = (piece.tokens.tolist(), piece.labels.tolist(), piece.position_ids.tolist())
+                    read[data.step].extend(zip(*columns, strict=True))
+    for step, batch in batches.items():
+        expected = []
+        for piece in batch.pieces.tolist():
+            start, length = int(corpus.pieces.start[piece]), int(corpus.pieces.length[piece])
+            targets = int(corpus.pieces.num_targets[piece])
+            for place in range(length):
+                label = start + place + 1 if place < targets else IGNORE_INDEX
+                expected.append((start + place, label, place))
+        assert sorted(read[step]) == sorted(expected)
+        assert sum(label != IGNORE_INDEX for _, label, _ in read[step]) == batch.total_targets
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 100))
+def test_batches_do_not_depend_on_the_ranks(lengths: list[int], seed: int) -> None:
+    corpus = memory_corpus(lengths, 12)
+    pieces = []
+    for num_ranks in (1, 3):
+        with loader_of(corpus, num_ranks - 1, random_planner(num_ranks, seed), stop_step=3) as loader:
+            pieces.append([data.batch.pieces.tolist() for data in loader])
+    assert pieces[0] == pieces[1]
+
+
+def test_tokens_lie_in_the_order_of_the_segments() -> None:
+    corpus = memory_corpus([8, 3], 10)
+
+    def planner(lengths: IntArray) -> Plan:
+        long, short = int(lengths.argmax()), int(lengths.argmin())
+        groups = [GroupSpec(sequences=[long], ranks=[1, 0]), GroupSpec(sequences=[short], ranks=[0])]
+        return Plan.build(lengths=lengths, capacity_tokens=[9, 9], groups=groups, schedule=[[[0, 1]], [[0]]])
+
+    with LocalLoader(corpus, BatchSampler(corpus, 11, 0), planner, rank=0, prefetch_steps=1) as loader:
+        (micro_batch,) = next(loader).micro_batches
+    # Member 1 of 2 holds chunks 1 and 2 of the 4 of the long document; then comes the short one, whole.
+    assert micro_batch.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
+    assert micro_batch.labels.tolist() == [3, 4, 5, 6, 9, 10, IGNORE_INDEX]
+    assert micro_batch.position_ids.tolist() == [2, 3, 4, 5, 0, 1, 2]
+
+
+def test_the_state_is_that_of_the_last_consumed_step() -> None:
+    corpus = memory_corpus(list(range(1, 40)), 40)
+    with loader_of(corpus) as loader:
+        uninterrupted = [next(loader) for _ in range(8)]
+    with loader_of(corpus) as loader:
+        assert loader.state_dict() == BatchSampler(corpus, 60, 7).state_dict()
+        for _ in range(3):
+            data = next(loader)
+        time.sleep(0.05)  # steps 3 and 4 are read ahead by now; they must come again
+        state = loader.state_dict()
+        assert state == data.sampler_state_after
+    sampler = BatchSampler(corpus, 60, 7)
+    sampler.load_state_dict(state)
+    with LocalLoader(corpus, sampler, plan_on_one_rank, 0, prefetch_steps=1) as resumed:
+        for expected in uninterrupted[3:]:
+            assert_same_step(next(resumed), expected)
+
+
+def assert_same_step(data: StepData, expected: StepData) -> None:
+    assert data.step == expected.step
+    assert data.plan.digest() == expected.plan.digest()
+    for ours, theirs in zip(data.micro_batches, expected.micro_batches, strict=True):
+        assert np.array_equal(ours.tokens, theirs.tokens)
+        assert np.array_equal(ours.labels, theirs.labels)
+
+
+def test_an_error_of_the_planner_comes_out_with_its_traceback_after_the_steps_before_it() -> None:
+    corpus = memory_corpus([30] * 10, 30)
+    calls = 0
+
+    def planner(lengths: IntArray) -> Plan:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("no plan today")
+        return plan_on_one_rank(lengths)
+
+    with loader_of(corpus, planner=planner) as loader:
+        assert [next(loader).step for _ in range(2)] == [0, 1]
+        with pytest.raises(RuntimeError, match="no plan today") as caught:
+            next(loader)
+    assert "in planner" in "".join(traceback.format_exception(caught.value))
+
+
+def test_closing_ends_the_thread_and_the_iteration() -> None:
+    before = threading.active_count()
+    loader = loader_of(memory_corpus([5] * 10, 10))
+    next(loader)
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+    assert list(loader) == []
+
+
+def test_waiting_and_planning_are_measured() -> None:
+    def slow_planner(lengths: IntArray) -> Plan:
+        time.sleep(0.05)
+        return plan_on_one_rank(lengths)
+
+    with loader_of(memory_corpus([5] * 10, 10), planner=slow_planner) as loader:
+        first = next(loader)
+        time.sleep(0.5)  # long enough on a busy machine for the next step to be ready
+        second = next(loader)
+    assert first.planning_seconds >= 0.05
+    assert first.wait_seconds >= 0.04
+    assert second.wait_seconds < 0.04
+
+
+def test_prefetching_stays_within_its_depth() -> None:
+    made: list[int] = []
+
+    def source() -> Iterator[int]:
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    prefetcher = Prefetcher(source(), depth=2, name="test")
+    deadline = time.monotonic() + 5
+    while len(made) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(made) == 3  # two wait, one is in the maker's hands
+    assert next(prefetcher) == 0
+    assert list(prefetcher) == list(range(1, 100))
+    with pytest.raises(StopIteration):
+        next(prefetcher)

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from numpy.typing import NDArray
+
+from bytescale.common.errors import DataError
+from bytescale.data.bpe import train_bpe
+from bytescale.data.facts import facts_of, load_facts
+from bytescale.data.indexed import IndexedDataset
+from bytescale.data.progress import Progress, ignore_progress
+from bytescale.data.readers import WorkUnit, plan_units
+from bytescale.data.sources import SourceFile, expand_sources
+from bytescale.data.tokenize import UnitEncoder, encode_in_processes, tokenize_files
+from bytescale.data.tokenizer import ByteTokenizer, JsonTokenizer
+from tests.data.support import write_jsonl, write_pair
+
+
+class KilledTokenizer(ByteTokenizer):
+    """Stands for a worker that the kernel kills for its memory."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> list[SourceFile]:
+    """Every format at once, with empty documents, files that are not text, and EOS spelled out."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.txt").write_text("first text <|endoftext|>")
+    (folder / "b.png").write_bytes(b"\xff")
+    write_jsonl(folder / "c.jsonl", [{"text": f"line {i} " * (i % 7)} for i in range(50)])
+    rows = [f"row {i}" for i in range(20)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / "d.parquet", row_group_size=6)
+    write_pair(folder / "e", [[1, 2, 256], [], [3, 256]])
+    (folder / "f.txt").write_text("last")
+    return expand_sources([str(folder)])
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset.open(prefix)
+    return [dataset.document(i).tolist() for i in range(dataset.index.num_documents)]
+
+
+def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:
+    facts = tokenize_files(mixed, ByteTokenizer(), tmp_path / "out")
+    texts = ["first text <|endoftext|>", *(f"line {i} " * (i % 7) for i in range(50) if i % 7)]
+    texts += [f"row {i}" for i in range(20)]
+    expected = [[*text.encode(), 256] for text in texts] + [[1, 2, 256], [3, 256], [*b"last", 256]]
+    assert documents(tmp_path / "out") == expected
+    assert facts.num_documents == len(expected)
+    assert facts.num_tokens == sum(map(len, expected))
+    assert facts.longest_document_tokens == max(map(len, expected))
+    assert (facts.max_token_id, facts.vocab_size, facts.eos_id, facts.tokenizer) == (256, 257, 256, "bytes")
+    assert facts.num_empty_documents == 8 + 1
+    assert [Path(path).name for path in facts.skipped_files] == ["b.png"]
+
+
+def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: list[SourceFile]) -> None:
+    text = [file for file in mixed if file.format != "bin"]
+    tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
+    calls: list[Progress] = []
+    reference = tokenize_files(text, tokenizer, tmp_path / "one")
+    other = tokenize_files(text, tokenizer, tmp_path / "two", num_workers=3, unit_bytes=64, progress=calls.append)
+    assert len(calls) > 10
+    assert calls[-1].done_bytes > calls[0].done_bytes
+    assert reference == other == load_facts(tmp_path / "one")
+    for ending in (".bin", ".idx", ".meta.json"):
+        assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
+
+
+def test_facts_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
+    written = tokenize_files(mixed, ByteTokenizer(), tmp_path / "out")
+    (tmp_path / "out.meta.json").unlink()
+    (file,) = expand_sources([str(tmp_path / "out.bin")])
+    calls: list[Progress] = []
+    found = [facts_of(IndexedDataset.open(file.path), file, tmp_path, calls.append) for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(calls) == 1, "the second time they come from the cache"
+    for name in ("content_hash", "lengths_hash", "max_token_id", "num_documents", "longest_document_tokens"):
+        assert getattr(found[0], name) == getattr(written, name)
+    assert found[0].vocab_size is None
+
+
+def test_facts_of_another_pair_are_not_believed(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 2], [3]], ByteTokenizer())
+    write_pair(tmp_path / "b", [[7], [8, 9]])
+    (tmp_path / "a.meta.json").rename(tmp_path / "b.meta.json")
+    (file,) = expand_sources([str(tmp_path / "b.bin")])
+    assert facts_of(IndexedDataset.open(file.path), file, tmp_path, ignore_progress).max_token_id == 9
+
+
+def test_bad_input_in_a_worker_reaches_the_caller_and_leaves_nothing(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "fine"})] * 200
+    lines[150] = "broken"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    files = expand_sources([str(tmp_path / "a.jsonl")])
+    with pytest.raises(DataError, match=r"a.jsonl:151 is not JSON"):
+        tokenize_files(files, ByteTokenizer(), tmp_path / "out", num_workers=2, unit_bytes=500)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_missing_column_is_found_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    pyarrow.parquet.write_table(pyarrow.table({"other": ["a"]}), tmp_path / "b.parquet")
+    calls: list[Progress] = []
+    with pytest.raises(DataError, match=r"b.parquet has no column 'text'"):
+        tokenize_files(expand_sources([str(tmp_path)]), ByteTokenizer(), tmp_path / "out", progress=calls.append)
+    assert calls == []
+
+
+def test_a_bin_with_foreign_ids(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [[1, 300]])
+    with pytest.raises(DataError, match=r"hold id 300, but tokenizer 'bytes' has the ids 0 to 256"):
+        tokenize_files(expand_sources([str(tmp_path / "a.bin")]), ByteTokenizer(), tmp_path / "out")
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_a_worker_that_dies(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 100)
+    with pytest.raises(DataError, match=r"A process that tokenises died.*lower data.num_workers"):
+        tokenize_files(expand_sources([str(path)]), KilledTokenizer(), tmp_path / "out", num_workers=2, unit_bytes=1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+KILLED_PROGRAM = """
+import sys, time
+from pathlib import Path
+from bytescale.data.sources import expand_sources
+from bytescale.data.tokenize import tokenize_files
+from bytescale.data.tokenizer import ByteTokenizer
+
+def stop_in_the_middle(progress):
+    if progress.done_bytes > progress.total_bytes / 2:
+        print("in the middle", flush=True)
+        time.sleep(60)
+
+files = expand_sources([sys.argv[1]])
+tokenize_files(files, ByteTokenizer(), Path(sys.argv[2]), num_workers=2, unit_bytes=1000, progress=stop_in_the_middle)
+"""
+
+
+def test_kill_minus_9_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 200)
+    output = tmp_path / "out"
+    output.mkdir()
+    command = [sys.executable, "-c", KILLED_PROGRAM, str(path), str(output / "pair")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the middle\n"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        process.kill()
+    # 1. Nothing looks finished, and opening it says so.
+    left = [path.name for path in output.iterdir()]
+    assert len(left) == 1
+    assert left[0].startswith(".pair.bin.")
+    assert left[0].endswith(".tmp")
+    with pytest.raises(DataError):
+        IndexedDataset.open(output / "pair")
+    # 2. Its workers do not outlive it.
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+    # 3. The next run removes what is left and finishes.
+    tokenize_files(expand_sources([str(path)]), ByteTokenizer(), output / "pair")
+    assert sorted(path.name for path in output.iterdir()) == ["pair.bin", "pair.idx", "pair.meta.json"]
+
+
+def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pair(tmp_path / "a", [[1, 2]])
+
+    def die(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bytescale.data.indexed_writer.write_atomically", die)
+    with pytest.raises(KeyboardInterrupt):
+        write_pair(tmp_path / "a", [[3], [4]])
+    with pytest.raises(DataError, match=r"a.idx cannot be read"):
+        IndexedDataset.open(tmp_path / "a")
+
+
+def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 90}] * 100)
+    units = plan_units(expand_sources([str(path)]), "text", 1000)
+    taken: list[int] = []
+
+    def take() -> Iterator[WorkUnit]:
+        for unit in units:
+            taken.append(unit.start)
+            yield unit
+
+    encode = UnitEncoder(tokenizer=ByteTokenizer(), text_key="text")
+    for done, _ in enumerate(encode_in_processes(take(), encode, num_workers=2), start=1):
+        assert len(taken) <= done + 2 * 2
+    assert done == len(units) == 11

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.data.bpe import cached_bpe, train_bpe
+from bytescale.data.progress import Progress, ignore_progress
+from bytescale.data.sources import expand_sources
+from bytescale.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+
+WORDS = "the quick brown fox jumps over the lazy dog and the dog does not mind " * 20
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "a.txt").write_text(WORDS)
+    return JsonTokenizer(train_bpe(expand_sources([str(folder)]), "text", 300, ignore_progress), name="trained")
+
+
+def word_level(*tokens: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: i for i, token in enumerate(tokens)}, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_bytes_and_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    (ids,) = tokenizer.encode_batch([text])
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
+    assert tokenizer.vocab_size == tokenizer.eos_id + 1 == 257
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_bpe_and_back(trained: JsonTokenizer, text: str) -> None:
+    (ids,) = trained.encode_batch([text])
+    assert trained.decode(ids) == text
+    assert trained.eos_id not in ids
+    assert ids.max(initial=0) < trained.vocab_size <= 300
+
+
+def test_bpe_compresses_what_it_was_trained_on(trained: JsonTokenizer) -> None:
+    assert len(trained.encode_batch([WORDS])[0]) < len(WORDS) / 3
+
+
+def test_the_name_of_eos_in_text_is_text(trained: JsonTokenizer) -> None:
+    (ids,) = trained.encode_batch(["a document about <|endoftext|> and more"])
+    assert trained.eos_id not in ids
+    assert trained.decode(ids) == "a document about <|endoftext|> and more"
+
+
+def test_a_tokenizer_survives_pickling(trained: JsonTokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(trained))
+    text = "the lazy <|endoftext|>"
+    assert copy.encode_batch([text])[0].tolist() == trained.encode_batch([text])[0].tolist()
+    assert (copy.eos_id, copy.vocab_size, copy.fingerprint) == (trained.eos_id, trained.vocab_size, trained.fingerprint)
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    tokenizer = word_level("</s>", "a", "[UNK]")
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path))
+    assert [ids.tolist() for ids in loaded.encode_batch(["a a a", "a"])] == [[1, 1, 1], [1]]
+
+
+@pytest.mark.parametrize("eos", ["</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]"])
+def test_eos_is_found_by_its_usual_names(tmp_path: Path, eos: str) -> None:
+    word_level("a", "[UNK]", eos).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (2, 3)
+
+
+@pytest.mark.parametrize("entry", ["b", {"content": "b"}])
+def test_tokenizer_config_says_which_eos_and_the_setting_says_it_louder(tmp_path: Path, entry: object) -> None:
+    word_level("</s>", "b", "c").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": entry}))
+    assert load_tokenizer(str(tmp_path)).eos_id == 1
+    assert load_tokenizer(str(tmp_path), "c").eos_id == 2
+
+
+def test_vocab_size_counts_holes(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 9}, "a"))
+    assert JsonTokenizer(tokenizer, name="holes").vocab_size == 10
+
+
+def test_no_eos(tmp_path: Path) -> None:
+    word_level("a", "[UNK]").save(str(tmp_path / "t.json"))
+    with pytest.raises(ConfigError, match=r"t.json has none of the usual end-of-text tokens.*set data.eos_token"):
+        load_tokenizer(str(tmp_path / "t.json"))
+    with pytest.raises(ConfigError, match=r"t.json has no token '<stop>'"):
+        load_tokenizer(str(tmp_path / "t.json"), "<stop>")
+
+
+def test_no_such_tokenizer() -> None:
+    with pytest.raises(ConfigError, match=r"data.tokenizer is 'gpt2', which is no file.*'bytes', 'bpe'"):
+        load_tokenizer("gpt2")
+
+
+def test_not_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"no": "tokenizer"}')
+    with pytest.raises(DataError, match=r"t.json is not a tokenizer.json"):
+        load_tokenizer(str(tmp_path / "t.json"))
+
+
+def test_a_broken_tokenizer_config(tmp_path: Path) -> None:
+    word_level("</s>").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_training_is_cached_and_follows_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text(WORDS)
+    calls: list[Progress] = []
+
+    def train() -> JsonTokenizer:
+        return cached_bpe(expand_sources([str(tmp_path / "text")]), "text", 300, tmp_path / "cache", calls.append)
+
+    first = train()
+    assert len(calls) == 1
+    assert train().fingerprint == first.fingerprint
+    assert len(calls) == 1, "the second call trains nothing"
+    (tmp_path / "text/b.txt").write_text("something else entirely " * 50)
+    assert train().fingerprint != first.fingerprint
+    assert first.vocab_size <= 300
+
+
+def test_training_needs_room_for_all_bytes_and_some_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    files = expand_sources([str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"data.bpe_vocab_size is 256.*at least 257"):
+        cached_bpe(files, "text", 256, tmp_path / "cache", ignore_progress)
+    with pytest.raises(DataError, match=r"no text to train a tokenizer on"):
+        cached_bpe(files, "text", 300, tmp_path / "cache", ignore_progress)
+
+
+def test_decode_takes_arrays(trained: JsonTokenizer) -> None:
+    (ids,) = trained.encode_batch(["the dog"])
+    assert trained.decode(np.append(ids, trained.eos_id).astype(np.uint16)) == "the dog"
