@@ -50,14 +50,17 @@ class Transfer:
 class Exchange:
     """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
-        """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``."""
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, *, batched: bool = False) -> None:
+        """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``.
+
+        ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs.
+        """
         self.group = group
         self.rank = rank
         self.bytes_sent = 0
         self.messages_sent = 0
         self.wait_seconds = 0.0
-        self._batched = group is not None and group.name() == "nccl"
+        self._batched = batched
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
         """Post a receive and a send, contiguous tensors, either of which may be None or empty (then not posted)."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bytescale.attention import AttentionKernel, PackedAttention
@@ -28,12 +30,15 @@ class TrainableModel(Protocol):
         ...
 
 
-class MicroBatchTensors(Protocol):
-    """One micro-batch's tokens in the layout of ``plan.MicroBatch``: int64 arrays or tensors ``[T]``."""
+class MicroBatchTokens(Protocol):
+    """One micro-batch's tokens in the layout of ``plan.MicroBatch``: int64 ``[T]``, NumPy arrays or tensors."""
 
-    tokens: Tensor
-    labels: Tensor
-    position_ids: Tensor
+    @property
+    def tokens(self) -> NDArray[np.int64] | Tensor: ...
+    @property
+    def labels(self) -> NDArray[np.int64] | Tensor: ...
+    @property
+    def position_ids(self) -> NDArray[np.int64] | Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class StepResult:
 def run_rank_plan(
     model: TrainableModel,
     rank_plan: RankPlan,
-    micro_batches: Sequence[MicroBatchTensors],
+    micro_batches: Sequence[MicroBatchTokens],
     *,
     num_global_targets: int,
     kernel: AttentionKernel,

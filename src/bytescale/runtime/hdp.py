@@ -29,7 +29,7 @@ class HdpGroup:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.device = device or torch.device("cpu")
-        self.exchange = Exchange(group, self.rank)
+        self.exchange = Exchange(group, self.rank, batched=self.device.type == "cuda")
         self.collective_seconds = 0.0
 
     def reduce_scatter(self, full: Tensor) -> Tensor:

@@ -1,0 +1,31 @@
+# `make train` and `make test` do all the set-up that they need on a machine with Python 3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: train test lint setup clean
+
+train: setup  ## train a small Llama on Python's standard library, on 4 ranks
+	$(BIN)/bytescale train configs/stdlib-tiny.toml
+
+test: setup  ## all tests (under 8 minutes on 2 cores)
+	$(BIN)/pytest
+
+lint: setup  ## formatter, linter, types, and the floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "bytescale needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version). To fix: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard]'
+	@touch $@
+
+clean:  ## remove the environment and caches, keep runs
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,69 @@
+"""The command ``bytescale``: picks the command, turns expected errors into one message."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from bytescale import __version__
+from bytescale.common.errors import BytescaleError
+from bytescale.config.load import nearest
+
+# name: (module with `run(arguments) -> exit code`, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("bytescale.cli.train", "train a model: bytescale train CONFIG.toml [--section.key value ...]"),
+    "data": ("bytescale.cli.data", "tokenise a corpus, or show its length distribution"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 1 failed while running, 2 bad input)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"bytescale {__version__}")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        print(f"bytescale: no command {command!r}; {nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(COMMANDS[command][0]).run(rest)
+    except BytescaleError as error:
+        record_for_torchrun(error)
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # under torchrun's agent, the launcher prints it once
+            print(f"bytescale {command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # ours: with its stack trace
+        record_for_torchrun(error)
+        raise
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Leave the error where torchrun's agent looks for it, so that the first one can be told from its consequences."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def usage() -> str:
+    """What ``bytescale --help`` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"bytescale {__version__}: hybrid data parallel training on mixed short and very long sequences",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`bytescale COMMAND --help` lists its options. A first run: bytescale train configs/stdlib-tiny.toml",
+        ]
+    )

@@ -1,0 +1,114 @@
+"""``bytescale train``: config and options in, ranks started, a run folder out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import tyro
+
+from bytescale.cli.options import leading_path, parse
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import Config, config_to_toml, load_config, validate
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train a model: bytescale train CONFIG.toml [options], or bytescale train --resume RUN_FOLDER [options].
+
+    CONFIG.toml comes first. Every setting in it can be changed here: --optimizer.lr 1e-3 --data.batch-tokens 64K.
+    """
+
+    resume: Path | None = None
+    """Continue this run folder from its last checkpoint, on any number of ranks."""
+    dry_run: bool = False
+    """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """All settings."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    options = read_options(arguments)
+    config = options.config
+    validate(config, num_ranks=_ranks_of_torchrun())
+    if options.dry_run:
+        from bytescale.train.dry_run import dry_run
+
+        dry_run(config)
+        return 0
+    from bytescale.train.ranks import under_torchrun
+
+    if config.parallel.ranks == 1 or under_torchrun():
+        from bytescale.train import train
+
+        train(config)
+        return 0
+    prepare_and_launch(config)
+    return 0
+
+
+def read_options(arguments: Sequence[str]) -> TrainOptions:
+    """The config file (or the resumed run's), with the command line over it and the run folder decided."""
+    path, rest = leading_path(arguments)
+    resumed = _value_of(rest, "--resume")
+    if path is not None and resumed is not None:
+        raise ConfigError(
+            problem(
+                f"both a config file ({path}) and --resume {resumed} are given",
+                so="it is not clear which settings to use",
+                fix=f"to continue, leave out {path}: the run folder has its own config.toml",
+            )
+        )
+    if resumed is not None:
+        path = resumed / "config.toml"
+    default = TrainOptions(config=load_config(path) if path else Config())
+    options = parse(TrainOptions, rest, prog="bytescale train", default=default)
+    if path is None:
+        raise ConfigError(
+            problem("no config file is given", fix="bytescale train configs/stdlib-tiny.toml, or see --help")
+        )
+    trainer = options.config.trainer
+    if resumed is not None:
+        trainer = replace(trainer, run_dir=str(resumed), resume=True)
+    if not trainer.run_dir:
+        from bytescale.train.run_folder import default_run_dir
+
+        trainer = replace(trainer, run_dir=default_run_dir(path.stem))
+    return replace(options, config=replace(options.config, trainer=trainer))
+
+
+def prepare_and_launch(config: Config) -> None:
+    """Everything that can go wrong before ranks exist goes wrong here: folder, data; then start them."""
+    from bytescale.data import prepare_corpus
+    from bytescale.data.progress import progress_bar
+    from bytescale.train.launch import launch_ranks
+    from bytescale.train.run_folder import check_is_new
+
+    if not config.trainer.resume:
+        check_is_new(Path(config.trainer.run_dir))
+    with progress_bar() as progress:
+        prepare_corpus(config.data, progress)
+    print(f"starting {config.parallel.ranks} ranks ...", flush=True)
+    with TemporaryDirectory(prefix="bytescale-") as folder:
+        resolved = Path(folder) / "config.toml"
+        resolved.write_text(config_to_toml(config), encoding="utf-8")
+        launch_ranks(config.parallel.ranks, ["train", str(resolved)], run_dir=config.trainer.run_dir)
+
+
+def _value_of(arguments: Sequence[str], option: str) -> Path | None:
+    """The value of one option, before the parser runs: the defaults of all others depend on it."""
+    for place, argument in enumerate(arguments):
+        if argument == option and place + 1 < len(arguments):
+            return Path(arguments[place + 1])
+        if argument.startswith(option + "="):
+            return Path(argument.removeprefix(option + "="))
+    return None
+
+
+def _ranks_of_torchrun() -> int | None:
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None

@@ -1,0 +1,31 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from bytescale.common.units import format_count
+from bytescale.plan.plan import Plan
+
+
+def degree_histogram(plan: Plan) -> dict[int, int]:
+    """Slice groups per degree D, largest degree first; degree 1 counts local packs."""
+    counts = Counter(plan.group_sizes.tolist())
+    return {degree: counts[degree] for degree in sorted(counts, reverse=True)}
+
+
+def gist(plan: Plan) -> str:
+    """One line: what the batch is and how it lies on the ranks."""
+    shared = {degree: count for degree, count in degree_histogram(plan).items() if degree > 1}
+    shared_sequences = int((np.diff(plan.group_sequence_offsets) * (plan.group_sizes > 1)).sum())
+    micro_batches = np.diff(plan.rank_micro_batch_offsets)
+    longest = format_count(int(plan.lengths.max())) if plan.num_sequences else "0"
+    groups = ", ".join(f"{count} over {degree} ranks" for degree, count in shared.items()) or "none"
+    return (
+        f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens (longest {longest}) on "
+        f"{plan.num_ranks} ranks by {plan.planner}: {plan.num_sequences - shared_sequences} whole on one rank, "
+        f"{shared_sequences} shared in slice groups ({groups}); {micro_batches.min()} to {micro_batches.max()} "
+        "micro-batches a rank"
+    )

@@ -1,0 +1,141 @@
+"""What a step says of itself: one console line, one line of metrics.jsonl, TensorBoard if asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytescale.common.errors import BytescaleError, ConfigError, problem
+from bytescale.common.units import format_bytes, format_count
+from bytescale.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One step, over all ranks. Times in seconds."""
+
+    step: int
+    loss: float  # mean cross-entropy per token with a target, nats
+    grad_norm: float  # before clipping
+    learning_rate: float
+    num_tokens: int
+    num_sequences: int
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float  # model FLOPs (sum of s_i^2 counted) over peak FLOPs of all ranks
+    memory_bytes: int  # largest of any rank: peak allocated on GPU, peak resident on CPU
+    imbalance: float  # compute time of the slowest rank over the mean
+    waiting_share: float  # of all ranks' time, spent waiting for other ranks
+    data_wait_seconds: float  # slowest rank's wait for its loader
+    planning_seconds: float
+    attention_bytes_sent: int  # by all ranks together
+    group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
+
+    def line(self, total_steps: int) -> str:
+        """For the console."""
+        groups = " ".join(f"{degree}x{count}" for degree, count in self.group_sizes.items())
+        return (
+            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.4f}  "
+            f"grad {self.grad_norm:.2f}  {format_count(self.tokens_per_second)} tok/s  MFU {self.mfu:.1%}  "
+            f"mem {format_bytes(self.memory_bytes)}  imbalance {self.imbalance:.2f}  waiting {self.waiting_share:.0%}  "
+            f"groups {groups}"
+        )
+
+
+class MetricsFile:
+    """metrics.jsonl, and TensorBoard events if asked for."""
+
+    def __init__(self, run: RunFolder, *, tensorboard: bool) -> None:
+        self._file = run.metrics.open("a", encoding="utf-8")
+        self._board = _tensorboard_writer(run.tensorboard) if tensorboard else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in asdict(metrics).items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def drop_metrics_after(path: Path, step: int) -> None:
+    """Forget lines of steps that a resumed run will take again, so that each step stands in the file once."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of this rank: allocated by tensors on a GPU, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def sum_of_squares(lengths: np.ndarray) -> int:
+    """Sum of s_i^2, exact."""
+    return int(np.square(lengths.astype(np.int64)).sum())
+
+
+def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | None) -> None:
+    """Stop before a NaN reaches the weights."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    where = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+    raise NonFiniteError(
+        problem(
+            f"step {step}: loss is {loss}, gradient norm {grad_norm}",
+            so=f"the update would destroy the weights, so it was not made; {where}",
+            fix="lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip_grad_norm, then resume",
+        )
+    )
+
+
+class NonFiniteError(BytescaleError, ArithmeticError):
+    """Loss or gradients are no longer numbers."""
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError):  # the last line of a killed run may be cut off
+        return 1 << 62
+
+
+def _tensorboard_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            problem(
+                "trainer.tensorboard is set but TensorBoard is not installed",
+                fix="pip install 'bytescale[tensorboard]'",
+            )
+        ) from error
+    return SummaryWriter(str(folder))

@@ -1,0 +1,52 @@
+"""Peak matrix-product rate of one rank's device: the denominator of MFU (model FLOP utilisation)."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# Dense bf16 tensor-core rates in TFLOP/s from the vendors' data sheets, by a part of the device's name.
+_DATASHEET_BF16_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "B200": 2250.0,
+}
+_SIDE = 768
+_SECONDS = 0.15
+
+
+def peak_flops_per_second(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float:
+    """Floating-point operations per second: configured, from the data sheet (bf16 on a known GPU), or measured.
+
+    The measurement is the best of several matrix products. On CPU all ranks call this at the same time, so that ranks
+    which share cores share the measured rate.
+    """
+    if configured_tflops is not None:
+        return configured_tflops * 1e12
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, tflops in _DATASHEET_BF16_TFLOPS.items():
+            if part in name:
+                return tflops * 1e12
+    return _measured(device, dtype)
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> float:
+    side = _SIDE if device.type == "cpu" else 8192
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    times: list[float] = []
+    deadline = time.perf_counter() + _SECONDS
+    while time.perf_counter() < deadline or len(times) < 3:
+        started = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return 2 * side**3 / sorted(times)[len(times) // 2]

@@ -1,0 +1,96 @@
+"""This process's place among the training ranks: process groups, device and precision.
+
+Under torchrun its environment is used as found; otherwise the process is a group of one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import Config
+from bytescale.runtime import HdpGroup
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    hdp: HdpGroup
+    checkpoint_group: dist.ProcessGroup  # gloo, so that checkpoints can be written from a thread while NCCL trains
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints and keeps the run folder."""
+        return self.hdp.rank == 0
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or anything that speaks its environment variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def open_ranks(config: Config) -> Iterator[Ranks]:
+    """Join the process group for the time of the block."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = choose_device(config.trainer.device, local_rank, local_size)
+    dtype = choose_dtype(config.trainer.dtype, device)
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if under_torchrun():
+        if local_size == int(os.environ["WORLD_SIZE"]) and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: nothing listens beyond it
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+    try:
+        yield Ranks(
+            hdp=HdpGroup(dist.group.WORLD, device=device),
+            checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
+            device=device,
+            dtype=dtype,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """``auto`` takes CUDA where every rank of the node gets a GPU of its own."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and num_gpus < local_size:
+        raise ConfigError(
+            problem(
+                f"trainer.device is cuda but this node has {num_gpus} GPUs for {local_size} ranks",
+                so="two ranks on one GPU would wait for each other inside NCCL",
+                fix=f"set parallel.ranks to {max(num_gpus, 1)}, or trainer.device to cpu",
+            )
+        )
+    if wanted == "cuda" or (wanted == "auto" and num_gpus >= local_size > 0):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bf16 on GPU and fp32 on CPU."""
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[wanted]

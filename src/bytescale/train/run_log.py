@@ -1,0 +1,144 @@
+"""What a run tells people: console, log.txt and metrics.jsonl. Silent on every rank but the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from bytescale.common.units import format_bytes, format_count, format_si
+from bytescale.config import Config
+from bytescale.cost import flops
+from bytescale.data import Corpus, StepData
+from bytescale.plan.io import save_plan
+from bytescale.plan.summary import gist
+from bytescale.train.job import Job
+from bytescale.train.metrics import MetricsFile, StepMetrics, drop_metrics_after
+from bytescale.train.run_folder import RunFolder
+
+
+class RunLog:
+    """Context manager: opened files are closed whatever happens."""
+
+    def __init__(self, run: RunFolder, config: Config, print_line: Callable[[str], None] | None) -> None:
+        """``print_line`` is None on ranks that keep silent."""
+        self.run = run
+        self.config = config
+        self._print = print_line
+        self._text: TextIO | None = None
+        self._metrics: MetricsFile | None = None
+        self._introduced = False
+        self._first: StepMetrics | None = None
+        self._last: StepMetrics | None = None
+        self._seconds = 0.0
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._to_file(f"stopped by {type(error).__name__}: {error}")
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._text is not None:
+            self._text.close()
+
+    def open(self, *, resume: bool) -> None:
+        """Create the run folder (or find it, when resuming) and its files."""
+        if self._print is None:
+            return
+        self.run.create(self.config, resume=resume)
+        self._text = self.run.log.open("a", encoding="utf-8")
+        self._metrics = MetricsFile(self.run, tensorboard=self.config.trainer.tensorboard)
+
+    def resumed(self, checkpoint: Path | None, steps_done: int) -> None:
+        """Say where the run continues, and forget metrics of steps that will be taken again."""
+        if self._print is None:
+            return
+        drop_metrics_after(self.run.metrics, steps_done)
+        if checkpoint is None:
+            self.say(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
+        else:
+            self.say(f"resuming after step {steps_done} from {checkpoint}")
+
+    def introduce(self, job: Job, data: StepData) -> None:
+        """Once, before the first step: the model, the data, the ranks, and how the first batch is laid out."""
+        if self._introduced or self._print is None:
+            return
+        self._introduced = True
+        shape, hdp = job.architecture, job.ranks.hdp
+        dtype = str(job.ranks.dtype).removeprefix("torch.")
+        self.say(
+            f"model   {format_si(flops.total_parameters(shape))} parameters, {shape.num_layers} layers, hidden "
+            f"{shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, vocabulary {shape.vocab_size}"
+        )
+        self.say(f"data    {describe_corpus(job.corpus)}")
+        self.say(
+            f"ranks   {hdp.size} x {job.ranks.device.type} ({dtype}), capacity "
+            f"{format_count(job.config.parallel.capacity_tokens)} tokens each, context "
+            f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
+        )
+        self.say(f"plan    {gist(data.plan)}")
+
+    def step(self, metrics: StepMetrics, data: StepData) -> None:
+        """One line for people, one for programs, and the plan."""
+        self._first = self._first or metrics
+        self._last = metrics
+        self._seconds += metrics.step_seconds
+        if self._metrics is None:
+            return
+        self.say(metrics.line(self.config.trainer.steps))
+        self._metrics.write(metrics)
+        if self.config.trainer.save_plans:
+            save_plan(data.plan, self.run.plan(metrics.step))
+
+    def farewell(self) -> None:
+        """Where everything is and what to try next."""
+        if self._first is None or self._last is None:
+            self.say(f"nothing to do: step {self.config.trainer.steps} is done already, raise trainer.steps")
+            return
+        self.say(
+            f"done    steps {self._first.step} to {self._last.step} in {self._seconds:.0f} s: loss "
+            f"{self._first.loss:.3f} -> {self._last.loss:.3f}; peak memory of a rank "
+            f"{format_bytes(self._last.memory_bytes)}"
+        )
+        self.say(f"run     {self.run.path}  (config.toml, metrics.jsonl, plans/, checkpoints/)")
+        more = self.config.trainer.steps * 2
+        self.say("next    train on, on other ranks if you like:")
+        self.say(f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks 2")
+        self.say("        see how a batch would lie on 64 ranks:")
+        self.say(f"          bytescale plan {self.run.config} --parallel.ranks 64")
+
+    def say(self, line: str) -> None:
+        """To the console and to log.txt."""
+        if self._print is not None:
+            self._print(line)
+            self._to_file(line)
+
+    def _to_file(self, line: str) -> None:
+        if self._text is not None:
+            self._text.write(line + "\n")
+            self._text.flush()
+
+
+def describe_corpus(corpus: Corpus) -> str:
+    """Documents, sequences and tokens, and what the over-length policy did."""
+    counts = corpus.counts
+    tokenizer = corpus.tokenizer.name if corpus.tokenizer else "as in the .bin files"
+    cut = [
+        f"{number} {what}"
+        for number, what in (
+            (counts.num_split, "split"),
+            (counts.num_truncated, "truncated"),
+            (counts.num_dropped, "dropped"),
+        )
+        if number
+    ]
+    lost = f", {format_count(counts.num_lost_tokens)} tokens lost" if counts.num_lost_tokens else ""
+    return (
+        f"{counts.num_documents} documents ({', '.join(cut) or 'none longer than the context'}{lost}) -> "
+        f"{corpus.pieces.num_pieces} sequences, {format_count(corpus.num_tokens)} tokens; tokenizer {tokenizer}"
+    )
