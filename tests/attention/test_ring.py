@@ -52,9 +52,7 @@ def attend(plan: Plan, data: list[dict[str, torch.Tensor]], kernel: str = "auto"
             counts = [b - a for _, a, b in segments]
             results = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
             for name, rows in results.items():
-                pieces += [
-                    (name, segment, part) for segment, part in zip(segments, rows.split(counts), strict=True)
-                ]
+                pieces += [(name, segment, part) for segment, part in zip(segments, rows.split(counts), strict=True)]
         return pieces, hdp.exchange.bytes_sent
 
     outcomes = run_ranks(plan.num_ranks, one_rank)
@@ -121,7 +119,9 @@ def test_a_batch_of_short_documents_sends_nothing() -> None:
     assert bytes_sent == [0, 0]
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (5, torch.float64), (4, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (3, torch.float32), (5, torch.float64), (4, torch.bfloat16)]
+)
 def test_a_shared_sequence_sends_what_the_ring_formula_says(size: int, dtype: torch.dtype) -> None:
     """Each K/V slice passes every other member once forward and once backward, its gradient once; own data stays."""
     lengths, local = [101], [7]

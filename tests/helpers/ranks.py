@@ -20,9 +20,7 @@ from bytescale.runtime import HdpGroup
 Result = TypeVar("Result")
 
 
-def run_ranks(
-    num_ranks: int, work: Callable[[HdpGroup], Result], *, timeout_seconds: float = 60.0
-) -> list[Result]:
+def run_ranks(num_ranks: int, work: Callable[[HdpGroup], Result], *, timeout_seconds: float = 60.0) -> list[Result]:
     """Run ``work`` once per rank, at the same time; its results in rank order. Any rank's error fails the test."""
     store = dist.HashStore()
     results: dict[int, Result] = {}
@@ -47,9 +45,7 @@ def run_ranks(
 
 
 def _process_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
-    backend = dist.ProcessGroupGloo(
-        dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_seconds)
-    )
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_seconds))
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

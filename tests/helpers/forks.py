@@ -1,0 +1,69 @@
+"""Ranks as forked processes: the whole trainer, process groups and all, without the seconds that torchrun needs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def run_forked(num_ranks: int, work: Callable[[int], Any], *, timeout_seconds: float = 120.0) -> list[Any]:
+    """Run ``work(rank)`` in ``num_ranks`` processes with torchrun's environment; its results in rank order.
+
+    Raises ``AssertionError`` with the stack trace of every rank that failed, or that still ran at the end.
+    """
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    processes, pipes = [], []
+    for rank in range(num_ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_one_rank, args=(rank, num_ranks, port, work, sender), daemon=True)
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    deadline = time.monotonic() + timeout_seconds
+    outcomes = [_receive(pipe, deadline) for pipe in pipes]
+    for process in processes:
+        process.join(5.0)
+        if process.is_alive():
+            process.kill()
+    failed = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(outcomes) if not succeeded]
+    assert not failed, "\n".join(failed)
+    return [result for _, result in outcomes]
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _one_rank(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], sender: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        sender.send((True, work(rank)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+
+
+def _receive(pipe: Connection, deadline: float) -> tuple[bool, Any]:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        return False, "no answer in time"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "died without an answer"
