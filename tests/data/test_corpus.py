@@ -99,7 +99,7 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     assert texts_of(corpus) == ["abc", "hello", "ab", "c"]
     assert corpus.vocab_size == 257
     assert corpus.counts.num_empty_documents == 1
-    assert isinstance(corpus.parts[0], np.memmap)
+    assert isinstance(corpus.parts[0].base, np.memmap)
     tokens, labels = corpus.read(np.array([3, 0]), np.array([0, 1]), np.array([2, 4]))
     assert tokens.tolist() == [99, 256, 98, 99, 256]
     assert labels.tolist() == [256, IGNORE_INDEX, 99, 256, IGNORE_INDEX]

@@ -26,7 +26,6 @@ from bytescale.data.progress import ProgressCallback, ignore_progress
 from bytescale.data.sources import SourceFile, expand_sources, fingerprint_files
 from bytescale.data.tokenize import foreign_tokens, tokenize_files
 from bytescale.data.tokenizer import Tokenizer, load_tokenizer
-from bytescale.plan.rank_plan import concatenated_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +71,21 @@ class Corpus:
         Returns:
             tokens and labels, int64 ``[sum of stops - starts]``; a label is ``IGNORE_INDEX`` where there is no target.
         """
+        # 1. Where each range starts in its part, and how many of its tokens have a label.
+        part = np.searchsorted(self.part_offsets, self.pieces.start[pieces], side="right") - 1
+        place = self.pieces.start[pieces] + starts - self.part_offsets[part]
         counts = stops - starts
-        inside = concatenated_ranges(starts, stops)
-        place = inside + np.repeat(self.pieces.start[pieces], counts)
-        has_target = inside < np.repeat(self.pieces.num_targets[pieces], counts)
-        tokens = self._gather(place)
-        labels = np.full(len(place), IGNORE_INDEX, dtype=np.int64)
-        labels[has_target] = self._gather(place[has_target] + 1)
+        num_labels = np.clip(self.pieces.num_targets[pieces] - starts, 0, counts)
+        # 2. Copy range by range: 33M tokens of 8,500 documents take 0.2 s, gathered by index 0.5 s.
+        ends = np.cumsum(counts)
+        num_tokens = int(ends[-1]) if len(ends) else 0
+        tokens = np.empty(num_tokens, dtype=np.int64)
+        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+        columns = (part, place, ends - counts, counts, num_labels)
+        for number, first, at, count, with_label in zip(*(column.tolist() for column in columns), strict=True):
+            source = self.parts[number]
+            tokens[at : at + count] = source[first : first + count]
+            labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
         return tokens, labels
 
     def piece_tokens(self, piece: int) -> NDArray[np.integer]:
@@ -87,17 +94,6 @@ class Corpus:
         part = int(np.searchsorted(self.part_offsets, start, side="right")) - 1
         start -= int(self.part_offsets[part])
         return self.parts[part][start : start + int(self.pieces.length[piece])]
-
-    def _gather(self, place: IntArray) -> IntArray:
-        """Tokens at places counted from the first token of the corpus."""
-        if len(self.parts) == 1:
-            return self.parts[0][place].astype(np.int64)
-        part = np.searchsorted(self.part_offsets, place, side="right") - 1
-        tokens = np.empty(len(place), dtype=np.int64)
-        for number in np.unique(part).tolist():
-            chosen = part == number
-            tokens[chosen] = self.parts[number][place[chosen] - self.part_offsets[number]]
-        return tokens
 
 
 def prepare_corpus(config: DataConfig, progress: ProgressCallback = ignore_progress) -> Corpus:
@@ -246,7 +242,7 @@ def _assemble(
     content = " ".join([facts.content_hash for _, facts in opened] + [str(config.context_length), config.over_length])
     known = [facts.vocab_size or facts.max_token_id + 1 for _, facts in opened]
     return Corpus(
-        parts=tuple(dataset.tokens for dataset, _ in opened),
+        parts=tuple(dataset.tokens.view(np.ndarray) for dataset, _ in opened),  # slices of a memmap cost 2 us more
         part_offsets=part_offsets,
         pieces=pieces,
         counts=counts,
