@@ -1,0 +1,271 @@
+"""Is a plan right? ``verify`` proves every rule that the runtime relies on, or names the one that is broken.
+
+The rules, in the order in which they are checked:
+
+1. **Arrays**: lengths, offsets and numbers are well formed.
+2. **Tokens**: every sequence is in exactly one group; with the cut of ``plan.layout`` every token then is run once.
+3. **Members**: the ranks of a group are distinct.
+4. **Micro-batches**: at most one shared group each, and it comes first.
+5. **Schedule**: every group is scheduled exactly once on each of its members, and nowhere else.
+6. **Capacity**: no micro-batch holds more tokens than its rank can.
+7. **Order**: every rank meets its shared groups in rising group number. One total order for all ranks: without a
+   pipeline nobody can wait in a circle.
+8. **Pipeline** (``num_stages`` > 1): the actions of 1F1B cannot wait in a circle either (``plan.pipeline_order``).
+
+All of it is array arithmetic: 16,384 ranks and 22,500 sequences take some 10 ms without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import PlanError, problem
+from bytescale.plan.pipeline_order import find_cycle
+from bytescale.plan.plan import Plan, segment_sums
+from bytescale.plan.rank_plan import concatenated_ranges
+
+IntArray = NDArray[np.int64]
+
+
+def verify(plan: Plan, *, num_stages: int = 1, level: Literal["full", "cheap"] = "full") -> None:
+    """Raise ``PlanError`` for the first rule that ``plan`` breaks, with the numbers that break it.
+
+    Args:
+        plan: the plan of one global batch.
+        num_stages: pipeline stages of each rank; with more than one, rule 8 is checked for 1F1B.
+        level: ``"full"`` checks every rule; ``"cheap"`` leaves out rules 3, 5 and 8, which have to sort, and is meant
+            for plans that come straight from a planner whose tests ran ``"full"``.
+    """
+    _check_arrays(plan)
+    _check_tokens(plan)
+    if level == "full":
+        _check_members(plan)
+    _check_micro_batches(plan)
+    if level == "full":
+        _check_schedule(plan)
+    _check_capacity(plan)
+    _check_order(plan)
+    if level == "full" and num_stages > 1:
+        _check_pipeline(plan, num_stages)
+
+
+def _check_arrays(plan: Plan) -> None:
+    """Rule 1."""
+    if plan.num_ranks < 1:
+        _refuse("arrays", "the plan has no ranks")
+    for name, least in (("lengths", 1), ("capacity_tokens", 1), ("group_weights", 1)):
+        values = getattr(plan, name)
+        if len(values) and values.min() < least:
+            place = int(values.argmin())
+            _refuse("arrays", f"{name}[{place}] is {values[place]}, below {least}")
+    delimited = (
+        ("group_sequence_offsets", "group_sequences", 1),
+        ("group_rank_offsets", "group_ranks", 1),
+        ("rank_micro_batch_offsets", None, 0),
+        ("micro_batch_group_offsets", "micro_batch_groups", 1),
+    )
+    for name, items, least in delimited:
+        total = plan.num_micro_batches if items is None else len(getattr(plan, items))
+        _check_offsets(name, getattr(plan, name), total, least)
+    sizes = (
+        ("group_rank_offsets", len(plan.group_rank_offsets), plan.num_groups + 1),
+        ("group_weights", len(plan.group_weights), len(plan.group_ranks)),
+        ("group_offload_ratio", len(plan.group_offload_ratio), plan.num_groups),
+        ("rank_micro_batch_offsets", len(plan.rank_micro_batch_offsets), plan.num_ranks + 1),
+    )
+    for name, size, expected in sizes:
+        if size != expected:
+            _refuse("arrays", f"{name} has {size} entries where {expected} belong")
+    numbers = (
+        ("group_sequences", plan.group_sequences, plan.num_sequences),
+        ("group_ranks", plan.group_ranks, plan.num_ranks),
+        ("micro_batch_groups", plan.micro_batch_groups, plan.num_groups),
+    )
+    for name, values, count in numbers:
+        if len(values) and (values.min() < 0 or values.max() >= count):
+            place = int(np.flatnonzero((values < 0) | (values >= count))[0])
+            _refuse("arrays", f"{name}[{place}] is {values[place]}, outside 0..{count - 1}")
+    ratio = plan.group_offload_ratio
+    if not ((ratio >= 0) & (ratio <= 1)).all():
+        place = int(np.flatnonzero(~((ratio >= 0) & (ratio <= 1)))[0])
+        _refuse("arrays", f"the offload ratio of group {place} is {ratio[place]}, outside 0..1")
+
+
+def _check_offsets(name: str, offsets: IntArray, total: int, least: int) -> None:
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != total:
+        _refuse("arrays", f"{name} does not run from 0 to {total}")
+    if len(offsets) > 1 and np.diff(offsets).min() < least:
+        place = int(np.diff(offsets).argmin())
+        _refuse("arrays", f"{name} delimits {offsets[place + 1] - offsets[place]} items at {place}, below {least}")
+
+
+def _check_tokens(plan: Plan) -> None:
+    """Rule 2."""
+    times = np.bincount(plan.group_sequences, minlength=plan.num_sequences)
+    if (times != 1).any():
+        sequence = int(np.flatnonzero(times != 1)[0])
+        _refuse(
+            "tokens",
+            f"sequence {sequence} ({plan.lengths[sequence]} tokens) is in {times[sequence]} groups instead of 1",
+            so="its tokens would be " + ("left out" if times[sequence] == 0 else "counted more than once"),
+        )
+
+
+def _check_members(plan: Plan) -> None:
+    """Rule 3. Members in rising order, the usual case, need no sort."""
+    if len(plan.group_ranks) < 2:
+        return
+    rising = np.diff(plan.group_ranks) > 0
+    rising[plan.group_rank_offsets[1:-1] - 1] = True
+    if rising.all():
+        return
+    keys = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
+    twice = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(twice):
+        group, rank = divmod(int(keys[twice[0]]), plan.num_ranks)
+        _refuse("members", f"rank {rank} is twice in group {group}", so="it would wait for itself")
+
+
+def _check_micro_batches(plan: Plan) -> None:
+    """Rule 4."""
+    shared = (plan.group_sizes > 1)[plan.micro_batch_groups]
+    first = np.zeros(len(shared), dtype=bool)
+    first[plan.micro_batch_group_offsets[:-1]] = True
+    late = np.flatnonzero(shared & ~first)
+    if len(late) == 0:
+        return
+    micro_batch = int(np.searchsorted(plan.micro_batch_group_offsets, late[0], side="right")) - 1
+    groups = plan.groups_of(micro_batch)
+    rank, index = _place_of(plan, micro_batch)
+    shared_groups = groups[plan.group_sizes[groups] > 1].tolist()
+    if len(shared_groups) > 1:
+        what = f"holds the shared groups {_listed(shared_groups)}; one at most may be shared"
+    else:
+        what = f"has the shared group {shared_groups[0]} behind local ones; a shared group comes first"
+    _refuse("micro-batches", f"micro-batch {index} of rank {rank} {what}")
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Rule 5: the (group, rank) pairs of the schedule are those of the membership."""
+    ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
+    scheduled = np.sort(_pair_keys(plan, plan.micro_batch_groups, ranks))
+    members = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
+    if np.array_equal(scheduled, members):
+        return
+    keys, times = np.unique(scheduled, return_counts=True)
+    if (times > 1).any():
+        group, rank = divmod(int(keys[times > 1][0]), plan.num_ranks)
+        _refuse("schedule", f"group {group} is scheduled {times[times > 1][0]} times on rank {rank}")
+    missing = np.setdiff1d(members, keys)
+    if len(missing):
+        group, rank = divmod(int(missing[0]), plan.num_ranks)
+        _refuse("schedule", f"group {group} is not scheduled on its member, rank {rank}", so="the others would wait")
+    group, rank = divmod(int(np.setdiff1d(keys, members)[0]), plan.num_ranks)
+    _refuse("schedule", f"group {group} is scheduled on rank {rank}, which is not its member")
+
+
+def _check_capacity(plan: Plan) -> None:
+    """Rule 6. First with a cheap bound for the slices of shared groups, then exactly where the bound is too much."""
+    offsets = plan.micro_batch_group_offsets
+    shared = (plan.group_sizes > 1)[plan.micro_batch_groups]
+    tokens = np.where(shared, _largest_slice(plan)[plan.micro_batch_groups], plan.group_tokens[plan.micro_batch_groups])
+    ranks = plan.micro_batch_ranks
+    suspect = segment_sums(tokens, offsets) > plan.capacity_tokens[ranks]
+    entries = np.flatnonzero(np.repeat(suspect, np.diff(offsets)) & shared)
+    entry_ranks = np.repeat(ranks, np.diff(offsets))[entries]
+    tokens[entries] = _slice_tokens(plan, plan.micro_batch_groups[entries], entry_ranks)
+    total = segment_sums(tokens, offsets)
+    over = total - plan.capacity_tokens[ranks]
+    if len(over) and over.max() > 0:
+        micro_batch = int(over.argmax())
+        rank, index = _place_of(plan, micro_batch)
+        _refuse(
+            "capacity",
+            f"micro-batch {index} of rank {rank} holds {total[micro_batch]} tokens, the rank's capacity is "
+            f"{plan.capacity_tokens[rank]} (groups {_listed(plan.groups_of(micro_batch).tolist())})",
+            so="the rank would run out of memory",
+        )
+
+
+def _largest_slice(plan: Plan) -> IntArray:
+    """``[G]`` tokens that no member of a group exceeds. With equal weights the last member holds exactly this."""
+    sizes = plan.group_sizes
+    weight_sums = segment_sums(plan.group_weights, plan.group_rank_offsets)
+    heaviest = np.maximum.reduceat(plan.group_weights, plan.group_rank_offsets[:-1]) if len(sizes) else weight_sums
+    repeats = np.diff(plan.group_sequence_offsets)
+    per_sequence = -(
+        -plan.lengths[plan.group_sequences] * np.repeat(heaviest, repeats) // np.repeat(weight_sums, repeats)
+    )
+    return segment_sums(per_sequence, plan.group_sequence_offsets)
+
+
+def _slice_tokens(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
+    """Tokens that ``ranks[i]`` holds of ``groups[i]``, exactly as ``layout.member_tokens`` cuts them."""
+    if len(groups) == 0:
+        return np.zeros(0, dtype=np.int64)
+    edges = np.zeros(len(plan.group_weights) + 1, dtype=np.int64)
+    np.cumsum(plan.group_weights, out=edges[1:])
+    starts, stops = plan.group_rank_offsets[groups], plan.group_rank_offsets[groups + 1]
+    places = concatenated_ranges(starts, stops)
+    own = np.flatnonzero(plan.group_ranks[places] == np.repeat(ranks, stops - starts))
+    member = places[own[np.searchsorted(own, np.cumsum(stops - starts) - (stops - starts))]]
+    lower, upper, whole = edges[member] - edges[starts], edges[member + 1] - edges[starts], edges[stops] - edges[starts]
+    first, last = plan.group_sequence_offsets[groups], plan.group_sequence_offsets[groups + 1]
+    lengths = plan.lengths[plan.group_sequences[concatenated_ranges(first, last)]]
+    counts = last - first
+    cut = [lengths * np.repeat(edge, counts) // np.repeat(whole, counts) for edge in (lower, upper)]
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    return segment_sums(cut[1] - cut[0], offsets)
+
+
+def _check_order(plan: Plan) -> None:
+    """Rule 7."""
+    entries = np.flatnonzero((plan.group_sizes > 1)[plan.micro_batch_groups])
+    groups = plan.micro_batch_groups[entries]
+    ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))[entries]
+    falling = np.flatnonzero((groups[1:] <= groups[:-1]) & (ranks[1:] == ranks[:-1]))
+    if len(falling):
+        place = int(falling[0])
+        _refuse(
+            "order",
+            f"rank {ranks[place]} meets the shared group {groups[place]} before {groups[place + 1]}",
+            so="ranks that do not meet shared groups in rising order may wait for each other for ever",
+        )
+
+
+def _check_pipeline(plan: Plan, num_stages: int) -> None:
+    """Rule 8."""
+    cycle = find_cycle(plan, num_stages)
+    if cycle:
+        _refuse(
+            "pipeline",
+            f"with {num_stages} stages under 1F1B these actions wait for each other: " + " -> ".join(cycle),
+            so="training would hang",
+            fix="give the ranks that share groups the same micro-batches around them",
+        )
+
+
+def _group_of_member(plan: Plan) -> IntArray:
+    return np.repeat(np.arange(plan.num_groups), plan.group_sizes)
+
+
+def _pair_keys(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
+    return groups * plan.num_ranks + ranks
+
+
+def _place_of(plan: Plan, micro_batch: int) -> tuple[int, int]:
+    """Rank of a micro-batch, and its index in that rank's order."""
+    rank = int(np.searchsorted(plan.rank_micro_batch_offsets, micro_batch, side="right")) - 1
+    return rank, micro_batch - int(plan.rank_micro_batch_offsets[rank])
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6]))
+    return f"{shown}, and {len(numbers) - 6} more" if len(numbers) > 6 else shown
+
+
+def _refuse(rule: str, what: str, *, so: str = "", fix: str = "report it, with the plan's file") -> NoReturn:
+    raise PlanError(problem(f"the plan breaks rule {rule!r}: {what}", so=so, fix=fix))

@@ -1,0 +1,91 @@
+"""From a planner's decisions to a ``Plan``.
+
+A planner decides which sequences form a group, on which ranks, and *when*: each group gets a **slot**, a whole number
+that is its place in time. A rank runs its groups in rising slot; groups of equal slot on one rank are one micro-batch
+(at most one of them shared). Since slots order the groups of all ranks alike, numbering groups by slot gives the
+plan's total order for free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost import Cluster
+from bytescale.plan import Plan
+from bytescale.plan.rank_plan import concatenated_ranges
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draft:
+    """Groups in any order, as CSR runs. Shape letters: S sequences, G groups, E = sum of degrees."""
+
+    sequences: IntArray  # [S] sequence numbers, group by group
+    sequence_counts: IntArray  # [G]
+    ranks: IntArray  # [E] ranks, group by group, in member order
+    degrees: IntArray  # [G]
+    slots: IntArray  # [G] place in time
+    weights: IntArray | None = None  # [E] shares of the members; None: all equal
+
+
+def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str) -> Plan:
+    """The ``Plan`` of a draft. Groups are numbered by slot, shared ones before local ones of the same slot."""
+    order = _rising(draft.slots * 2 + (draft.degrees == 1))
+    sequences = draft.sequences[_runs(draft.sequence_counts, order)]
+    members = _runs(draft.degrees, order)
+    ranks, degrees, slots = draft.ranks[members], draft.degrees[order], draft.slots[order]
+    weights = np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights[members]
+
+    # Groups are in rising slot now, so that a stable sort by rank gives every rank's schedule.
+    by_rank = _stable_order(ranks, cluster.num_ranks)
+    entry_ranks = ranks[by_rank]
+    entry_groups = np.repeat(np.arange(len(order)), degrees)[by_rank]
+    entry_slots = slots[entry_groups]
+    starts = np.ones(len(by_rank), dtype=bool)
+    starts[1:] = (entry_ranks[1:] != entry_ranks[:-1]) | (entry_slots[1:] != entry_slots[:-1])
+    first_entries = np.flatnonzero(starts)
+    return Plan(
+        lengths=lengths,
+        capacity_tokens=cluster.capacity_tokens,
+        group_sequence_offsets=_offsets(draft.sequence_counts[order]),
+        group_sequences=sequences,
+        group_rank_offsets=_offsets(degrees),
+        group_ranks=ranks,
+        group_weights=weights,
+        group_offload_ratio=np.zeros(len(order)),
+        rank_micro_batch_offsets=_offsets(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
+        micro_batch_group_offsets=np.append(first_entries, len(by_rank)),
+        micro_batch_groups=entry_groups,
+        planner=planner,
+    )
+
+
+def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None) -> IntArray:
+    """``first, first + 1, ..., first + count - 1`` of each run, one behind the other; modulo the number of ranks."""
+    values = concatenated_ranges(first, first + counts)
+    return values if modulo is None else values % modulo
+
+
+def _runs(counts: IntArray, order: IntArray) -> IntArray:
+    """Places of the items of CSR runs taken in another order."""
+    starts = np.cumsum(counts) - counts
+    return concatenated_ranges(starts[order], starts[order] + counts[order])
+
+
+def _rising(keys: IntArray) -> IntArray:
+    return np.argsort(keys, kind="stable")
+
+
+def _stable_order(ranks: IntArray, num_ranks: int) -> IntArray:
+    """Stable argsort of rank numbers; NumPy sorts 16-bit keys by radix, ten times faster."""
+    return np.argsort(ranks.astype(np.int16) if num_ranks <= 2**15 else ranks, kind="stable")
+
+
+def _offsets(counts: IntArray) -> IntArray:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets

@@ -1,0 +1,194 @@
+"""When does a plan end? The time of every micro-batch under a cost model, waiting for group members counted.
+
+The rule of time, the same for every planner:
+
+* a rank runs its micro-batches in order; one that holds a slice of a shared group starts when ALL members of the group
+  have reached theirs, and ends for all of them at the same moment: every layer's ring needs every member's keys and
+  values, so nobody can run ahead;
+* it takes as long as its slowest member, whose time is compute (its share of the group, and its whole sequences) over
+  its speed, plus the ring's exposed part, plus g.
+
+``evaluate`` computes it wave by wave in arrays; ``evaluate_slowly`` says it event by event in plain Python, for tests.
+Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost import Cluster, CostModel
+from bytescale.plan import Plan
+from bytescale.plan.plan import offsets_of, segment_sums
+from bytescale.plan.rank_plan import concatenated_ranges
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What a plan costs, in seconds at the cost model's scale."""
+
+    end_seconds: float  # when the last rank ends
+    rank_end_seconds: FloatArray  # [R]
+    rank_busy_seconds: FloatArray  # [R] own compute, exposed ring and g: what is not waiting
+    micro_batch_start_seconds: FloatArray  # [M]
+    micro_batch_end_seconds: FloatArray  # [M]
+    ideal_seconds: float  # LBw: all compute spread evenly over the ranks' speeds
+    traffic_tokens: int  # sum of s * (D - 1): tokens whose K/V pass a link, all ranks together
+    minimal_traffic_tokens: int  # the same with every sequence on the fewest ranks that hold it
+
+    @property
+    def over_ideal(self) -> float:
+        """``end_seconds`` over LBw: 1 is perfect."""
+        return self.end_seconds / self.ideal_seconds
+
+
+def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Outcome:
+    """The outcome of ``plan``, which has to pass ``verify``. Without a pipeline."""
+    own_seconds = _own_seconds(plan, cluster, cost)
+    first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
+    shared = plan.group_sizes[first_group] > 1
+    starts, ends = _run(plan, own_seconds, first_group, shared)
+    last = plan.rank_micro_batch_offsets[1:] - 1
+    rank_ends = np.where(np.diff(plan.rank_micro_batch_offsets) > 0, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
+    smallest = int(plan.capacity_tokens.min())
+    return Outcome(
+        end_seconds=float(rank_ends.max()),
+        rank_end_seconds=rank_ends,
+        rank_busy_seconds=segment_sums(own_seconds, plan.rank_micro_batch_offsets),
+        micro_batch_start_seconds=starts,
+        micro_batch_end_seconds=ends,
+        ideal_seconds=float(cost.work_seconds(plan.lengths).sum() / cluster.speeds.sum()),
+        traffic_tokens=int((plan.group_tokens * (plan.group_sizes - 1)).sum()),
+        minimal_traffic_tokens=int((plan.lengths * (-(-plan.lengths // smallest) - 1)).sum()),
+    )
+
+
+def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
+    """``[M]`` time of each micro-batch if its rank had to wait for nobody."""
+    squares = segment_sums(plan.lengths[plan.group_sequences].astype(np.float64) ** 2, plan.group_sequence_offsets)
+    work = cost.compute_seconds(plan.group_tokens, squares)
+    nodes = plan.group_ranks // cost.ranks_per_node
+    starts = plan.group_rank_offsets[:-1]
+    leaves_node = np.minimum.reduceat(nodes, starts) != np.maximum.reduceat(nodes, starts)
+    exposed = cost.exposed_seconds(plan.group_tokens, squares, plan.group_sizes, leaves_node)
+    share = plan.group_weights / np.repeat(segment_sums(plan.group_weights, plan.group_rank_offsets), plan.group_sizes)
+    ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
+    compute = work[plan.micro_batch_groups] * share[_member_places(plan, ranks)] / cluster.speeds[ranks]
+    per_entry = compute + exposed[plan.micro_batch_groups]
+    return segment_sums(per_entry, plan.micro_batch_group_offsets) + cost.micro_batch_seconds
+
+
+def _member_places(plan: Plan, entry_ranks: IntArray) -> IntArray:
+    """``[E]`` place in ``group_ranks`` of each (micro-batch, group) pair: both sides sorted by (group, rank) agree."""
+    by_entry = np.argsort(plan.micro_batch_groups * plan.num_ranks + entry_ranks, kind="stable")
+    groups = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
+    by_member = np.argsort(groups * plan.num_ranks + plan.group_ranks, kind="stable")
+    places = np.empty(len(by_entry), dtype=np.int64)
+    places[by_entry] = by_member
+    return places
+
+
+def _run(
+    plan: Plan, own_seconds: FloatArray, first_group: IntArray, shared: NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """Start and end of every micro-batch ``[M]``.
+
+    Local micro-batches never wait, so only shared ones have to be run in waves: those that all members have reached.
+    ``local[m]`` is the local time on a rank before micro-batch m, and ``delay[m]`` what shared ones add to it.
+    """
+    ranks = plan.micro_batch_ranks
+    alone = np.where(shared, 0.0, own_seconds)
+    local = _since_rank_start(alone, plan.rank_micro_batch_offsets)
+    joint = np.flatnonzero(shared)  # the shared micro-batches, rank by rank in order
+    joint_group = first_group[joint]
+    by_group = np.argsort(joint_group, kind="stable")
+    offsets = offsets_of(np.bincount(joint_group, minlength=plan.num_groups))
+    delay = np.zeros(len(joint) + 1)  # of the rank when it reaches each shared micro-batch
+    joint_end = np.zeros(len(joint))
+    is_first = np.ones(len(joint), dtype=bool)
+    is_first[1:] = ranks[joint[1:]] != ranks[joint[:-1]]
+    missing = plan.group_sizes - np.bincount(joint_group[is_first], minlength=plan.num_groups)
+    reached = joint_group[is_first]
+    num_run = 0
+    while len(wave := np.unique(reached[missing[reached] == 0])):
+        sizes = plan.group_sizes[wave]
+        places = by_group[concatenated_ranges(offsets[wave], offsets[wave + 1])]
+        runs = np.cumsum(sizes) - sizes
+        start = np.maximum.reduceat(delay[places] + local[joint[places]], runs)
+        end = np.repeat(start + np.maximum.reduceat(own_seconds[joint[places]], runs), sizes)
+        joint_end[places] = end
+        num_run += len(places)
+        following = places + 1
+        goes_on = (following < len(joint)) & ~np.append(is_first, True)[following]
+        delay[following[goes_on]] = (end - local[joint[places]])[goes_on]
+        reached = joint_group[following[goes_on]]
+        missing -= np.bincount(reached, minlength=plan.num_groups)
+    assert num_run == len(joint), f"{len(joint) - num_run} shared micro-batches wait for each other: not verified?"
+    # A local micro-batch starts when the last shared one before it on its rank has ended and the local ones between.
+    since = np.zeros(plan.num_micro_batches)
+    since[joint] = joint_end - local[joint]
+    starts = _last_shared(since, shared, plan) + local
+    ends = np.where(shared, 0.0, starts + alone)
+    ends[joint] = joint_end
+    group_length = np.zeros(plan.num_groups)
+    np.maximum.at(group_length, joint_group, own_seconds[joint])
+    starts[joint] = joint_end - group_length[joint_group]
+    return starts, ends
+
+
+def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:
+    """Running sum before each micro-batch, from 0 on every rank (summed per rank: no cancellation of large sums)."""
+    sums = np.concatenate(([0.0], np.cumsum(seconds)))
+    return sums[:-1] - np.repeat(sums[offsets[:-1]], np.diff(offsets))
+
+
+def _last_shared(values: FloatArray, shared: NDArray[np.bool_], plan: Plan) -> FloatArray:
+    """``values`` of the last shared micro-batch up to each micro-batch on its rank, 0 before the first."""
+    number = np.arange(plan.num_micro_batches)
+    last = np.maximum.accumulate(np.where(shared, number, -1)) if len(number) else number
+    first = np.repeat(plan.rank_micro_batch_offsets[:-1], np.diff(plan.rank_micro_batch_offsets))
+    return np.where(last >= first, values[np.maximum(last, 0)], 0.0)
+
+
+def evaluate_slowly(plan: Plan, *, cluster: Cluster, cost: CostModel) -> float:
+    """``evaluate(...).end_seconds``, event by event: the twin that tests compare with."""
+    queues = [list(plan.micro_batches_of(rank)) for rank in range(plan.num_ranks)]
+    clock = [0.0] * plan.num_ranks
+    while any(queues):
+        for queue in queues:
+            if not queue:
+                continue
+            members = plan.ranks_of(int(plan.groups_of(queue[0])[0])).tolist()
+            heads = [queues[member][0] if queues[member] else -1 for member in members]
+            group = plan.groups_of(queue[0])[0]
+            if all(head >= 0 and plan.groups_of(head)[0] == group for head in heads):
+                seconds = max(
+                    _one_member_seconds(plan, head, member, cluster, cost)
+                    for head, member in zip(heads, members, strict=True)
+                )
+                end = max(clock[member] for member in members) + seconds
+                for member in members:
+                    clock[member] = end
+                    queues[member].pop(0)
+                break
+        else:
+            raise AssertionError("no rank can go on: the plan deadlocks")
+    return max(clock)
+
+
+def _one_member_seconds(plan: Plan, micro_batch: int, rank: int, cluster: Cluster, cost: CostModel) -> float:
+    seconds = cost.micro_batch_seconds
+    for group in plan.groups_of(micro_batch).tolist():
+        lengths = plan.lengths[plan.sequences_of(group)].astype(float)
+        ranks, weights = plan.ranks_of(group).tolist(), plan.weights_of(group)
+        share = weights[ranks.index(rank)] / weights.sum()
+        tokens, squares, degree = lengths.sum(), (lengths**2).sum(), len(ranks)
+        leaves_node = len({member // cost.ranks_per_node for member in ranks}) > 1
+        seconds += float(cost.compute_seconds(tokens, squares)) * share / cluster.speeds[rank]
+        seconds += float(cost.exposed_seconds(tokens, squares, degree, leaves_node))
+    return seconds

@@ -1,0 +1,83 @@
+"""The baseline: a static mesh of data and context parallelism (paper section 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bytescale.common.errors import PlanError, problem
+from bytescale.cost import Cluster, CostModel
+from bytescale.plan import Plan
+from bytescale.planner.batch import checked_lengths, longest_first
+from bytescale.planner.draft import Draft, assemble, consecutive
+from bytescale.planner.packing import best_fit, grouped, smallest_capacity
+
+IntArray = NDArray[np.int64]
+
+
+def static_plan(
+    lengths: ArrayLike, *, cluster: Cluster, cost: CostModel | None = None, cp: int | None = None, context: int = 0
+) -> Plan:
+    """Pack to the context length; shard every sequence of a pack over all ranks of one mesh row.
+
+    1. The mesh has R / cp rows of ``cp`` consecutive ranks.
+    2. Best-fit packing, longest first, into packs of cp * C tokens. A sequence counts ``ceil(s / cp)`` on every rank,
+       its largest slice.
+    3. Packs go to the rows in turn.
+
+    Args:
+        lengths: ``[S]`` tokens per sequence.
+        cluster: the ranks; the smallest capacity counts for all.
+        cost: not looked at; here so that all planners are called alike.
+        cp: context-parallel degree, a divisor of R; None: the smallest that holds the context.
+        context: longest sequence that the mesh has to hold, when longer than the batch's.
+
+    Raises:
+        PlanError: for an impossible batch or a ``cp`` that does not divide R or cannot hold the longest sequence.
+    """
+    del cost
+    lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
+    capacity = smallest_capacity(cluster)
+    longest = int(lengths.max())
+    if cp is None:
+        cp = _smallest_cp(cluster.num_ranks, capacity, max(longest, context))
+    _check_mesh(cluster.num_ranks, capacity, cp, longest)
+    order = longest_first(lengths)
+    packs = best_fit(-(-lengths[order] // cp), capacity)
+    sequences, counts = grouped(order, packs)
+    num_rows = cluster.num_ranks // cp
+    number = np.arange(len(counts))
+    degrees = np.full(len(counts), cp)
+    draft = Draft(
+        sequences=sequences,
+        sequence_counts=counts,
+        ranks=consecutive(number % num_rows * cp, degrees),
+        degrees=degrees,
+        slots=number,
+    )
+    return assemble(draft, lengths=lengths, cluster=cluster, planner=f"static/cp{cp}")
+
+
+def _smallest_cp(num_ranks: int, capacity: int, context: int) -> int:
+    degrees = np.arange(1, num_ranks + 1)
+    holding = degrees[(num_ranks % degrees == 0) & (degrees * capacity >= context)]
+    return int(holding[0]) if len(holding) else num_ranks
+
+
+def _check_mesh(num_ranks: int, capacity: int, cp: int, longest: int) -> None:
+    if cp < 1 or num_ranks % cp:
+        raise PlanError(
+            problem(
+                f"cp = {cp} does not divide the {num_ranks} ranks",
+                so="the mesh would have a hole",
+                fix="use a divisor, or the balanced planner, which needs none",
+            )
+        )
+    if cp * capacity < longest:
+        raise PlanError(
+            problem(
+                f"a sequence of {longest} tokens exceeds cp = {cp} x {capacity} tokens",
+                so="no row of the mesh could hold it",
+                fix=f"raise cp to at least {-(-longest // capacity)}",
+            )
+        )
