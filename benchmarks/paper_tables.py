@@ -1,0 +1,255 @@
+"""The paper's section 8 from first principles: ours beside what it printed.
+
+    python benchmarks/paper_tables.py [--out FOLDER] [--batches 16]
+
+Simulates static, naive (Algorithm 1), paper (Algorithm 2) and adaptive for every model, context and data set, and the
+ablation of the 7B case. All that the paper leaves open is in ``paper_assumptions.py``; no number here is tuned. Prints
+tables, and writes ``paper_tables.json`` and ``paper_tables.png`` to the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import paper_assumptions as paper
+from bytescale.common.errors import PlanError
+from bytescale.common.units import format_count
+from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost.offload import choose_offload
+from bytescale.data.length_distributions import sample_lengths
+from bytescale.plan import Plan
+from bytescale.planner import adaptive_plan, paper_plan, static_plan
+from bytescale.simulator import ClusterConfig, LoaderConfig, simulate
+from paper_algorithm_1 import algorithm_1
+
+PLANNERS = ("static", "naive", "paper", "adaptive")
+CASE = "7B"
+WITHIN = 0.20
+
+
+class Setting:
+    """One model with its cluster, as all planners and the simulator see it."""
+
+    def __init__(self, model: paper.PaperModel) -> None:
+        self.model = model
+        self.profile: Profile = model.profile
+        self.devices = ClusterConfig(
+            num_gpus=model.num_gpus,
+            gpus_per_node=paper.GPUS_PER_NODE,
+            tp=model.tensor_parallel,
+            pp=model.pipeline_parallel,
+        )
+        per_node = self.devices.ranks_per_node
+        self.cluster = Cluster.uniform(self.devices.num_ranks, paper.CAPACITY_TOKENS, ranks_per_node=per_node)
+        self.cost: CostModel = self.profile.cost_model(
+            ranks_per_node=per_node, pipeline_parallel=model.pipeline_parallel
+        )
+        self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
+
+    def plan(self, planner: str, lengths: NDArray[np.int64], context: int) -> Plan:
+        """The plan of one of ``PLANNERS``."""
+        if planner == "static":
+            return static_plan(lengths, cluster=self.cluster, cp=context // paper.CAPACITY_TOKENS)
+        if planner == "naive":
+            return self.algorithm_1(lengths, offload=False)
+        if planner == "paper":
+            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=self.devices.pp > 1)
+        return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost)
+
+    def algorithm_1(self, lengths: NDArray[np.int64], *, offload: bool) -> Plan:
+        """Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
+        ratios, degrees = choose_offload(
+            self.profile,
+            lengths,
+            capacity_tokens=paper.CAPACITY_TOKENS,
+            num_layers=self.model.active.num_layers,
+            host_bytes=paper.HOST_BYTES,
+        )
+        if not offload:
+            ratios, degrees = np.zeros(len(lengths)), -(-lengths // paper.CAPACITY_TOKENS)
+        return algorithm_1(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
+
+    def seconds(self, plan: Plan, *, remote_loader: bool) -> float:
+        """Simulated step time, by plain 1F1B unless it deadlocks."""
+        loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
+        try:
+            return simulate(plan, self.profile, self.devices, loader=loader, schedule="1f1b").step_seconds
+        except PlanError:
+            return simulate(plan, self.profile, self.devices, loader=loader, schedule="aligned").step_seconds
+
+
+def stream(data_set: str, context: int, num_batches: int) -> list[NDArray[np.int64]]:
+    """``num_batches`` consecutive global batches of one shuffled corpus, whole sequences each."""
+    lengths = sample_lengths(data_set, num_batches * paper.BATCH_TOKENS, paper.SEED, context)
+    batch_of = np.minimum((np.cumsum(lengths) - lengths) // paper.BATCH_TOKENS, num_batches - 1)
+    return np.split(lengths, np.searchsorted(batch_of, np.arange(1, num_batches)))
+
+
+def speed_ups(num_batches: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One row per model, context and data set: mean step seconds of every planner."""
+    rows = []
+    for model in paper.MODELS:
+        setting = Setting(model)
+        for data_set in paper.DATA_SETS:
+            for context in paper.CONTEXTS:
+                report(f"{model.name} {data_set} {format_count(context)}")
+                batches = stream(data_set, context, num_batches if context == paper.CONTEXTS[-1] else num_batches // 4)
+                row: dict[str, Any] = {"model": model.name, "data_set": data_set, "context": context}
+                row |= {"tp": setting.devices.tp, "pp": setting.devices.pp, "ranks": setting.devices.num_ranks}
+                for planner in PLANNERS:
+                    times = [
+                        setting.seconds(setting.plan(planner, lengths, context), remote_loader=planner != "static")
+                        for lengths in batches
+                    ]
+                    row[planner] = float(np.mean(times))
+                rows.append(row)
+    return rows
+
+
+def ablation(num_batches: int) -> dict[str, float]:
+    """Mean seconds of the 7B, 2M, Byted case as one thing after the other is switched on."""
+    setting = Setting(next(model for model in paper.MODELS if model.name == CASE))
+    context = paper.CONTEXTS[-1]
+    totals: dict[str, list[float]] = {}
+    for lengths in stream("byted", context, num_batches):
+        balanced = setting.plan("paper", lengths, context)
+        adaptive = setting.plan("adaptive", lengths, context)
+        steps = (
+            ("static", setting.plan("static", lengths, context), False),
+            ("dynamic communication", setting.algorithm_1(lengths, offload=False), False),
+            ("offloading", setting.algorithm_1(lengths, offload=True), False),
+            ("balance", balanced, False),
+            ("remote loader", balanced, True),
+            ("adaptive instead of Algorithm 2", adaptive, True),
+        )
+        for name, plan, remote in steps:
+            totals.setdefault(name, []).append(setting.seconds(plan, remote_loader=remote))
+    return {name: float(np.mean(seconds)) for name, seconds in totals.items()}
+
+
+def doubling_slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Geometric mean of what each doubling of the context multiplies the step time by: 7B, github."""
+    mine = [row for row in rows if row["model"] == CASE and row["data_set"] == "github"]
+    doublings = np.log2(mine[-1]["context"] / mine[0]["context"])
+    return {planner: float((mine[-1][planner] / mine[0][planner]) ** (1 / doublings)) for planner in PLANNERS}
+
+
+def print_tables(console: Console, rows: list[dict[str, Any]], steps: dict[str, float]) -> None:
+    """Everything on the console; marks met are within 20 % of the published number."""
+    table = Table(title="Speed-up over the static mesh")
+    for name in ("model", "tp", "pp", "ranks", "data", "context", "static s", "naive", "paper", "adaptive"):
+        table.add_column(name, justify="right")
+    table.add_column("published", justify="right")
+    table.add_column("paper / published", justify="right")
+    for row in rows:
+        ratios = [f"{row['static'] / row[name]:.2f}" for name in PLANNERS[1:]]
+        published = _published(row)
+        table.add_row(
+            row["model"],
+            *(str(row[name]) for name in ("tp", "pp", "ranks", "data_set")),
+            format_count(row["context"]),
+            f"{row['static']:.1f}",
+            *ratios,
+            f"{published:.2f}" if published else "",
+            _verdict(row["static"] / row["paper"] / published) if published else "",
+        )
+    console.print(table)
+    table = Table(title="Ablation: 7B, 2M, byted, 1024 GPUs")
+    for name in ("with", "step s", "speed-up", "published", "ours / published"):
+        table.add_column(name, justify="right")
+    for name, seconds in steps.items():
+        ours, published = steps["static"] / seconds, paper.ABLATION.get(name)
+        verdict = _verdict(ours / published) if published else ""
+        table.add_row(name, f"{seconds:.1f}", f"{ours:.2f}", str(published or ""), verdict)
+    console.print(table)
+    slopes = doubling_slopes(rows)
+    table = Table(title="Step time per doubling of the context, 7B, github")
+    for name in ("planner", "ours", "published"):
+        table.add_column(name, justify="right")
+    for name in PLANNERS:
+        table.add_row(name, f"{slopes[name]:.2f}", str(paper.SLOW_DOWN_PER_DOUBLING.get(name, "")))
+    console.print(table)
+
+
+def _published(row: dict[str, Any]) -> float | None:
+    at_2m = row["context"] == paper.CONTEXTS[-1]
+    return paper.SPEED_UPS[row["data_set"]].get(row["model"]) if at_2m else None
+
+
+def _verdict(ratio: float) -> str:
+    return f"{ratio:.2f}" + (" ok" if 1 - WITHIN <= ratio <= 1 + WITHIN else " MISSED")
+
+
+def plot(rows: list[dict[str, Any]], steps: dict[str, float], path: Path) -> None:
+    """Speed-ups at 2M per model and data set, and the ablation, beside the published numbers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(16, 4.6), layout="constrained", width_ratios=(6, 6, 5))
+    names = [model.name for model in paper.MODELS]
+    bars = ("naive", "paper", "adaptive", "published")
+    colours = {"naive": "#c9d6e2", "paper": "#7fa8cc", "adaptive": "#1f5f99", "published": "#e08a3c"}
+    for axis, data_set in zip(axes, paper.DATA_SETS, strict=False):
+        at_2m = {row["model"]: row for row in rows if row["data_set"] == data_set and row["context"] == 2**21}
+        for place, name in enumerate(bars):
+            heights = [
+                (_published(at_2m[model]) or np.nan)
+                if name == "published"
+                else at_2m[model]["static"] / at_2m[model][name]
+                for model in names
+            ]
+            shown = axis.bar(np.arange(len(names)) + 0.2 * (place - 1.5), heights, 0.2, label=name, color=colours[name])
+            axis.bar_label(shown, fmt="%.1f", fontsize=7)
+        axis.set_xticks(np.arange(len(names)), names)
+        axis.set_title(f"Speed-up over static, 2M context, {data_set}", fontsize=10)
+        axis.legend(fontsize=8)
+    stages = list(steps)
+    for place, (label, colour) in enumerate((("ours", "#1f5f99"), ("published", "#e08a3c"))):
+        heights = [
+            steps["static"] / steps[name]
+            if label == "ours"
+            else paper.ABLATION.get(name, 1.0 if name == "static" else np.nan)
+            for name in stages
+        ]
+        shown = axes[2].barh(np.arange(len(stages)) + 0.38 * (place - 0.5), heights, 0.38, label=label, color=colour)
+        axes[2].bar_label(shown, fmt="%.2f", fontsize=7)
+    axes[2].set_yticks(np.arange(len(stages)), stages, fontsize=8)
+    axes[2].invert_yaxis()
+    axes[2].set_title("Ablation: 7B, 2M, byted", fontsize=10)
+    axes[2].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
+    parser.add_argument("--batches", type=int, default=paper.BATCHES, help="at 2M; a quarter of them at other contexts")
+    arguments = parser.parse_args()
+    console = Console(width=150)
+    began = time.perf_counter()
+    rows = speed_ups(arguments.batches, lambda text: print(f"\r{text:30}", end="", file=sys.stderr, flush=True))
+    print(file=sys.stderr)
+    steps = ablation(arguments.batches)
+    print_tables(console, rows, steps)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    content = {"speed_ups": rows, "ablation_seconds": steps, "slow_down_per_doubling": doubling_slopes(rows)}
+    (arguments.out / "paper_tables.json").write_text(json.dumps(content, indent=1))
+    plot(rows, steps, arguments.out / "paper_tables.png")
+    console.print(f"{time.perf_counter() - began:.0f} s; JSON and PNG in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
