@@ -105,9 +105,7 @@ def reference_step(model: Llama, batch: Batch) -> StepOutcome:
     total = torch.zeros((), dtype=torch.float64)
     model.zero_grad()
     for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
-        hidden = model(
-            tokens, torch.arange(len(tokens)), lambda q, k, v, n=len(tokens): reference_attention(q, k, v, [n])
-        )
+        hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
         loss = reference_cross_entropy(hidden, model.head_weight, labels) / batch.num_targets
         loss.backward()
         total += loss.detach().double()

@@ -48,15 +48,6 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                 fix='use a divisor of the ranks, or planner.name = "balanced", which needs none',
             )
         )
-    if config.optimizer.warmup_steps > config.trainer.steps:
-        raise ConfigError(
-            problem(
-                f"optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds trainer.steps = "
-                f"{config.trainer.steps}",
-                so="the peak learning rate would never be reached",
-                fix="lower one or raise the other",
-            )
-        )
     if config.trainer.resume and not config.trainer.run_dir:
         raise ConfigError(
             problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")

@@ -57,18 +57,13 @@ class ShardedAdamW:
         self._publish()
 
     def states(self) -> dict[str, Tensor]:
-        """This rank's slices ``[shard_size]``, views: master weights and both moments. Made at first use."""
+        """This rank's slices ``[shard_size]``: master weights and both moments, to be read or filled in place."""
         state = self._adam.state[self.master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
             state["exp_avg"] = torch.zeros_like(self.master)
             state["exp_avg_sq"] = torch.zeros_like(self.master)
-        return {"master": self.master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-
-    @property
-    def num_updates(self) -> int:
-        """Updates made so far (Adam's bias correction depends on it)."""
-        return int(self._adam.state[self.master].get("step", 0))
+        return {"master": self.master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def restore(self, num_updates: int) -> None:
         """Call after ``states()`` have been filled in place: sets the update count and publishes the parameters."""

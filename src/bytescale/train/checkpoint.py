@@ -11,14 +11,13 @@ import json
 import os
 import re
 import shutil
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -48,6 +47,7 @@ class Checkpointer:
         self.folder = folder
         self.ranks = ranks
         self.config = config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
         self._pending: tuple[Future[Any], Path, Path] | None = None
         if ranks.is_first and folder.exists():
             for leftover in folder.glob(".step-*.tmp"):  # of a run that was killed while writing
@@ -63,15 +63,13 @@ class Checkpointer:
             hidden.mkdir(parents=True, exist_ok=True)
             (hidden / _STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
         torch.distributed.barrier(group=self.ranks.checkpoint_group)
-        tensors = {name: self._sharded(tensor, optimizer) for name, tensor in optimizer.states().items()}
-        group = self.ranks.checkpoint_group
-        if self.config.background:
-            future = dcp.async_save(tensors, checkpoint_id=str(hidden), process_group=group)
-            assert isinstance(future, Future), "async_save without a stager returns the upload's future"
-            self._pending = (future, hidden, final)
-        else:
-            dcp.save(tensors, checkpoint_id=str(hidden), process_group=group)
-            self._publish(hidden, final)
+        tensors = self._host_copies(optimizer)
+        writing = self._thread.submit(
+            dcp.save, tensors, checkpoint_id=str(hidden), process_group=self.ranks.checkpoint_group
+        )
+        self._pending = (writing, hidden, final)
+        if not self.config.background:
+            self.finish()
 
     def poll(self) -> None:
         """Publish a background checkpoint if its files are complete. Cheap; call once a step."""
@@ -95,8 +93,11 @@ class Checkpointer:
         """
         state = read_run_state(path)
         _check_same_model(path, state, expected)
-        tensors = {name: self._sharded(tensor, optimizer) for name, tensor in optimizer.states().items()}
+        tensors = self._host_copies(optimizer)
         dcp.load(tensors, checkpoint_id=str(path), process_group=self.ranks.checkpoint_group)
+        for name, state_tensor in optimizer.states().items():
+            loaded = tensors[name].to_local()
+            state_tensor[: loaded.numel()].copy_(loaded)
         optimizer.restore(state.step)
         return state
 
@@ -127,14 +128,22 @@ class Checkpointer:
             old.replace(doomed)  # renamed first: a half-deleted folder is never taken for a checkpoint
             shutil.rmtree(doomed)
 
-    def _sharded(self, shard: Tensor, optimizer: ShardedAdamW) -> DTensor:
-        """This rank's slice, without the padding, as one shard of the flat ``[num_elements]`` tensor."""
+    def _host_copies(self, optimizer: ShardedAdamW) -> dict[str, DTensor]:
+        """This rank's slices, without the padding, copied to host memory as shards of flat ``[num_elements]`` tensors.
+
+        A copy, because training goes on while it is written. (DCP's own stager would copy the whole storage that a
+        slice is a view of.)
+        """
         flat, hdp = optimizer.parameters, self.ranks.hdp
         size = min(max(flat.num_elements - hdp.rank * flat.shard_size, 0), flat.shard_size)
-        assert hdp.group is not None, "training always has a process group, of one rank if need be"
-        mesh = DeviceMesh.from_group(hdp.group, self.ranks.device.type)
+        mesh = DeviceMesh.from_group(self.ranks.checkpoint_group, "cpu")
         whole = torch.Size([flat.num_elements])
-        return DTensor.from_local(shard.detach()[:size], mesh, [Shard(0)], run_check=False, shape=whole, stride=(1,))
+        return {
+            name: DTensor.from_local(
+                tensor.detach()[:size].to("cpu", copy=True), mesh, [Shard(0)], run_check=False, shape=whole, stride=(1,)
+            )
+            for name, tensor in optimizer.states().items()
+        }
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

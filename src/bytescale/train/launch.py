@@ -87,10 +87,18 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _message(failure: ProcessFailure) -> str:
-    return str(failure.message).split(": ", 1)[-1] if _error_type(failure) else str(failure.message)
+    """What the rank's exception said, without its type where the text stands for itself."""
+    _, _, text = _record(failure).partition(": ")
+    return text if _error_type(failure) in (*_USER_ERRORS, "RankFailure") else _record(failure)
 
 
 def _error_type(failure: ProcessFailure) -> str:
     """``"DataError"`` from torchrun's record ``"DataError: the corpus is empty"``; empty if there is none."""
-    head, colon, _ = str(failure.message).partition(": ")
+    head, colon, _ = _record(failure).partition(": ")
     return head if colon and head.isidentifier() else ""
+
+
+def _record(failure: ProcessFailure) -> str:
+    """torchrun's note of the exception, a string or a dictionary with the stack trace beside it."""
+    message: object = failure.message
+    return str(message["message"]) if isinstance(message, dict) else str(message)

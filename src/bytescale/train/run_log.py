@@ -47,12 +47,11 @@ class RunLog:
             self._text.close()
 
     def open(self, *, resume: bool) -> None:
-        """Create the run folder (or find it, when resuming) and its files."""
+        """Create the run folder (or find it, when resuming)."""
         if self._print is None:
             return
         self.run.create(self.config, resume=resume)
         self._text = self.run.log.open("a", encoding="utf-8")
-        self._metrics = MetricsFile(self.run, tensorboard=self.config.trainer.tensorboard)
 
     def resumed(self, checkpoint: Path | None, steps_done: int) -> None:
         """Say where the run continues, and forget metrics of steps that will be taken again."""
@@ -69,6 +68,7 @@ class RunLog:
         if self._introduced or self._print is None:
             return
         self._introduced = True
+        self._metrics = MetricsFile(self.run, tensorboard=self.config.trainer.tensorboard)
         shape, hdp = job.architecture, job.ranks.hdp
         dtype = str(job.ranks.dtype).removeprefix("torch.")
         self.say(

@@ -1,0 +1,85 @@
+"""Small training runs for the tests: a corpus with a heavy tail, a model that steps in milliseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PlannerConfig,
+    TrainerConfig,
+)
+from bytescale.train import train
+from tests.helpers.forks import run_forked
+
+WORDS = ("the", "ring", "moves", "keys", "around", "and", "every", "rank", "waits", "for", "none", "of", "them")
+
+
+def write_corpus(folder: Path, num_documents: int = 60, seed: int = 0) -> Path:
+    """Documents of a few to some hundred bytes, most of them short; learnable text."""
+    random = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    lengths = np.minimum(random.lognormal(2.0, 1.3, num_documents).astype(int) + 1, 90)
+    for number, length in enumerate(lengths):
+        (folder / f"{number:03d}.txt").write_text(" ".join(random.choice(WORDS, length)), encoding="utf-8")
+    return folder
+
+
+def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
+    """Byte tokenizer, context 256 on ranks of 128 tokens at least (256 for one rank)."""
+    return Config(
+        model=ModelConfig(preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48),
+        data=DataConfig(
+            sources=(str(corpus),), context_length=256, batch_tokens=640, cache_dir=str(corpus.parent / "cache")
+        ),
+        parallel=ParallelConfig(capacity_tokens=256, timeout_seconds=30.0),
+        planner=PlannerConfig(verify="full"),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
+        trainer=TrainerConfig(**{"steps": 8, "dtype": "fp32", "run_dir": str(run_dir), "device": "cpu", **trainer}),  # type: ignore[arg-type]
+        checkpoint=CheckpointConfig(every=3, keep=2),
+    )
+
+
+def on_ranks(config: Config, num_ranks: int, capacity_tokens: int = 256) -> Config:
+    return replace(config, parallel=replace(config.parallel, ranks=num_ranks, capacity_tokens=capacity_tokens))
+
+
+def with_trainer(config: Config, **changes: object) -> Config:
+    return replace(config, trainer=replace(config.trainer, **changes))
+
+
+def run(config: Config) -> list[float]:
+    """Train in forked ranks; the losses in metrics.jsonl, in order."""
+    run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=lambda line: None)))
+    return losses(Path(config.trainer.run_dir))
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir)]
+
+
+def interrupt(config: Config, *, after_step: int) -> None:
+    """Train until the first rank dies without a word after a step, as by kill -9; checkpoints are written at once."""
+    config = replace(config, checkpoint=replace(config.checkpoint, background=False))
+
+    def die_at(line: str) -> None:
+        if line.strip().startswith(f"step {after_step}/") or f" {after_step}/" in line.split("loss")[0]:
+            os._exit(9)
+
+    with pytest.raises(AssertionError, match="rank 0: died without an answer"):
+        run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=die_at)))
