@@ -1,8 +1,8 @@
 """Placing the shared groups: blocks of consecutive ranks on which nobody waits.
 
-Each shared group is a rectangle, D ranks wide and ``seconds`` high. They are placed widest first. A *plateau* is a run
-of consecutive ranks that become free at the same moment; a rectangle goes to the lowest plateau that is wide enough,
-and cuts it in two::
+Each shared group is a rectangle, D ranks wide and as high as it takes time. They are placed widest first. A *plateau*
+is a run of consecutive ranks that become free at the same moment; a rectangle goes to the lowest plateau that is wide
+enough, and cuts it in two::
 
     free at                     +-------+            plateau of 5 ranks free at 0, rectangle of 3:
        ^          ->            |   3   |            a plateau of 3 ranks free at its end,
@@ -10,43 +10,157 @@ and cuts it in two::
        |      5        |        |   3   |  2  |
 
 All members of a group so are free at the same moment, by construction. What a plateau is too narrow for, narrower
-groups and, in the end, whole sequences fill.
+groups and, in the end, whole sequences fill. Where they would not, the rectangle *grows* (more ranks, less time):
+
+* when it would end after the target and a wider one on this plateau would not;
+* when it would leave a strip that is narrow against the plateau (less than ``snap`` of it) and for which the narrower
+  groups have too little work (``HALL``): then it takes the whole plateau.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.cost import CostModel
+from bytescale.planner.target import is_ideal
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
+HALL = 0.25
+"""Strips may lock as much time as this share of the work that is narrow enough for them (tried 0.1 to 1)."""
 
-def place_blocks(degrees: IntArray, seconds: FloatArray, num_ranks: int) -> tuple[IntArray, FloatArray]:
-    """First rank of each rectangle ``[G]``, and when each rank is free after all of them ``[R]``.
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """Where the shared groups are. G groups, widest first; R ranks."""
+
+    first: IntArray  # [G] first rank
+    degrees: IntArray  # [G] ranks of each, after growing
+    free_at: FloatArray  # [R] when each rank is done with all of them
+
+
+def place_blocks(
+    lengths: IntArray,
+    degrees: IntArray,
+    *,
+    cost: CostModel,
+    num_ranks: int,
+    target: float,
+    snap: float,
+    narrow_work: FloatArray,
+    may_snap: NDArray[np.bool_] | None = None,
+) -> Blocks:
+    """Place one rectangle per sequence.
 
     Args:
-        degrees: ``[G]`` widths, in descending order, each at most ``num_ranks``.
-        seconds: ``[G]`` heights.
+        lengths: ``[G]`` tokens.
+        degrees: ``[G]`` fewest ranks of each, descending.
+        cost: tells the time of a group.
         num_ranks: R.
+        target: time by which all should end.
+        snap: see above; 0 never takes a whole plateau to spare a strip.
+        narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree.
+        may_snap: ``[G]`` groups that may; None: all.
     """
+    seconds_on = _timer(cost)
     usable = [(0.0, 0, num_ranks)]  # a heap of plateaus at least as wide as the current degree: (free at, first, width)
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
-    first = np.empty(len(degrees), dtype=np.int64)
-    for group, (degree, height) in enumerate(zip(degrees.tolist(), seconds.tolist(), strict=True)):
+    split_at_nodes = not is_ideal(cost)
+    locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
+    first, taken = np.empty_like(degrees), degrees.copy()
+    works = cost.work_seconds(lengths).tolist()
+    for group, (length, degree, work) in enumerate(zip(lengths.tolist(), degrees.tolist(), works, strict=True)):
+        if split_at_nodes and degree <= cost.ranks_per_node:
+            usable, narrow = _split_at_nodes(usable, narrow, cost.ranks_per_node, degree)
+            split_at_nodes = False
         while narrow and -narrow[0][0] >= degree:
             width, time, start = heapq.heappop(narrow)
             heapq.heappush(usable, (time, start, -width))
         time, start, width = heapq.heappop(usable)
-        first[group] = start
-        heapq.heappush(usable, (time + height, start, degree))
-        if width - degree >= degree:
-            heapq.heappush(usable, (time, start + degree, width - degree))
-        elif width > degree:
-            heapq.heappush(narrow, (degree - width, time, start + degree))
-    plateaus = [(start, time) for time, start, _ in usable] + [(start, time) for _, time, start in narrow]
-    plateaus.sort()
+        chosen, height = degree, seconds_on(work, length, degree)
+        if time + height > target:
+            chosen, height = _grow(seconds_on, work, length, degree, width, target - time)
+        strip = width - chosen
+        if 0 < strip < degree:
+            area = strip * (target - time)
+            too_little_work = locked[strip] + area > HALL * narrow_work[strip]
+            if strip <= snap * width and too_little_work and (may_snap is None or may_snap[group]):
+                chosen, height, strip = width, seconds_on(work, length, width), 0
+            else:
+                locked[strip : degree + 1] += area
+        first[group], taken[group] = start, chosen
+        heapq.heappush(usable, (time + height, start, chosen))
+        if strip >= degree:
+            heapq.heappush(usable, (time, start + chosen, strip))
+        elif strip > 0:
+            heapq.heappush(narrow, (-strip, time, start + chosen))
+    return Blocks(first=first, degrees=taken, free_at=_free_at(usable, narrow, num_ranks))
+
+
+def _timer(cost: CostModel) -> Callable[[float, int, int], float]:
+    """``cost.group_seconds`` of one sequence in plain floats, some 20 times faster for a single value."""
+    launch = cost.micro_batch_seconds
+    if is_ideal(cost):
+        return lambda work, length, degree: work / degree + launch
+    latency, squares = cost.ring_step_seconds, cost.attention_seconds_per_pair
+    intra = cost.ring_bytes_per_token / cost.intra_node_bytes_per_second
+    inter = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second
+    node = cost.ranks_per_node
+
+    def seconds_on(work: float, length: int, degree: int) -> float:
+        transfer = (inter if degree > node else intra) * length / degree + latency
+        block = squares * length * length / (degree * degree)
+        return work / degree + (degree - 1) * max(transfer - block, 0.0) + launch
+
+    return seconds_on
+
+
+def _grow(
+    seconds_on: Callable[[float, int, int], float], work: float, length: int, degree: int, width: int, room: float
+) -> tuple[int, float]:
+    """Fewest ranks up to ``width`` that end within ``room`` seconds; where none do, the best of fewest and all."""
+    if room > 0:
+        asked, beside_compute = degree, 0.0
+        for _ in range(4):
+            if beside_compute >= room:
+                break
+            asked = max(asked + 1, -int(-work // (room - beside_compute)))
+            if asked > width:
+                break
+            height = seconds_on(work, length, asked)
+            if height <= room * (1 + 1e-9):
+                return asked, height
+            beside_compute = height - work / asked
+    fewest, all_of_it = seconds_on(work, length, degree), seconds_on(work, length, width)
+    return (degree, fewest) if fewest <= all_of_it else (width, all_of_it)
+
+
+def _split_at_nodes(
+    usable: list[tuple[float, int, int]], narrow: list[tuple[int, float, int]], node: int, degree: int
+) -> tuple[list[tuple[float, int, int]], list[tuple[int, float, int]]]:
+    """Cut all plateaus at node boundaries, so that no group that fits into a node leaves it."""
+    plateaus = [*usable, *((time, start, -width) for width, time, start in narrow)]
+    wide, rest = [], []
+    for time, start, width in plateaus:
+        edges = [start, *range((start // node + 1) * node, start + width, node), start + width]
+        for left, right in pairwise(edges):
+            if right - left >= degree:
+                wide.append((time, left, right - left))
+            else:
+                rest.append((left - right, time, left))
+    heapq.heapify(wide)
+    heapq.heapify(rest)
+    return wide, rest
+
+
+def _free_at(usable: list[tuple[float, int, int]], narrow: list[tuple[int, float, int]], num_ranks: int) -> FloatArray:
+    plateaus = sorted([(start, time) for time, start, _ in usable] + [(start, time) for _, time, start in narrow])
     starts = np.array([start for start, _ in plateaus] + [num_ranks], dtype=np.int64)
-    return first, np.repeat(np.array([time for _, time in plateaus]), np.diff(starts))
+    return np.repeat(np.array([time for _, time in plateaus]), np.diff(starts))
