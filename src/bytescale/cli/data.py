@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bytescale.cli.options import parse
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config.schema import DataConfig
@@ -32,7 +35,7 @@ _SHOWN_SKIPPED = 5
 class TokenizeConfig:
     """Turn folders, text, JSONL, Parquet or .bin/.idx files into one Megatron .bin/.idx pair."""
 
-    sources: tuple[str, ...]
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders, files or globs; `python:stdlib` is the running interpreter's own standard library."""
     output: str
     """Prefix of the pair: OUTPUT.bin and OUTPUT.idx (and OUTPUT.meta.json, which says how they were made)."""
@@ -60,7 +63,7 @@ class TokenizeConfig:
 class StatsConfig:
     """Show how the tokens of a corpus are spread over document lengths."""
 
-    sources: tuple[str, ...]
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional]
     """What `data tokenize` takes; of an .idx alone only the lengths are read."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending."""
@@ -80,6 +83,24 @@ class StatsConfig:
     """Length distributions of the paper to print beside it."""
     json: bool = False
     """Print JSON instead of a table."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """``bytescale data tokenize|stats``; returns the exit code."""
+    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    if name == "tokenize":
+        return tokenize_command(parse(TokenizeConfig, rest, prog="bytescale data tokenize"))
+    if name == "stats":
+        return stats_command(parse(StatsConfig, rest, prog="bytescale data stats"))
+    usage = (
+        "bytescale data tokenize SOURCE ... --output PREFIX   turn text, JSONL or Parquet into PREFIX.bin and .idx\n"
+        "bytescale data stats SOURCE ...                      how the tokens are spread over document lengths\n"
+        "\n`bytescale data tokenize --help` and `bytescale data stats --help` list the options."
+    )
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    raise ConfigError(problem(f"`bytescale data {name}` is not a command".replace("  ", " "), fix=usage))
 
 
 def tokenize_command(config: TokenizeConfig) -> int:
@@ -106,7 +127,7 @@ def tokenize_command(config: TokenizeConfig) -> int:
         )
     _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
     console.print(
-        f"Next: bytescale data stats --sources {bin_path}, or train with data.sources = [{str(bin_path)!r}]",
+        f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]",
         markup=False,
         soft_wrap=True,
     )

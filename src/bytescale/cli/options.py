@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from bytescale.common.errors import ConfigError
+from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import parse_count
+from bytescale.config import Config
+from bytescale.config.load import nearest
 
 Options = TypeVar("Options")
 
@@ -25,9 +28,27 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, defaul
             options,
             args=list(arguments),
             prog=prog,
-            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
             **extra,
         )
+
+
+def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -> None:
+    """Raise ``ConfigError`` with the nearest name for a ``--section.key`` that no setting has.
+
+    ``also`` are options of the command itself. The parser would say that the option is unknown, but not what is near.
+    """
+    config = Config()
+    settings = [
+        f"{section.name}.{spec.name}" for section in fields(config) for spec in fields(getattr(config, section.name))
+    ]
+    known = ["--" + name.replace("_", "-") for name in settings] + list(also)
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in (*known, "--help"):
+            raise ConfigError(
+                problem(f"unknown option {name}", so="the setting would have no effect", fix=nearest(name, known))
+            )
 
 
 def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from bytescale.cli.options import leading_path, parse
+from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config, config_to_toml, load_config, validate
 
@@ -27,7 +27,7 @@ class TrainOptions:
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
-    config: Annotated[Config, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
     """All settings."""
 
 
@@ -55,6 +55,7 @@ def run(arguments: Sequence[str]) -> int:
 def read_options(arguments: Sequence[str]) -> TrainOptions:
     """The config file (or the resumed run's), with the command line over it and the run folder decided."""
     path, rest = leading_path(arguments)
+    check_setting_names(rest, also=("--resume", "--dry-run"))
     resumed = _value_of(rest, "--resume")
     if path is not None and resumed is not None:
         raise ConfigError(

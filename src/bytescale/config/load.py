@@ -51,7 +51,7 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     """A hint ``did you mean ...?`` or the list of what exists."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
+    return f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
 
 
 def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: str) -> Section:

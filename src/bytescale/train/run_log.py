@@ -110,7 +110,7 @@ class RunLog:
         self.say("next    train on, on other ranks if you like:")
         self.say(f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks 2")
         self.say("        see how a batch would lie on 64 ranks:")
-        self.say(f"          bytescale plan {self.run.config} --parallel.ranks 64")
+        self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
 
     def say(self, line: str) -> None:
         """To the console and to log.txt."""
