@@ -36,11 +36,12 @@ def test_trace_of_some_ranks_only() -> None:
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     step = simulate(local_plan([[6, 6], [6]]), profile(), ClusterConfig(num_gpus=2))
-    picture, ranks = raster(step, step.step_seconds)
-    assert ranks == 2
-    assert (picture[0] > 0).all()
-    assert (picture[1] > 0).mean() == pytest.approx(0.5, abs=0.01)  # the second half is waiting
-    draw_steps({"uneven": step}, tmp_path / "ranks.png")
+    picture, num_stages = raster(step, step.step_seconds)
+    assert num_stages == 1
+    assert not (picture[0] == 0).any()
+    assert (picture[1] == 0).mean() == pytest.approx(0.5, abs=0.01)  # the second half is waiting
+    staged = simulate(deadlocking_plan(), profile(), ClusterConfig(num_gpus=4, pp=2))
+    draw_steps({"uneven": step, "two stages": staged}, tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").stat().st_size > 1000
 
 

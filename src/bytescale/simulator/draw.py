@@ -14,13 +14,15 @@ from bytescale.simulator.result import SimulatedStep
 
 COLUMNS = 1600  # of time
 MAX_ROWS = 512  # ranks x stages that are drawn, spread evenly
+MIN_OUTLINED = 12  # columns of a task that is set apart from the next by a line
 _IDLE, _SYNC, _LOCAL = 0.0, 1.0, 2.0  # then 2 + log2 of the degree
 
 
 def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     """One panel per step, on one time axis, so that two plans of a batch can be compared by eye.
 
-    Colour is the degree, the number of ranks that share the micro-batch; white is waiting, grey the gradient sync.
+    Colour is the degree, the number of ranks that share the micro-batch; pale red is waiting, grey the gradient sync. A
+    thin white line ends each micro-batch's forward and backward where there is room for it.
     Raises ``BytescaleError`` when matplotlib is not installed.
     """
     pyplot, colors = _matplotlib()
@@ -29,11 +31,19 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     highest = max(float(step.events.loads.degree.max()) for step in steps.values())
     levels = int(np.ceil(np.log2(highest)))
     palette = _palette(pyplot, levels)
+    heights = [1.7 + 0.6 * step.timeline.start.shape[1] for step in steps.values()]
     figure, axes = pyplot.subplots(
-        len(steps), 1, figsize=(12, 0.9 + 2.3 * len(steps)), sharex=True, squeeze=False, layout="constrained"
+        len(steps),
+        1,
+        figsize=(12, 0.9 + sum(heights)),
+        height_ratios=heights,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, (title, step) in zip(axes[:, 0], steps.items(), strict=True):
-        picture, ranks = raster(step, longest)
+        picture, num_stages = raster(step, longest)
+        num_rows = step.events.num_ranks * num_stages
         axis.imshow(
             picture,
             aspect="auto",
@@ -41,7 +51,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
             cmap=colors.ListedColormap(palette),
             vmin=-0.5,
             vmax=len(palette) - 0.5,
-            extent=(0, longest / unit, ranks, 0),
+            extent=(0, longest / unit, num_rows, 0),
         )
         axis.axvline(step.step_seconds / unit, color="black", linewidth=1)
         waiting = (step.dp_bubble + step.pp_bubble + step.wait_members).mean() / step.step_seconds
@@ -49,6 +59,8 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
             f"{title}: {format_seconds(step.step_seconds)}, ranks wait {waiting:.0%} of it", loc="left", fontsize=10
         )
         axis.set_ylabel("rank")
+        if num_stages > 1:
+            _mark_stages(axis, num_stages, step.events.num_ranks)
     axes[-1, 0].set_xlabel(f"time in {name}")
     _legend(figure, palette, levels)
     figure.savefig(path, dpi=130)
@@ -56,7 +68,11 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
 
 
 def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], int]:
-    """``[rows, COLUMNS]`` colour number per rank (stages below each other) and time, and the number of ranks."""
+    """``[rows, COLUMNS]`` colour number per rank and time, all ranks of the first stage, then of the next; and how many
+    stages there are.
+
+    NaN, which is drawn as nothing: after the step, and between tasks.
+    """
     events, timeline = step.events, step.timeline
     num_stages = timeline.start.shape[1]
     shown = min(events.num_ranks, max(1, MAX_ROWS // num_stages))
@@ -68,21 +84,35 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
     visible = np.flatnonzero(rows >= 0)
     colour = _LOCAL + np.ceil(np.log2(events.loads.degree))
     scale = COLUMNS / seconds
+    picture[:, round(step.step_seconds * scale) :] = np.nan
     for stage in range(num_stages):
         for direction in range(2):
             start = np.round(timeline.start[:, stage, direction][events.micro_batch_events] * scale).astype(int)
             end = np.round(timeline.end[:, stage, direction][events.micro_batch_events] * scale).astype(int)
             for item in visible.tolist():
-                picture[rows[item] * num_stages + stage, start[item] : max(end[item], start[item] + 1)] = colour[item]
+                row = picture[stage * len(ranks) + rows[item]]
+                row[start[item] : max(end[item], start[item] + 1)] = colour[item]
+                if end[item] - start[item] > MIN_OUTLINED:
+                    row[end[item] - 1] = np.nan
         begin = timeline.end[:, stage].max()
         finish = begin + step.sync_seconds[0, stage]
-        picture[stage::num_stages, round(begin * scale) : round(finish * scale)] = _SYNC
-    return picture, events.num_ranks
+        band = slice(stage * len(ranks), (stage + 1) * len(ranks))
+        picture[band, round(begin * scale) : round(finish * scale)] = _SYNC
+    return picture, num_stages
+
+
+def _mark_stages(axis: Any, num_stages: int, num_ranks: int) -> None:
+    for stage in range(1, num_stages):
+        axis.axhline(stage * num_ranks, color="black", linewidth=0.8)
+    axis.set_yticks(
+        [(stage + 0.5) * num_ranks for stage in range(num_stages)], [f"stage {p}" for p in range(num_stages)]
+    )
+    axis.set_ylabel(f"{num_ranks} ranks a stage")
 
 
 def _palette(pyplot: Any, levels: int) -> list[Any]:
     degrees = pyplot.get_cmap("plasma")(np.linspace(0.95, 0.05, levels)) if levels else []
-    return ["white", "#b0b0b0", "#4a90c2", *degrees]
+    return ["#f7d9d5", "#a8a8a8", "#4a90c2", *degrees]
 
 
 def _legend(figure: Any, palette: list[Any], levels: int) -> None:

@@ -1,0 +1,142 @@
+"""The batch that ``plan`` and ``simulate`` look at: a file of lengths, a named distribution, or a config's corpus; and
+the costs that they believe in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.config import Config, ModelConfig, resolve_architecture
+from bytescale.cost import Links, Profile, load_profile
+from bytescale.cost.profile_file import require_model
+
+IntArray = NDArray[np.int64]
+KIBI = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchConfig:
+    """Which sequences: of `lengths`, else of the config's corpus if a config is given, else of `distribution`."""
+
+    lengths: Path | None = None
+    """A file of sequence lengths: .npy, .json (a list), or text with a number per word."""
+    distribution: Literal["github", "byted"] = "github"
+    """The paper's length distributions."""
+    tokens: int = 32 * KIBI * KIBI
+    """Size of a batch drawn from a distribution; a config's corpus has data.batch_tokens."""
+    context: int = 2 * KIBI * KIBI
+    """Longer documents of a distribution are split; a config's corpus has data.context_length."""
+    seed: int = 0
+    """Seed of the drawing; for a corpus, the number of the step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RatesConfig:
+    """What the model's operations cost when no profile is given: rates of one device, an H100 or H200 by default."""
+
+    flops: float = 400e12
+    """Operations a second in matrix products."""
+    attention_flops: float = 300e12
+    """Operations a second in attention."""
+    intra_node: float = 300e9
+    """Bytes a second to a neighbour in the node."""
+    inter_node: float = 40e9
+    """Bytes a second to a neighbour in another node."""
+    latency: float = 10e-6
+    """Seconds until a transfer's first byte arrives."""
+    launch: float = 50e-6
+    """Fixed seconds of a layer's attention, and again of the rest of it."""
+    host: float = 25e9
+    """Bytes a second to and from host memory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CostSource:
+    """What plans and times rest on."""
+
+    profile: str | None = None
+    """A profile of `bytescale profile`, or a shipped one (case-study, figure-6); unset: operations are counted."""
+    rates: RatesConfig = field(default_factory=RatesConfig)
+    """Rates for counted operations."""
+
+
+def read_batch(source: BatchConfig, config: Config | None) -> tuple[IntArray, str]:
+    """Lengths ``[S]`` and where they come from. Raises ``DataError`` for a file that holds no lengths."""
+    if source.lengths is not None:
+        return read_lengths(source.lengths), str(source.lengths)
+    if config is not None:
+        from bytescale.data import prepare_corpus
+        from bytescale.data.batches import BatchSampler
+
+        sampler = BatchSampler(prepare_corpus(config.data), config.data.batch_tokens, config.data.shuffle_seed)
+        for _ in range(source.seed):
+            sampler.next_batch()
+        return sampler.next_batch().lengths, f"step {source.seed} of {', '.join(config.data.sources)}"
+    from bytescale.data.length_distributions import sample_lengths
+
+    lengths = sample_lengths(source.distribution, source.tokens, source.seed, source.context)
+    return lengths, f"{source.distribution}, seed {source.seed}"
+
+
+def read_lengths(path: Path) -> IntArray:
+    """``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
+    try:
+        if path.suffix == ".npy":
+            values = np.load(path, allow_pickle=False)
+        elif path.suffix == ".json":
+            values = np.array(json.loads(path.read_text(encoding="utf-8")))
+        else:
+            values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise DataError(
+            problem(f"{path} cannot be read as lengths ({error})", fix="give .npy, a .json list, or numbers in a text")
+        ) from error
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or not len(values):
+        raise DataError(problem(f"{path} holds no list of numbers", fix="give one number of tokens per sequence"))
+    wrong = np.flatnonzero((values < 1) | (values != np.floor(values)))
+    if len(wrong):
+        raise DataError(
+            problem(
+                f"{path}: entry {wrong[0]} is {values[wrong[0]]}",
+                so="no sequence has that many tokens",
+                fix="use whole numbers of at least 1",
+            )
+        )
+    return values.astype(np.int64)
+
+
+def read_profile(source: CostSource, model: ModelConfig, *, tensor_parallel: int, model_is_given: bool) -> Profile:
+    """The profile named, at ``tensor_parallel``, or one counted from the model's operations.
+
+    A profile speaks for its own model; one given as well has to have layers of the same shape.
+    """
+    if source.profile is not None:
+        profile = load_profile(source.profile)
+        if model_is_given:
+            require_model(profile, resolve_architecture(model))
+        if tensor_parallel != profile.tensor_parallel:
+            profile = profile.scaled_to(profile.architecture, tensor_parallel=tensor_parallel)
+        return profile
+    rates = source.rates
+    if min(rates.host, rates.intra_node, rates.inter_node) <= 0:
+        raise ConfigError(problem("a bandwidth in rates is not above 0", fix="use bytes a second"))
+    return Profile.from_flops(
+        resolve_architecture(model),
+        flops_per_second=rates.flops,
+        attention_flops_per_second=rates.attention_flops,
+        launch_seconds=rates.launch,
+        tensor_parallel=tensor_parallel,
+        links=Links(
+            intra_node_bytes_per_second=rates.intra_node,
+            inter_node_bytes_per_second=rates.inter_node,
+            latency_seconds=rates.latency,
+            device_to_host_bytes_per_second=rates.host,
+            host_to_device_bytes_per_second=rates.host,
+        ),
+    )

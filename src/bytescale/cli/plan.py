@@ -1,0 +1,170 @@
+"""``bytescale plan``: what every planner makes of one batch, and why."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, read_batch, read_profile
+from bytescale.cli.options import leading_path, parse
+from bytescale.cli.plan_report import Planned, print_comparison, print_details
+from bytescale.common.errors import PlanError
+from bytescale.common.units import format_count
+from bytescale.config import Config, ModelConfig, load_config
+from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.plan import Plan
+from bytescale.plan.io import save_plan
+from bytescale.plan.verify import verify
+from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
+from bytescale.simulator import ClusterConfig, simulate
+from bytescale.simulator.draw import draw_steps
+
+PlannerName = Literal["static", "naive", "paper", "adaptive"]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanOptions:
+    """Plan one batch: bytescale plan [CONFIG.toml] [options].
+
+    With a config: a batch of its corpus on its ranks. Without: --batch.lengths FILE, or a distribution of the paper.
+    """
+
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """The sequences."""
+    ranks: int = 512
+    """HDP ranks."""
+    capacity_tokens: int = 8192
+    """Tokens that one micro-batch of a rank may hold."""
+    ranks_per_node: int = 8
+    """Consecutive ranks that share a node."""
+    tp: int = 1
+    """Devices per rank."""
+    planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
+    """Which to compare; details are shown of the last."""
+    cost: CostSource = field(default_factory=CostSource)
+    """Where times come from."""
+    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: ModelConfig(preset="7b"))
+    """The model, when operations are counted."""
+    png: Path | None = None
+    """Draw ranks over time, a panel per planner, into this file."""
+    save: Path | None = None
+    """Write the last planner's plan to this .npz file."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    path, rest = leading_path(arguments)
+    config = load_config(path) if path else None
+    options = parse(PlanOptions, rest, prog="bytescale plan", default=_defaults(config))
+    return plan_command(options, config)
+
+
+def plan_command(options: PlanOptions, config: Config | None = None) -> int:
+    """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
+    console = Console()
+    lengths, origin = read_batch(options.batch, config)
+    profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
+    cost = profile.cost_model(ranks_per_node=options.ranks_per_node)
+    cluster = Cluster.uniform(options.ranks, options.capacity_tokens, ranks_per_node=options.ranks_per_node)
+    planned, refused = _plan_all(options, lengths, cluster, cost, profile)
+    ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
+    chosen = list(planned)[-1]
+    if options.json:
+        print(json.dumps(_as_dict(planned, ideal)))
+    else:
+        console.print(
+            f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
+            f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
+            f"{format_count(options.capacity_tokens)} tokens; times from {profile.name}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        print_comparison(console, planned, ideal)
+        for name, why in refused.items():
+            console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+        print_details(console, chosen, planned, cost)
+    if options.save is not None:
+        save_plan(planned[chosen].plan, options.save)
+    if options.png is not None:
+        draw_steps({name: item.step for name, item in planned.items()}, options.png)
+    if not options.json:
+        for written in (options.save, options.png):
+            if written is not None:
+                console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def named_planner(name: PlannerName, *, context: int = 0, pipeline: bool = False) -> Callable[..., Plan]:
+    """The planner function of a name, to be called with ``(lengths, cluster=, cost=)``."""
+    planners: dict[str, Callable[..., Plan]] = {
+        "static": partial(static_plan, context=context),
+        "naive": naive_plan,
+        "paper": partial(paper_plan, pipeline=pipeline),
+        "adaptive": adaptive_plan,
+    }
+    return planners[name]
+
+
+def _defaults(config: Config | None) -> PlanOptions:
+    if config is None:
+        return PlanOptions()
+    return PlanOptions(
+        batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
+        ranks=config.parallel.ranks,
+        capacity_tokens=config.parallel.capacity_tokens,
+        cost=CostSource(profile=config.cost.profile),
+        model=config.model,
+    )
+
+
+def _plan_all(
+    options: PlanOptions, lengths: IntArray, cluster: Cluster, cost: CostModel, profile: Profile
+) -> tuple[dict[str, Planned], dict[str, str]]:
+    """Every planner's answer, and why some have none (a static mesh may not exist for a number of ranks).
+
+    Raises the last refusal when no planner has one.
+    """
+    devices = ClusterConfig(
+        num_gpus=options.ranks * options.tp, gpus_per_node=options.ranks_per_node * options.tp, tp=options.tp
+    )
+    planned: dict[str, Planned] = {}
+    refused: dict[str, str] = {}
+    for name in options.planners:
+        planner = named_planner(name, context=0 if options.batch.lengths else options.batch.context)
+        began = time.perf_counter()
+        try:
+            plan = planner(lengths, cluster=cluster, cost=cost)
+        except PlanError as error:
+            refused[name] = str(error)
+            if len(refused) == len(options.planners):
+                raise
+            continue
+        seconds = time.perf_counter() - began
+        verify(plan)
+        planned[name] = Planned(plan=plan, step=simulate(plan, profile, devices), planning_seconds=seconds)
+    return planned, refused
+
+
+def _as_dict(planned: dict[str, Planned], ideal_seconds: float) -> dict[str, object]:
+    rows = {
+        name: {
+            "step_seconds": item.step.step_seconds,
+            "imbalance": item.imbalance,
+            "waiting": item.waiting,
+            "ring_bytes": item.ring_bytes,
+            "planning_seconds": item.planning_seconds,
+            "shares": item.step.shares(),
+        }
+        for name, item in planned.items()
+    }
+    return {"ideal_seconds": ideal_seconds, "planners": rows}

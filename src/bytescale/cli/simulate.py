@@ -1,0 +1,171 @@
+"""``bytescale simulate``: one step on a modelled cluster of any size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bytescale.cli.batch_source import BatchConfig, CostSource, read_batch, read_profile
+from bytescale.cli.options import leading_path, parse
+from bytescale.cli.plan import PlannerName, named_planner
+from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
+from bytescale.config import Config, ModelConfig, load_config
+from bytescale.cost import Cluster, Profile, flops
+from bytescale.plan import Plan
+from bytescale.plan.io import load_plan
+from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
+from bytescale.simulator.draw import draw_steps
+from bytescale.simulator.trace import save_trace
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulateOptions:
+    """Simulate one step: bytescale simulate [CONFIG.toml] --cluster.num-gpus 16384 --cluster.tp 8 [options]."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Devices and layout."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """The sequences."""
+    capacity_tokens: int = 8192
+    """Tokens that one micro-batch of a rank may hold."""
+    planner: PlannerName = "adaptive"
+    """Who plans the batch."""
+    plan: Path | None = None
+    """A .npz plan to run instead (of a run folder, or of bytescale plan --save)."""
+    schedule: Literal["aligned", "1f1b"] = "aligned"
+    """How a pipeline orders its work: 1f1b is the fixed order, which shared groups may deadlock; aligned cannot."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """Input of the next step."""
+    cost: CostSource = field(default_factory=CostSource)
+    """Where times come from."""
+    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: ModelConfig(preset="7b"))
+    """The model, when operations are counted."""
+    png: Path | None = None
+    """Draw ranks over time into this file."""
+    trace: Path | None = None
+    """Write a Chrome trace (for ui.perfetto.dev) to this file."""
+    trace_ranks: int = 64
+    """Ranks in the trace, spread evenly."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    path, rest = leading_path(arguments)
+    config = load_config(path) if path else None
+    options = parse(SimulateOptions, rest, prog="bytescale simulate", default=_defaults(config))
+    return simulate_command(options, config)
+
+
+def simulate_command(options: SimulateOptions, config: Config | None = None) -> int:
+    """Plan, simulate with a progress bar, print, and write what was asked for."""
+    console = Console()
+    cluster = options.cluster
+    profile = read_profile(options.cost, options.model, tensor_parallel=cluster.tp, model_is_given=config is not None)
+    plan, origin = _plan(options, config, profile)
+    began = time.perf_counter()
+    with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        step = simulate(
+            plan,
+            profile,
+            cluster,
+            loader=options.loader,
+            schedule=options.schedule,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = time.perf_counter() - began
+    console.print(
+        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}; "
+        f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens ({origin}); plan: {plan.planner}; "
+        f"times from {profile.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    print_step(console, step, profile, plan, cluster)
+    console.print(f"simulated in {format_seconds(seconds)}", highlight=False)
+    if options.png is not None:
+        draw_steps({plan.planner: step}, options.png)
+        console.print(f"wrote {options.png}", highlight=False, soft_wrap=True)
+    if options.trace is not None:
+        save_trace(step, options.trace, max_ranks=options.trace_ranks)
+        console.print(f"wrote {options.trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
+    """Step time, speed, where the time went, traffic and memory."""
+    squares = int((plan.lengths.astype(object) ** 2).sum())
+    done = flops.training_flops(profile.architecture, num_tokens=plan.num_tokens, sum_of_squares=squares)
+    rate = done / step.step_seconds / cluster.num_gpus
+    console.print(
+        f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
+        f"{format_si(rate)}FLOP/s a device (sum of s^2 counted)",
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("time of a rank", no_wrap=True)
+    for name in ("mean share", "least", "most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    parts = {
+        "compute": step.compute,
+        "ring": step.exposed_ring,
+        "offload": step.exposed_offload,
+        "members": step.wait_members,
+        "dp bubble": step.dp_bubble,
+        "pp bubble": step.pp_bubble,
+        "gradient sync": step.sync_seconds,
+    }
+    names = {"ring": "ring, exposed", "offload": "offload, exposed", "members": "slower members"}
+    shares = step.shares()
+    for key, values in parts.items():
+        least, most = format_seconds(float(values.min())), format_seconds(float(values.max()))
+        table.add_row(names.get(key, key), f"{shares[key]:.1%}", least, most)
+    if step.loader_seconds > 0:
+        table.add_row("loader", f"{shares['loader']:.1%}", *[format_seconds(step.loader_seconds)] * 2)
+    console.print(table)
+    traffic = step.traffic
+    console.print(
+        f"sent by all devices: ring {format_bytes(traffic.ring_intra_node)} inside nodes, "
+        f"{format_bytes(traffic.ring_inter_node)} across; pipeline {format_bytes(traffic.pipeline)}; gradients and "
+        f"parameters {format_bytes(traffic.gradient_sync)}; to host {format_bytes(traffic.offload)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    peak = step.peak_activation_bytes
+    console.print(
+        f"activations: at most {format_bytes(peak.max())} a device, {format_bytes(peak.max(axis=1).mean())} on average",
+        highlight=False,
+    )
+
+
+def _defaults(config: Config | None) -> SimulateOptions:
+    if config is None:
+        return SimulateOptions()
+    return SimulateOptions(
+        cluster=ClusterConfig(num_gpus=config.parallel.ranks),
+        batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
+        capacity_tokens=config.parallel.capacity_tokens,
+        cost=CostSource(profile=config.cost.profile),
+        model=config.model,
+    )
+
+
+def _plan(options: SimulateOptions, config: Config | None, profile: Profile) -> tuple[Plan, str]:
+    if options.plan is not None:
+        return load_plan(options.plan), str(options.plan)
+    lengths, origin = read_batch(options.batch, config)
+    cluster = options.cluster
+    ranks = Cluster.uniform(cluster.num_ranks, options.capacity_tokens, ranks_per_node=cluster.ranks_per_node)
+    cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
+    context = 0 if options.batch.lengths else options.batch.context
+    planner = named_planner(options.planner, context=context, pipeline=cluster.pp > 1)
+    return planner(lengths, cluster=ranks, cost=cost), origin

@@ -1,0 +1,93 @@
+"""``bytescale plan`` and ``bytescale simulate``: what they print, write and refuse."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.cli import plan, simulate
+from bytescale.cli.batch_source import read_lengths
+from bytescale.common.errors import DataError, PlanError
+from bytescale.plan.io import load_plan
+
+SMALL = ["--batch.tokens", "256K", "--batch.context", "64K", "--cost.profile", "case-study"]
+
+
+def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [*SMALL, "--ranks", "16", "--tp", "2", "--save", str(tmp_path / "plan.npz")]
+    assert plan.run(arguments) == 0
+    printed = capsys.readouterr().out
+    for word in ("static", "naive", "paper", "adaptive", "critical sequence", "what would help", "bytes saved"):
+        assert word in printed
+    assert load_plan(tmp_path / "plan.npz").num_ranks == 16
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--json", "--planners", "static", "adaptive"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert list(content["planners"]) == ["static", "adaptive"]
+    assert content["planners"]["adaptive"]["step_seconds"] >= content["ideal_seconds"]
+
+
+def test_plan_of_a_length_file_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    np.save(tmp_path / "lengths.npy", np.array([5000, 300, 200, 100]))
+    picture = tmp_path / "ranks.png"
+    arguments = ["--batch.lengths", str(tmp_path / "lengths.npy"), "--ranks", "4", "--capacity-tokens", "2K"]
+    assert plan.run([*arguments, "--png", str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+    assert "4 sequences of 5.47K tokens" in capsys.readouterr().out
+
+
+def test_plan_of_a_text_file_on_an_odd_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.txt").write_text("50, 3\n2 1")
+    arguments = ["--batch.lengths", str(tmp_path / "lengths.txt"), "--ranks", "7", "--capacity-tokens", "8"]
+    assert plan.run(arguments) == 0
+    assert "adaptive" in capsys.readouterr().out
+
+
+def test_simulate_prints_the_books_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    arguments = [*SMALL, "--cluster.num-gpus", "64", "--cluster.tp", "2", "--cluster.pp", "2", "--trace", str(trace)]
+    assert simulate.run([*arguments, "--loader.seconds", "1", "--loader.no-overlapped"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("64 devices as 16 ranks of tp 2 x pp 2", "pp bubble", "ring, exposed", "loader", "activations"):
+        assert word in printed
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "plan.npz"
+    plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--planners", "naive", "--save", str(saved)])
+    arguments = ["--plan", str(saved), "--cost.profile", "case-study", "--cluster.num-gpus", "32", "--cluster.tp", "2"]
+    assert simulate.run(arguments) == 0
+    assert "plan: naive" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "12 -3", "entry 1 is -3"),
+        ("a.txt", "12 x", "cannot be read"),
+        ("a.json", "[1.5]", "entry 0 is 1.5"),
+        ("a.json", '{"a": 1}', "holds no list"),
+        ("a.txt", "", "holds no list"),
+        ("missing.txt", None, "cannot be read"),
+    ],
+)
+def test_files_that_hold_no_lengths(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_lengths(tmp_path / name)
+
+
+def test_a_sequence_that_fits_nowhere_is_an_error_when_no_planner_can() -> None:
+    with pytest.raises(PlanError, match="could not hold it"):
+        plan.run([*SMALL, "--ranks", "2", "--tp", "2", "--capacity-tokens", "100"])
+
+
+def test_devices_that_make_no_whole_rank() -> None:
+    with pytest.raises(SystemExit):  # tyro shows the ConfigError's text in its own box
+        simulate.run([*SMALL, "--cluster.num-gpus", "10", "--cluster.tp", "4"])

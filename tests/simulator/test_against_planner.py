@@ -1,0 +1,54 @@
+"""The simulator and the planners' own evaluation are two programs for one rule of time: they have to agree."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale.cost import Cluster, Profile
+from bytescale.cost.curve import Curve
+from bytescale.cost.links import Links
+from bytescale.planner import adaptive_plan, evaluate, naive_plan, paper_plan, static_plan
+from bytescale.simulator import ClusterConfig, simulate
+from tests.simulator.plans import profile
+
+PLANNERS = {"static": static_plan, "naive": naive_plan, "paper": paper_plan, "adaptive": adaptive_plan}
+RANKS, CAPACITY, NODE = 8, 64, 4
+
+
+def in_proportion(*, links: Links) -> Profile:
+    """Backward is twice forward in every term, so that folding the two directions, as planners do, loses nothing."""
+    return replace(
+        profile(quadratic=0.05),
+        attention_forward=Curve(0.05, 0.1, 1.0),
+        attention_backward=Curve(0.1, 0.2, 2.0),
+        ring_forward_bytes_per_token=1.0,
+        ring_backward_bytes_per_token=2.0,
+        links=links,
+    )
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20))
+def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(planner: str, lengths: list[int]) -> None:
+    """With real links the simulator may end earlier: it hides the first transfer behind local attention as well."""
+    cluster = Cluster.uniform(RANKS, CAPACITY, ranks_per_node=NODE)
+    devices = ClusterConfig(num_gpus=RANKS, gpus_per_node=NODE)
+    for links, ideal in (
+        (Links(), True),
+        (Links(intra_node_bytes_per_second=0.5, inter_node_bytes_per_second=0.1), False),
+    ):
+        model = in_proportion(links=links)
+        cost = model.cost_model(ranks_per_node=NODE)
+        plan = PLANNERS[planner](np.array(lengths), cluster=cluster, cost=cost)
+        outcome = evaluate(plan, cluster=cluster, cost=cost)
+        step = simulate(plan, replace(model, layer_parameters=0), devices)
+        end = step.rank_seconds.max()
+        if ideal:
+            assert end == pytest.approx(outcome.end_seconds)
+            np.testing.assert_allclose(step.rank_seconds, outcome.rank_end_seconds)
+        else:
+            assert end <= outcome.end_seconds * (1 + 1e-9)
