@@ -29,7 +29,7 @@ from bytescale.planner.target import degrees_within, target_seconds
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
-GOOD_ENOUGH = 1.006
+GOOD_ENOUGH = 1.009
 """An end within this factor of the target ends the search."""
 CLEARLY_BETTER = 0.998
 """An attempt replaces one with less traffic only if it ends earlier by this factor."""
@@ -46,7 +46,9 @@ class Attempt(NamedTuple):
 
 
 ATTEMPTS = (
-    *(Attempt(1.004, snap) for snap in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
+    Attempt(1.004, 0.0),
+    Attempt(1.009, 0.0),
+    *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8) for snap in (0.0, 0.3, 0.6)),
 )

@@ -88,7 +88,7 @@ def place_blocks(
         if time + height > target:
             chosen, height = _grow(seconds_on, work, length, degree, width, target - time)
         strip = width - chosen
-        if 0 < strip < degree:
+        if snap > 0 and 0 < strip < degree:
             area = strip * (target - time)
             too_little_work = locked[strip] + area > HALL * narrow_work[strip]
             if strip <= snap * width and too_little_work and (may_snap is None or may_snap[group]):

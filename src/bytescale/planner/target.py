@@ -5,6 +5,8 @@ Shape letter: L sequences that may have to be shared, longest first.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,12 @@ from bytescale.cost import CostModel
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+PRECISION = 1.002
+"""Of the target: lower and upper bound differ by no more."""
+
+GRID = 96
+"""Degrees tried, in geometric steps, where the formula finds none."""
 
 
 def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:
@@ -26,7 +34,8 @@ def degrees_within(
     """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
 
     Compute falls with the degree, exposed traffic does not: start from what compute alone asks for, and add ranks for
-    what the ring then takes, until nothing changes. A sequence that no degree ends in time keeps its last try.
+    what the ring then takes. Where that finds none, try a grid of degrees; a sequence that none of them ends in time
+    takes its best.
 
     Args:
         cost: tells the time of a group.
@@ -40,17 +49,30 @@ def degrees_within(
     degrees = np.clip(np.ceil(work / room * (1 - 1e-12)), fewest, num_ranks).astype(np.int64)
     if is_ideal(cost):
         return degrees, work / degrees + cost.micro_batch_seconds
-    for _ in range(8):
-        taken = block_seconds(cost, lengths, degrees)
-        late = taken > seconds * (1 + 1e-9)
-        if not late.any():
-            break
+    limit = seconds * (1 + 1e-9)
+    taken = block_seconds(cost, lengths, degrees)
+    for _ in range(4):
+        if (taken <= limit).all():
+            return degrees, taken
         left = np.maximum(room - (taken - cost.micro_batch_seconds - work / degrees), 0.05 * room)
         asked = np.maximum(np.ceil(work / left), degrees + 1)
-        degrees = np.where(late, np.minimum(asked, num_ranks), degrees).astype(np.int64)
-    fewer = block_seconds(cost, lengths, fewest)
-    taken = block_seconds(cost, lengths, degrees)
-    return np.where(fewer <= taken, fewest, degrees), np.minimum(fewer, taken)
+        degrees = np.where(taken > limit, np.minimum(asked, num_ranks), degrees).astype(np.int64)
+        taken = block_seconds(cost, lengths, degrees)
+    late = np.flatnonzero(taken > limit)
+    degrees[late], taken[late] = _best_on_grid(cost, lengths[late], fewest[late], num_ranks, seconds)
+    return degrees, taken
+
+
+def _best_on_grid(
+    cost: CostModel, lengths: IntArray, fewest: IntArray, num_ranks: int, seconds: float
+) -> tuple[IntArray, FloatArray]:
+    """``degrees_within`` for sequences near the least time they can take: try ``GRID`` degrees from fewest to all."""
+    steps = (num_ranks / fewest[:, None]) ** (np.arange(GRID) / (GRID - 1))
+    degrees = np.minimum(np.round(fewest[:, None] * steps), num_ranks).astype(np.int64)  # [L, GRID]
+    taken = block_seconds(cost, lengths[:, None], degrees)
+    chosen = np.where((taken <= seconds).any(axis=1), (taken <= seconds).argmax(axis=1), taken.argmin(axis=1))
+    rows = np.arange(len(lengths))
+    return degrees[rows, chosen], taken[rows, chosen]
 
 
 def is_ideal(cost: CostModel) -> bool:
@@ -83,12 +105,18 @@ def target_seconds(
         return target
     if is_ideal(cost) and cost.micro_batch_seconds == 0:
         return target
-    degrees = np.arange(int(fewest[0]), num_ranks + 1)
-    target = max(target, float(block_seconds(cost, np.full(len(degrees), long_lengths[0]), degrees).min()))
-    for _ in range(4):
-        degrees, seconds = degrees_within(cost, long_lengths, fewest, num_ranks, target)
-        needed = (float((degrees * seconds).sum()) + local_seconds) / num_ranks
-        if needed <= target * 1.001:
-            break
-        target = (target + needed) / 2
-    return target
+    every = np.arange(int(fewest[0]), num_ranks + 1)
+    target = max(target, float(block_seconds(cost, np.full(len(every), long_lengths[0]), every).min()))
+
+    def needed(seconds: float) -> float:
+        degrees, taken = degrees_within(cost, long_lengths, fewest, num_ranks, seconds)
+        return (float((degrees * taken).sum()) + local_seconds) / num_ranks
+
+    too_early, enough = target, needed(target)
+    while enough > PRECISION * too_early:
+        middle = math.sqrt(too_early * enough)
+        if needed(middle) <= middle:
+            enough = middle
+        else:
+            too_early = middle
+    return max(enough, target)
