@@ -1,0 +1,149 @@
+"""The real command through the real torchrun: a new user's run, a rank that dies, and what bad input says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bytescale.config import config_to_toml
+from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
+
+COMMAND = [sys.executable, "-m", "bytescale"]
+
+
+def bytescale(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    write_corpus(folder / "corpus")
+    config = on_ranks(small_run(folder / "corpus", folder / "run"), 2, capacity_tokens=128)
+    (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_train_then_resume_on_one_rank(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = bytescale("train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.steps", "4")
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"ranks +2 x cpu \(float32\), capacity 128 tokens", first.stdout)
+    assert re.search(r"plan +\d+ sequences of .* on 2 ranks by balanced/adaptive", first.stdout)
+    assert len(re.findall(r"^step \d/4 +loss \d", first.stdout, re.MULTILINE)) == 4
+    assert f"bytescale train --resume {run}" in first.stdout
+
+    second = bytescale("train", "--resume", str(run), "--trainer.steps", "6", "--parallel.ranks", "1",
+                       "--parallel.capacity-tokens", "256")  # fmt: skip
+    assert second.returncode == 0, second.stderr
+    assert f"resuming after step 4 from {run}/checkpoints/step-000004" in second.stdout
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_is_used_as_found(folder: Path, tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    run = tmp_path / "run"
+    arguments = ["train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.steps", "2"]
+    finished = subprocess.run(
+        [str(torchrun), "--nproc-per-node", "3", "--master-addr", "127.0.0.1", "-m", "bytescale", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "ranks   3 x cpu" in finished.stdout
+    assert len(losses(run)) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_stops_the_others_and_is_named(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launcher = subprocess.Popen(
+        [*COMMAND, "train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.steps", "100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 8, seconds=60)
+        ranks = {int(rank.environ()["RANK"]): rank for rank in psutil.Process(launcher.pid).children(recursive=True)
+                 if "RANK" in rank.environ()}  # fmt: skip
+        assert sorted(ranks) == [0, 1]
+        killed = time.monotonic()
+        ranks[1].send_signal(signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=60)
+        assert time.monotonic() - killed < 15  # the agent polls every 0.1 s and gives ranks 10 s to stop
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 1
+    assert re.search(rf"Rank 1 \(pid {ranks[1].pid}\) was killed by SIGKILL.*bytescale train --resume {run}", errors)
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
+
+    steps = max(line["step"] for line in metrics_so_far(run)) + 2
+    resumed = bytescale("train", "--resume", str(run), "--trainer.steps", str(steps))
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in metrics(run)] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.contxt-length", "9"], r"Unknown option --data.contxt-length.*did you mean --data.context-length\?"),
+        (["--data.context-length", "1000"], r"1000 exceeds 2 ranks x .*capacity_tokens = 128.*at least 8 ranks"),
+        (["--data.batch-tokens", "100"], r"batch_tokens = 100 is smaller than data.context_length = 256.*raise"),
+        (["--data.sources", "/nowhere/*.txt"], r"/nowhere/\*\.txt"),
+        (["--model.vocab-size", "64"], r"ids up to 256, but model.vocab_size is 64"),
+        (["--model.preset", "9b"], r"preset is '9b'.*use one of tiny, 160m"),
+        (["--planner.static-cp", "3"], r"static_cp = 3 does not divide the 2 ranks"),
+        (["--data.tokenizer", "nope.json"], r"nope\.json"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(folder: Path, arguments: list[str], message: str) -> None:
+    finished = bytescale("train", str(folder / "config.toml"), "--dry-run", *arguments)
+    assert finished.returncode == 2
+    assert re.search(message, finished.stderr, re.DOTALL), finished.stderr
+    assert "To fix:" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[data]\nsorces = ["x"]\n', encoding="utf-8")
+    finished = bytescale("train", str(path))
+    assert finished.returncode == 2
+    assert "unknown key data.sorces" in finished.stderr
+    assert "did you mean sources?" in finished.stderr
+
+
+def test_help_and_unknown_commands() -> None:
+    assert "bytescale COMMAND --help" in bytescale("--help").stdout
+    wrong = bytescale("trian")
+    assert wrong.returncode == 2
+    assert "did you mean train?" in wrong.stderr
+
+
+def metrics_so_far(run: Path) -> list[dict]:
+    """The complete lines of a file that is being written."""
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.1)
