@@ -173,6 +173,13 @@ def print_tables(console: Console, rows: list[dict[str, Any]], steps: dict[str, 
         verdict = _verdict(ours / published) if published else ""
         table.add_row(name, f"{seconds:.1f}", f"{ours:.2f}", str(published or ""), verdict)
     console.print(table)
+    table = Table(title="Case study: 7B, 2M, byted, 1024 GPUs, seconds a step")
+    for name in ("plan", "ours", "published", "ours / published"):
+        table.add_column(name, justify="right")
+    case = next(row for row in rows if _is_case(row))
+    for name, published in paper.CASE_STUDY_SECONDS.items():
+        table.add_row(name, f"{case[name]:.0f}", f"{published:.0f}", _verdict(case[name] / published))
+    console.print(table)
     slopes = doubling_slopes(rows)
     table = Table(title="Step time per doubling of the context, 7B, github")
     for name in ("planner", "ours", "published"):
@@ -185,6 +192,10 @@ def print_tables(console: Console, rows: list[dict[str, Any]], steps: dict[str, 
 def _published(row: dict[str, Any]) -> float | None:
     at_2m = row["context"] == paper.CONTEXTS[-1]
     return paper.SPEED_UPS[row["data_set"]].get(row["model"]) if at_2m else None
+
+
+def _is_case(row: dict[str, Any]) -> bool:
+    return (row["model"], row["data_set"], row["context"]) == (CASE, "byted", paper.CONTEXTS[-1])
 
 
 def _verdict(ratio: float) -> str:

@@ -11,6 +11,7 @@ from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.offload import choose_offload, hidden_ratio
 from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
 from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
 from bytescale.cost.step import stage_layers, stage_parameters, sync_seconds
 
@@ -158,6 +159,13 @@ def test_equation_3_against_brute_force(host_bytes: float) -> None:
         assert d == needed[allowed].min()
         assert r == pytest.approx(grid[allowed & (needed == d)].min(), abs=1e-4)
     assert (hidden_ratio(profile, lengths)[1:] >= hidden_ratio(profile, lengths)[:-1]).all()
+
+
+def test_published_offload_figures() -> None:
+    """At 256K a ratio of 1 costs nothing; at 64K it does, and a ratio of 0.5 does not (paper section 5.2)."""
+    at_64k, at_256k = hidden_ratio(load_profile("figure-6"), [64 * 1024, 256 * 1024])
+    assert 0.5 <= at_64k < 1
+    assert at_256k >= 1
 
 
 def test_equation_3_refuses_no_capacity() -> None:

@@ -54,60 +54,88 @@ def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None 
     """
     ranks = plan.micro_batch_ranks
     entry_micro_batch = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.micro_batch_group_offsets))
-    entry_group = plan.micro_batch_groups
-    sizes = plan.group_sizes
-    is_shared = sizes[entry_group] > 1
+    is_shared = plan.group_sizes[plan.micro_batch_groups] > 1
+    shared_group = np.full(plan.num_micro_batches, -1, dtype=np.int64)
+    shared_group[entry_micro_batch[is_shared]] = plan.micro_batch_groups[is_shared]
+
+    members = _Members.of(plan, shared_group, ranks_per_node)
+    shared_tokens = members.of_group(plan.group_tokens)
+    sent = shared_tokens * (1.0 - members.next_share) * (shared_group >= 0)
+    event, offsets, member_micro_batches = _join(shared_group)
+    return Events(
+        loads=_loads(plan, members, np.ones(plan.num_ranks) if speeds is None else np.asarray(speeds, dtype=float)),
+        micro_batch_ranks=ranks,
+        micro_batch_events=event,
+        member_offsets=offsets,
+        member_micro_batches=member_micro_batches,
+        intra_node_ring_tokens=np.where(members.next_is_near, sent, 0.0),
+        inter_node_ring_tokens=np.where(members.next_is_near, 0.0, sent),
+        num_ranks=plan.num_ranks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Members:
+    """Every micro-batch as a member of its shared group. Arrays ``[M]``; 0 or False without a shared group."""
+
+    group: IntArray  # -1 without one
+    share: FloatArray  # of the group's tokens
+    largest_share: FloatArray
+    next_share: FloatArray  # of the member that this one sends to
+    next_is_near: NDArray[np.bool_]  # in the same node
+    inter_node: NDArray[np.bool_]  # whether the group spans nodes
+
+    def of_group(self, values: NDArray, otherwise: float = 0.0) -> FloatArray:
+        """``[M]`` the shared group's entry of ``values [G]``."""
+        return np.where(self.group >= 0, values[self.group], otherwise).astype(np.float64)
+
+    @staticmethod
+    def of(plan: Plan, group: IntArray, ranks_per_node: int) -> _Members:
+        starts, sizes = plan.group_rank_offsets[:-1], plan.group_sizes
+        share = plan.group_weights / np.repeat(np.add.reduceat(plan.group_weights, starts), sizes)
+        following = np.arange(len(share)) + 1
+        following[plan.group_rank_offsets[1:] - 1] = starts
+        node = plan.group_ranks // ranks_per_node
+        spans = np.maximum.reduceat(node, starts) != np.minimum.reduceat(node, starts)
+        shared = group >= 0
+        place = np.zeros(len(group), dtype=np.int64)
+        place[shared] = _member_places(plan, group[shared], plan.micro_batch_ranks[shared])
+        return _Members(
+            group=group,
+            share=share[place] * shared,
+            largest_share=np.maximum.reduceat(share, starts)[group] * shared,
+            next_share=share[following][place] * shared,
+            next_is_near=(node == node[following])[place] & shared,
+            inter_node=spans[group] & shared,
+        )
+
+
+def _loads(plan: Plan, members: _Members, speeds: FloatArray) -> Loads:
+    entry_micro_batch = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.micro_batch_group_offsets))
     tokens = plan.group_tokens.astype(np.float64)
     squares = segment_sums(
         np.square(plan.lengths[plan.group_sequences].astype(np.float64)), plan.group_sequence_offsets
     )
-
-    shared_group = np.full(plan.num_micro_batches, -1, dtype=np.int64)
-    shared_group[entry_micro_batch[is_shared]] = entry_group[is_shared]
-    has_shared = shared_group >= 0
-    place = _member_places(plan, shared_group[has_shared], ranks[has_shared])
-    share, largest, next_share, next_is_near = _member_shares(plan, ranks_per_node)
-
-    def of_group(values: NDArray, otherwise: float) -> FloatArray:
-        return np.where(has_shared, values[shared_group], otherwise).astype(np.float64)
-
-    def of_member(values: FloatArray) -> FloatArray:
-        out = np.zeros(plan.num_micro_batches)
-        out[has_shared] = values[place]
-        return out
+    is_local = plan.group_sizes[plan.micro_batch_groups] == 1
 
     def of_locals(values: FloatArray) -> FloatArray:
-        weights = values[entry_group] * ~is_shared
+        weights = values[plan.micro_batch_groups] * is_local
         return np.bincount(entry_micro_batch, weights=weights, minlength=plan.num_micro_batches).astype(np.float64)
 
     local_tokens = of_locals(tokens)
-    own_shared = of_member(share) * of_group(tokens, 0.0)
-    offloaded = of_locals(tokens * plan.group_offload_ratio) + own_shared * of_group(plan.group_offload_ratio, 0.0)
-    total = np.maximum(local_tokens + own_shared, 1.0)
-    sent = of_group(tokens, 0.0) * of_member(1.0 - next_share) * has_shared
-    near = of_member(next_is_near.astype(np.float64)) > 0
-    loads = Loads(
+    own_shared = members.share * members.of_group(tokens)
+    offloaded = of_locals(tokens * plan.group_offload_ratio) + own_shared * members.of_group(plan.group_offload_ratio)
+    return Loads(
         local_tokens=local_tokens,
         local_squares=of_locals(squares),
-        shared_tokens=of_group(tokens, 0.0),
-        shared_squares=of_group(squares, 0.0),
-        degree=of_group(sizes, 1.0),
-        share=of_member(share),
-        largest_share=of_group(largest, 0.0),
-        inter_node=has_shared & (of_group(_leaves_node(plan, ranks_per_node), 0.0) > 0),
-        offload_ratio=offloaded / total,
-        speed=np.ones(plan.num_micro_batches) if speeds is None else np.asarray(speeds, dtype=np.float64)[ranks],
-    )
-    event, offsets, members = _join(shared_group)
-    return Events(
-        loads=loads,
-        micro_batch_ranks=ranks,
-        micro_batch_events=event,
-        member_offsets=offsets,
-        member_micro_batches=members,
-        intra_node_ring_tokens=np.where(near, sent, 0.0),
-        inter_node_ring_tokens=np.where(near, 0.0, sent),
-        num_ranks=plan.num_ranks,
+        shared_tokens=members.of_group(tokens),
+        shared_squares=members.of_group(squares),
+        degree=members.of_group(plan.group_sizes, otherwise=1.0),
+        share=members.share,
+        largest_share=members.largest_share,
+        inter_node=members.inter_node,
+        offload_ratio=offloaded / np.maximum(local_tokens + own_shared, 1.0),
+        speed=speeds[plan.micro_batch_ranks],
     )
 
 
@@ -128,23 +156,3 @@ def _member_places(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
     keys = owner * plan.num_ranks + plan.group_ranks
     order = np.argsort(keys)
     return order[np.searchsorted(keys, groups * plan.num_ranks + ranks, sorter=order)]
-
-
-def _member_shares(plan: Plan, ranks_per_node: int) -> tuple[FloatArray, FloatArray, FloatArray, NDArray[np.bool_]]:
-    """Per entry of ``group_ranks``: its share, the next member's share and whether that one is in the same node;
-    per group ``[G]``: the largest share."""
-    starts, sizes = plan.group_rank_offsets[:-1], plan.group_sizes
-    share = plan.group_weights / np.repeat(np.add.reduceat(plan.group_weights, starts), sizes)
-    largest = np.maximum.reduceat(share, starts)
-    following = np.arange(len(share)) + 1
-    last = plan.group_rank_offsets[1:] - 1
-    following[last] = starts
-    node = plan.group_ranks // ranks_per_node
-    return share, largest, share[following], node == node[following]
-
-
-def _leaves_node(plan: Plan, ranks_per_node: int) -> NDArray[np.bool_]:
-    """``[G]`` whether a group's members sit in two nodes or more."""
-    node = plan.group_ranks // ranks_per_node
-    starts = plan.group_rank_offsets[:-1]
-    return np.maximum.reduceat(node, starts) != np.minimum.reduceat(node, starts)
