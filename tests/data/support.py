@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.config import DataConfig
-from bytescale.data.corpus import Corpus, prepare_corpus
+from bytescale.data.corpus import Corpus, CorpusFacts, CorpusIndex, prepare_corpus
 from bytescale.data.facts import FactsGatherer
 from bytescale.data.indexed import facts_path
 from bytescale.data.indexed_writer import IndexedWriter
@@ -50,13 +50,21 @@ def memory_corpus(
     offsets = np.array([*sorted(cuts), num_tokens], dtype=np.int64)
     return Corpus(
         parts=tuple(np.arange(a, b, dtype=np.int32) for a, b in itertools.pairwise(offsets)),
-        part_offsets=offsets,
-        pieces=pieces,
-        counts=counts,
-        vocab_size=num_tokens,
+        index=CorpusIndex(
+            part_offsets=offsets,
+            part_sources=np.zeros(num_parts, dtype=np.int64),
+            pieces=pieces,
+            facts=CorpusFacts(
+                counts=counts,
+                num_pieces=pieces.num_pieces,
+                num_tokens=pieces.num_tokens,
+                vocab_size=num_tokens,
+                tokenizer=None,
+                skipped_files=(),
+                fingerprint=f"{list(lengths)} {context_length} {over_length}",
+            ),
+        ),
         tokenizer=None,
-        skipped_files=(),
-        fingerprint=f"{list(lengths)} {context_length} {over_length}",
     )
 
 

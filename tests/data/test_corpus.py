@@ -97,8 +97,8 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "c.jsonl", [{"text": "hello"}, {"text": ""}])
     corpus = prepare_corpus(config(tmp_path, *(tmp_path / name for name in ("a.txt", "b.bin", "c.jsonl"))))
     assert texts_of(corpus) == ["abc", "hello", "ab", "c"]
-    assert corpus.vocab_size == 257
-    assert corpus.counts.num_empty_documents == 1
+    assert corpus.facts.vocab_size == 257
+    assert corpus.facts.counts.num_empty_documents == 1
     assert isinstance(corpus.parts[0].base, np.memmap)
     tokens, labels = corpus.read(np.array([3, 0]), np.array([0, 1]), np.array([2, 4]))
     assert tokens.tolist() == [99, 256, 98, 99, 256]
@@ -117,7 +117,7 @@ def test_the_second_call_tokenises_nothing(tmp_path: Path) -> None:
     assert second.fingerprint == first.fingerprint
     assert second.pieces.length.tolist() == first.pieces.length.tolist()
     assert second.tokenizer is not None
-    assert second.vocab_size == second.tokenizer.vocab_size <= 270
+    assert second.facts.vocab_size == second.tokenizer.vocab_size <= 270
 
 
 def test_a_changed_source_is_tokenised_again(tmp_path: Path) -> None:
@@ -171,24 +171,24 @@ def test_a_bin_from_elsewhere_needs_no_tokenizer_but_takes_one(tmp_path: Path) -
     write_pair(tmp_path / "a", [[1, 2, 700]])
     corpus = prepare_corpus(config(tmp_path, tmp_path / "a.bin"))
     assert corpus.tokenizer is None
-    assert corpus.vocab_size == 701
-    check_vocabulary(corpus, 701)
+    assert corpus.facts.vocab_size == 701
+    check_vocabulary(corpus.facts, 701)
     with pytest.raises(
         ConfigError, match=r"The .bin files .* ids up to 700, but model.vocab_size is 700.*at least 701"
     ):
-        check_vocabulary(corpus, 700)
+        check_vocabulary(corpus.facts, 700)
 
 
 def test_our_own_bin_knows_its_vocabulary(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 2]], ByteTokenizer())
-    assert prepare_corpus(config(tmp_path, tmp_path / "a.idx")).vocab_size == 257
+    assert prepare_corpus(config(tmp_path, tmp_path / "a.idx")).facts.vocab_size == 257
 
 
 def test_tokenizer_that_exceeds_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     corpus = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match=r"Tokenizer 'bytes' has ids up to 256, but model.vocab_size is 256"):
-        check_vocabulary(corpus, 256)
+        check_vocabulary(corpus.facts, 256)
 
 
 def test_two_tokenizers(tmp_path: Path) -> None:

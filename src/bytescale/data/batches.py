@@ -9,17 +9,31 @@ ending it there instead would give one small and noisy update per epoch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.data.corpus import Corpus
+from bytescale.data.pieces import PieceTable
 
 IntArray = NDArray[np.int64]
 
 SamplerState = dict[str, Any]
+
+
+class Drawable(Protocol):
+    """What batches are drawn from: a ``Corpus``, or its index alone."""
+
+    @property
+    def pieces(self) -> PieceTable:
+        """All pieces."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when a piece does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +76,7 @@ def epoch_order(num_pieces: int, seed: int, epoch: int) -> IntArray:
 class BatchSampler:
     """Cuts the stream of pieces into global batches of at most ``batch_tokens`` tokens."""
 
-    def __init__(self, corpus: Corpus, batch_tokens: int, shuffle_seed: int) -> None:
+    def __init__(self, corpus: Drawable, batch_tokens: int, shuffle_seed: int) -> None:
         """Start at the first batch.
 
         Raises:

@@ -6,28 +6,63 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.config.schema import DataConfig
 from bytescale.data.batches import BatchSampler, GlobalBatch, SamplerState
-from bytescale.data.corpus import IGNORE_INDEX, Corpus
+from bytescale.data.corpus import IGNORE_INDEX, Corpus, CorpusFacts
 from bytescale.data.prefetch import Prefetcher
 from bytescale.plan.plan import Plan
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
+from bytescale.plan.summary import PlanSummary
 
 IntArray = NDArray[np.int64]
 
-__all__ = ["IGNORE_INDEX", "LocalLoader", "MicroBatchData", "StepData", "read_micro_batch"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Feed",
+    "Loader",
+    "LocalFeed",
+    "LocalLoader",
+    "MicroBatchData",
+    "StepData",
+    "read_micro_batch",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchData:
-    """The tokens of one micro-batch of one rank, in the order of its segments. Shape letter: T tokens."""
+    """The tokens of one micro-batch of one rank, in the order of its segments. Letters: T tokens, P segments."""
 
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
+    segment_pieces: IntArray  # [P] piece of the corpus that each segment is cut from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderTimes:
+    """Where a step's data came from and what it took, on one rank."""
+
+    planning_seconds: float
+    """Drawing, planning and verifying the global batch."""
+    reading_seconds: float
+    """From the finished plan to the finished slices."""
+    wait_seconds: float = 0.0
+    """How long training waited for the step."""
+    bytes_read: int = 0
+    """Of the corpus, for this rank's slices."""
+    bytes_received: int = 0
+    """By this rank from planner and servers; 0 when it reads for itself."""
+    steps_ready: int = 0
+    """Finished steps that waited when training asked for this one."""
+    steps_planned: int = 0
+    """Plans that the planner held ahead of this step."""
+    restarts: int = 0
+    """Servers and planners started again since this rank began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +70,86 @@ class StepData:
     """What one rank needs for one step."""
 
     step: int
-    batch: GlobalBatch
-    plan: Plan
+    num_targets: int
+    """Tokens with a label in the GLOBAL batch: the loss is divided by it."""
+    summary: PlanSummary
+    plan: Plan | None
+    """The whole plan, where this rank has it: always under the local loader, on the first rank under Ray."""
     rank_plan: RankPlan
     micro_batches: tuple[MicroBatchData, ...]
     """One per micro-batch of ``rank_plan``; may be none."""
     sampler_state_after: SamplerState
     """Where the next step starts."""
-    planning_seconds: float
-    reading_seconds: float
-    wait_seconds: float = 0.0
-    """How long the consumer waited for this step."""
+    times: LoaderTimes
+
+
+class Loader(Protocol):
+    """Iterates over the steps of one rank, in a ``with`` block."""
+
+    def __enter__(self) -> Iterator[StepData]: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Feed(Protocol):
+    """A corpus and a place in its order, from which steps can be loaded. The trainer knows no more of the data."""
+
+    @property
+    def facts(self) -> CorpusFacts:
+        """Of the corpus."""
+        ...
+
+    def state_dict(self) -> SamplerState:
+        """Where the first step of ``open`` starts."""
+        ...
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Go to ``state``. Raises ``CheckpointError`` when it belongs to other data."""
+        ...
+
+    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> Loader:
+        """Load steps from here on, up to the one before ``stop_step``."""
+        ...
+
+    def close(self) -> None:
+        """End what the feed started."""
+        ...
+
+
+class LocalFeed:
+    """Reads the corpus in this process."""
+
+    def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
+        """Start at the first batch. Raises ``ConfigError`` as ``BatchSampler``."""
+        self._corpus = corpus
+        self._sampler = BatchSampler(corpus, config.batch_tokens, config.shuffle_seed)
+        self._rank = rank
+        self._prefetch_steps = config.prefetch_steps
+
+    @property
+    def facts(self) -> CorpusFacts:
+        return self._corpus.facts
+
+    def state_dict(self) -> SamplerState:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        self._sampler.load_state_dict(state)
+
+    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> LocalLoader:
+        return LocalLoader(self._corpus, self._sampler, planner, self._rank, self._prefetch_steps, stop_step=stop_step)
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch) -> MicroBatchData:
     """Read exactly the segments of ``micro_batch`` (and the one token after each, for its last label)."""
-    tokens, labels = corpus.read(
-        batch.pieces[micro_batch.segment_sequences], micro_batch.segment_starts, micro_batch.segment_stops
-    )
-    return MicroBatchData(tokens=tokens, labels=labels, position_ids=micro_batch.position_ids())
+    pieces = batch.pieces[micro_batch.segment_sequences]
+    tokens, labels = corpus.read(pieces, micro_batch.segment_starts, micro_batch.segment_stops)
+    return MicroBatchData(tokens=tokens, labels=labels, position_ids=micro_batch.position_ids(), segment_pieces=pieces)
 
 
 class LocalLoader:
@@ -93,6 +189,7 @@ class LocalLoader:
         self._stop_step = stop_step
         self._clock = clock
         self._state = sampler.state_dict()
+        self._token_bytes = max(part.dtype.itemsize for part in corpus.parts)
         self._steps = Prefetcher(self._read_steps(), prefetch_steps, name="bytescale-loader")
 
     def __iter__(self) -> Iterator[StepData]:
@@ -100,10 +197,10 @@ class LocalLoader:
 
     def __next__(self) -> StepData:
         """The next step. What sampling, planning or reading raised in the thread is raised here, traceback included."""
-        started = self._clock()
+        started, ready = self._clock(), self._steps.num_ready
         data = next(self._steps)
         self._state = data.sampler_state_after
-        return replace(data, wait_seconds=self._clock() - started)
+        return replace(data, times=replace(data.times, wait_seconds=self._clock() - started, steps_ready=ready))
 
     def state_dict(self) -> SamplerState:
         """Where the step after the last consumed one starts: for ``BatchSampler.load_state_dict``."""
@@ -131,13 +228,18 @@ class LocalLoader:
             micro_batches = tuple(
                 read_micro_batch(self._corpus, batch, micro_batch) for micro_batch in rank_plan.micro_batches
             )
+            num_tokens = sum(len(micro_batch.tokens) for micro_batch in micro_batches)
             yield StepData(
                 step=batch.step,
-                batch=batch,
+                num_targets=batch.total_targets,
+                summary=PlanSummary.of(plan),
                 plan=plan,
                 rank_plan=rank_plan,
                 micro_batches=micro_batches,
                 sampler_state_after=self._sampler.state_dict(),
-                planning_seconds=planned - started,
-                reading_seconds=self._clock() - planned,
+                times=LoaderTimes(
+                    planning_seconds=planned - started,
+                    reading_seconds=self._clock() - planned,
+                    bytes_read=num_tokens * self._token_bytes,
+                ),
             )

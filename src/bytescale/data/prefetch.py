@@ -44,6 +44,11 @@ class Prefetcher(Generic[Item]):
             raise self._error
         raise StopIteration
 
+    @property
+    def num_ready(self) -> int:
+        """Finished items that wait."""
+        return len(self._ready)
+
     def close(self) -> None:
         """Drop what is ready and wait for the thread to end. May be called twice."""
         with self._changed:

@@ -12,7 +12,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -43,6 +43,8 @@ class SourceFile:
     mtime_ns: int
     named: bool = False
     """A source names this very file (no folder, no glob): then not being text is an error, not a reason to skip it."""
+    source: int = 0
+    """Place in ``data.sources`` of the source that it was first found by."""
 
 
 def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[SourceFile]:
@@ -60,7 +62,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
     if not sources:
         raise ConfigError(problem("data.sources is empty", so="there is no text", fix="name a folder, file or glob"))
     files: dict[Path, SourceFile] = {}
-    for source in sources:
+    for number, source in enumerate(sources):
         found = 0
         for path, named in _paths_of(source):
             if (file := _source_file(path, file_format, named)) is None:
@@ -69,7 +71,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
             if file.path in files:
                 logger.info("%s is matched twice by data.sources; it is read once", file.path)
             else:
-                files[file.path] = file
+                files[file.path] = replace(file, source=number)
         if not found:
             raise ConfigError(
                 problem(f"data source {source!r} matches no file", so="it adds no text", fix="mend the path or glob")

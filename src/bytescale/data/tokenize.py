@@ -109,27 +109,57 @@ def tokenize_files(
     if tokenizer is not None:
         dtypes.append(token_dtype(tokenizer.vocab_size))
     dtype = _common_dtype(dtypes)
-    gatherer = FactsGatherer(dtype)
+    encoded = itertools.chain.from_iterable(_encode_run(run, tokenizer, text_key, num_workers) for run in runs)
     total_bytes = sum(file.num_bytes for file in files)
-    done_bytes = num_empty = 0
+    return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype)
+
+
+def write_units(
+    encoded: Iterable[EncodedUnit], prefix: Path, tokenizer: Tokenizer | None, dtype: np.dtype | None = None
+) -> TokenFacts:
+    """Write units, in order, to ``prefix.bin/.idx``, whole or not at all.
+
+    Args:
+        encoded: from ``encode_units``, or documents that are copied.
+        prefix: of the pair, which is replaced if it exists.
+        tokenizer: that made the tokens; None when it is not known, and then ``dtype`` is given.
+        dtype: of the tokens in the file; the smallest that holds the tokenizer's ids when None.
+
+    Raises:
+        DataError: the disk is full, or a token is not one of ``tokenizer``.
+    """
+    if dtype is None:
+        assert tokenizer is not None, "without a tokenizer, the type has to be given"
+        dtype = token_dtype(tokenizer.vocab_size)
+    gatherer = FactsGatherer(dtype)
+    num_empty = 0
     skipped: list[str] = []
     with IndexedWriter(prefix, dtype) as writer:
-        for encoded in itertools.chain.from_iterable(
-            _encode_run(run, tokenizer, text_key, num_workers) for run in runs
-        ):
-            tokens = encoded.tokens.astype(dtype, copy=False)
-            writer.add_documents(tokens, encoded.lengths)
-            gatherer.add(tokens, encoded.lengths)
-            num_empty += encoded.num_empty
-            skipped.extend(encoded.skipped_files)
-            done_bytes += encoded.num_bytes
-            note = f"{format_si(gatherer.num_documents)} documents, {format_si(gatherer.num_tokens)} tokens"
-            progress(Progress(stage="tokenising", done_bytes=done_bytes, total_bytes=total_bytes, note=note))
+        for unit in encoded:
+            tokens = unit.tokens.astype(dtype, copy=False)
+            writer.add_documents(tokens, unit.lengths)
+            gatherer.add(tokens, unit.lengths)
+            num_empty += unit.num_empty
+            skipped.extend(unit.skipped_files)
         facts = gatherer.finish(tokenizer, num_empty=num_empty, skipped_files=tuple(skipped))
         if tokenizer is not None and facts.max_token_id >= tokenizer.vocab_size:
             raise foreign_tokens(f"the .bin files among the sources hold id {facts.max_token_id}", tokenizer)
         writer.commit(facts.to_json())
     return facts
+
+
+def report_progress(
+    encoded: Iterable[EncodedUnit], total_bytes: int, progress: ProgressCallback
+) -> Iterator[EncodedUnit]:
+    """The same units; ``progress`` hears of each when it is read and encoded."""
+    done_bytes = num_documents = num_tokens = 0
+    for unit in encoded:
+        done_bytes += unit.num_bytes
+        num_documents += len(unit.lengths)
+        num_tokens += len(unit.tokens)
+        note = f"{format_si(num_documents)} documents, {format_si(num_tokens)} tokens"
+        progress(Progress(stage="tokenising", done_bytes=done_bytes, total_bytes=total_bytes, note=note))
+        yield unit
 
 
 def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
@@ -163,7 +193,11 @@ def _encode_run(
     if not units:
         return
     assert tokenizer is not None, "text needs a tokenizer"
-    encode = UnitEncoder(tokenizer=tokenizer, text_key=text_key)
+    yield from encode_units(units, UnitEncoder(tokenizer=tokenizer, text_key=text_key), num_workers)
+
+
+def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
+    """Results in the order of ``units``, made in this process or in several."""
     num_workers = min(num_workers, len(units))
     if num_workers > 1:
         yield from encode_in_processes(units, encode, num_workers)

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
 from bytescale.common.units import format_count
 from bytescale.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """What every rank reports of a plan without holding all of it."""
+
+    num_tokens: int
+    num_sequences: int
+    sum_of_squares: int
+    """Sum of s_i^2 in tokens, exact: the attention's share of the FLOPs."""
+    group_sizes: dict[int, int]
+    """Slice groups per degree, largest degree first; degree 1 counts local packs."""
+    gist: str
+    """One line for people."""
+
+    @staticmethod
+    def of(plan: Plan) -> PlanSummary:
+        return PlanSummary(
+            num_tokens=plan.num_tokens,
+            num_sequences=plan.num_sequences,
+            sum_of_squares=int(np.square(plan.lengths.astype(np.int64)).sum()),
+            group_sizes=degree_histogram(plan),
+            gist=gist(plan),
+        )
 
 
 def degree_histogram(plan: Plan) -> dict[int, int]:

@@ -21,8 +21,8 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     """
     with progress_bar() as progress:
         corpus = prepare_corpus(config.data, progress)
-    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.vocab_size)
-    check_vocabulary(corpus, architecture.vocab_size)
+    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
+    check_vocabulary(corpus.facts, architecture.vocab_size)
     batch = BatchSampler(corpus, config.data.batch_tokens, config.data.shuffle_seed).next_batch()
     element_bytes = {"bf16": 2, "fp64": 8}.get(config.trainer.dtype, 4)
     cluster = Cluster.uniform(config.parallel.ranks, config.parallel.capacity_tokens)
@@ -34,7 +34,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     # Weights, fp32 gradients, and this rank's share of fp32 master weights and two Adam moments (ZeRO-1).
     states = parameters * (element_bytes + 4) + parameters * 12 // config.parallel.ranks
     print_line(f"model   {format_si(parameters)} parameters; {format_bytes(states)} of states a rank")
-    print_line(f"data    {describe_corpus(corpus)}")
+    print_line(f"data    {describe_corpus(corpus.facts)}")
     print_line(
         f"memory  {format_bytes(activations)} of activations a rank for a full micro-batch of "
         f"{format_count(config.parallel.capacity_tokens)} tokens"

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bytescale.common.errors import BytescaleError, ConfigError, problem
@@ -86,11 +85,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def sum_of_squares(lengths: np.ndarray) -> int:
-    """Sum of s_i^2, exact."""
-    return int(np.square(lengths.astype(np.int64)).sum())
 
 
 def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | None) -> None:

@@ -42,6 +42,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ranks_of_torchrun() -> int | None:
+    """How many ranks torchrun started in all; None when it started none."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
 @contextmanager
 def open_ranks(config: Config) -> Iterator[Ranks]:
     """Join the process group for the time of the block."""

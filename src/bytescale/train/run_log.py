@@ -10,9 +10,8 @@ from typing import TextIO
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
 from bytescale.cost import flops
-from bytescale.data import Corpus, StepData
+from bytescale.data import CorpusFacts, StepData
 from bytescale.plan.io import save_plan
-from bytescale.plan.summary import gist
 from bytescale.train.job import Job
 from bytescale.train.metrics import MetricsFile, StepMetrics, drop_metrics_after
 from bytescale.train.run_folder import RunFolder
@@ -75,13 +74,13 @@ class RunLog:
             f"model   {format_si(flops.total_parameters(shape))} parameters, {shape.num_layers} layers, hidden "
             f"{shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         )
-        self.say(f"data    {describe_corpus(job.corpus)}")
+        self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
             f"ranks   {hdp.size} x {job.ranks.device.type} ({dtype}), capacity "
             f"{format_count(job.config.parallel.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
         )
-        self.say(f"plan    {gist(data.plan)}")
+        self.say(f"plan    {data.summary.gist}")
 
     def step(self, metrics: StepMetrics, data: StepData) -> None:
         """One line for people, one for programs, and the plan."""
@@ -92,7 +91,7 @@ class RunLog:
             return
         self.say(metrics.line(self.config.trainer.steps))
         self._metrics.write(metrics)
-        if self.config.trainer.save_plans:
+        if self.config.trainer.save_plans and data.plan is not None:
             save_plan(data.plan, self.run.plan(metrics.step))
 
     def farewell(self) -> None:
@@ -124,10 +123,10 @@ class RunLog:
             self._text.flush()
 
 
-def describe_corpus(corpus: Corpus) -> str:
+def describe_corpus(corpus: CorpusFacts) -> str:
     """Documents, sequences and tokens, and what the over-length policy did."""
     counts = corpus.counts
-    tokenizer = corpus.tokenizer.name if corpus.tokenizer else "as in the .bin files"
+    tokenizer = corpus.tokenizer or "as in the .bin files"
     cut = [
         f"{number} {what}"
         for number, what in (
@@ -140,5 +139,5 @@ def describe_corpus(corpus: Corpus) -> str:
     lost = f", {format_count(counts.num_lost_tokens)} tokens lost" if counts.num_lost_tokens else ""
     return (
         f"{counts.num_documents} documents ({', '.join(cut) or 'none longer than the context'}{lost}) -> "
-        f"{corpus.pieces.num_pieces} sequences, {format_count(corpus.num_tokens)} tokens; tokenizer {tokenizer}"
+        f"{corpus.num_pieces} sequences, {format_count(corpus.num_tokens)} tokens; tokenizer {tokenizer}"
     )

@@ -10,12 +10,12 @@ from bytescale.common.errors import RankFailure, problem
 from bytescale.config import Config, validate
 from bytescale.cost import flops
 from bytescale.data import StepData
-from bytescale.plan.summary import degree_histogram
 from bytescale.runtime import run_rank_plan
 from bytescale.train.checkpoint import Checkpointer
+from bytescale.train.feed import open_feed
 from bytescale.train.job import Job, build_job
-from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes, sum_of_squares
-from bytescale.train.ranks import open_ranks
+from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
+from bytescale.train.ranks import open_ranks, ranks_of_torchrun
 from bytescale.train.run_folder import RunFolder
 from bytescale.train.run_log import RunLog
 from bytescale.train.schedule import learning_rate
@@ -29,11 +29,15 @@ def train(config: Config, print_line: Callable[[str], None] = print) -> Path:
         RankFailure: another rank is gone or disagrees; the last checkpoint is whole.
         NonFiniteError: loss or gradients are no numbers; weights and the last checkpoint are as before the step.
     """
+    validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
     resume = config.trainer.resume or restarted_by_torchrun()
-    with open_ranks(config) as ranks, RunLog(run, config, print_line if ranks.is_first else None) as log:
-        validate(config, num_ranks=ranks.hdp.size)
-        job = build_job(config, ranks)
+    with (
+        open_ranks(config) as ranks,
+        RunLog(run, config, print_line if ranks.is_first else None) as log,
+        open_feed(config, ranks) as feed,
+    ):
+        job = build_job(config, ranks, feed)
         log.open(resume=resume)
         checkpoints = Checkpointer(run.checkpoints, ranks, config.checkpoint)
         if resume:
@@ -68,7 +72,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         job.model,
         data.rank_plan,
         data.micro_batches,
-        num_global_targets=data.batch.total_targets,
+        num_global_targets=data.num_targets,
         kernel=job.kernel,
         hdp=hdp,
     )
@@ -84,12 +88,12 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
             busy_seconds,
             float(hdp.exchange.bytes_sent - bytes_before),
             float(memory_bytes(job.ranks.device)),
-            data.wait_seconds,
+            data.times.wait_seconds,
         ]
     )
     loss_sums, targets, norm_shares, busy, bytes_sent, memory, data_waits = zip(*rows, strict=True)
     check_targets(step, sum(targets), data)
-    loss = sum(loss_sums) / data.batch.total_targets
+    loss = sum(loss_sums) / data.num_targets
     grad_norm = sum(norm_shares) ** 0.5
     check_finite(step, loss, grad_norm, checkpoints.latest())
 
@@ -97,9 +101,9 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     rate = learning_rate(step, config.trainer.steps, config.optimizer)
     job.optimizer.update(rate, grad_norm)
 
-    step_seconds = watch.elapsed() + data.wait_seconds
+    step_seconds = watch.elapsed() + data.times.wait_seconds
     model_flops = flops.training_flops(
-        job.architecture, num_tokens=data.plan.num_tokens, sum_of_squares=sum_of_squares(data.plan.lengths)
+        job.architecture, num_tokens=data.summary.num_tokens, sum_of_squares=data.summary.sum_of_squares
     )
     mean_busy = sum(busy) / hdp.size
     return StepMetrics(
@@ -107,18 +111,18 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         loss=loss,
         grad_norm=grad_norm,
         learning_rate=rate,
-        num_tokens=data.plan.num_tokens,
-        num_sequences=data.plan.num_sequences,
+        num_tokens=data.summary.num_tokens,
+        num_sequences=data.summary.num_sequences,
         step_seconds=step_seconds,
-        tokens_per_second=data.plan.num_tokens / step_seconds,
+        tokens_per_second=data.summary.num_tokens / step_seconds,
         mfu=model_flops / step_seconds / (hdp.size * job.peak_flops_per_second),
         memory_bytes=int(max(memory)),
         imbalance=max(busy) / mean_busy,
         waiting_share=max(0.0, 1.0 - mean_busy / step_seconds),
         data_wait_seconds=max(data_waits),
-        planning_seconds=data.planning_seconds,
+        planning_seconds=data.times.planning_seconds,
         attention_bytes_sent=int(sum(bytes_sent)),
-        group_sizes={str(degree): count for degree, count in degree_histogram(data.plan).items()},
+        group_sizes={str(degree): count for degree, count in data.summary.group_sizes.items()},
     )
 
 
@@ -136,11 +140,11 @@ def restarted_by_torchrun() -> bool:
 
 def check_targets(step: int, counted: float, data: StepData) -> None:
     """Every target of the global batch was trained on exactly once, by somebody."""
-    if int(counted) != data.batch.total_targets:
+    if int(counted) != data.num_targets:
         raise RankFailure(
             problem(
                 f"step {step}: the ranks together trained on {int(counted)} targets, the global batch has "
-                f"{data.batch.total_targets}",
+                f"{data.num_targets}",
                 so="loss and gradients would be scaled wrongly, so the update was not made",
                 fix="report this: plan, loader and sampler disagree (the plan is in the run folder's plans/)",
             )

@@ -1,0 +1,185 @@
+"""Shards: the corpus cut into parts that any process can tokenise, keep and read on its own.
+
+A shard of text is a run of units (``data.readers``) of one source, tokenised into a ``.bin/.idx`` pair in the cache
+folder; a ``.bin`` source is a shard as it is. Where shards are cut depends on the files alone, never on who reads
+them: the local loader and any number of servers share one cache, and a server that died finds there what it had done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytescale.config.schema import DataConfig
+from bytescale.data.atomic import file_lock
+from bytescale.data.facts import TokenFacts, facts_of, load_facts
+from bytescale.data.indexed import IndexedDataset
+from bytescale.data.progress import ProgressCallback, ignore_progress
+from bytescale.data.readers import WorkUnit, plan_units
+from bytescale.data.sources import SourceFile
+from bytescale.data.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
+from bytescale.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 16 * 1024**2
+"""Least text of a shard: some seconds of tokenising."""
+MAX_SHARDS = 256
+"""Larger corpora get larger shards: every shard is a memory map in every process that reads it."""
+_CACHE_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Units of text, or one ``.bin`` file."""
+
+    source: int
+    """Place of its source in ``data.sources``."""
+    units: tuple[WorkUnit, ...] = ()
+    file: SourceFile | None = None
+    name: str = ""
+    """Of the pair in the cache folder that holds the tokens of the text."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self.units) if self.file is None else self.file.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenShard:
+    """A shard whose tokens can be read."""
+
+    dataset: IndexedDataset
+    facts: TokenFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReader:
+    """Tokenises and opens shards; can be sent to other processes."""
+
+    tokenizer: Tokenizer | None
+    text_key: str
+    cache_dir: Path
+
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
+        """As ``config`` says."""
+        return ShardReader(
+            tokenizer=tokenizer,
+            text_key=config.text_key,
+            cache_dir=Path(config.cache_dir).expanduser(),
+        )
+
+    def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
+        """The shards of ``files``: text in corpus order, then the ``.bin`` files. Raises as ``plan_units``."""
+        text = [file for file in files if file.format != "bin"]
+        least_bytes = max(SHARD_BYTES, sum(file.num_bytes for file in text) // MAX_SHARDS)
+        shards: list[Shard] = []
+        for source in sorted({file.source for file in text}):
+            units = plan_units([file for file in text if file.source == source], self.text_key)
+            shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
+        return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
+
+    def prepare(
+        self, shards: Sequence[Shard], num_workers: int = 1, progress: ProgressCallback = ignore_progress
+    ) -> None:
+        """Tokenise those of ``shards`` that the cache does not have, one after the other, with one pool of processes.
+
+        Raises:
+            DataError: as ``iter_documents``; the shards before stay in the cache.
+        """
+        missing = [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
+        if not missing:
+            return
+        assert self.tokenizer is not None, "text needs a tokenizer"
+        encode = UnitEncoder(tokenizer=self.tokenizer, text_key=self.text_key)
+        total_bytes = sum(shard.num_bytes for shard in missing)
+        units = [unit for shard in missing for unit in shard.units]
+        encoded = report_progress(encode_units(units, encode, num_workers), total_bytes, progress)
+        for shard in missing:
+            own = itertools.islice(encoded, len(shard.units))
+            facts = write_units(own, self._prefix(shard), self.tokenizer)
+            _log_facts(facts, self._prefix(shard))
+
+    def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
+        """Open a shard that is prepared or a ``.bin``, which is fetched first if it lies elsewhere.
+
+        Raises:
+            DataError: the pair is broken or was made with another tokenizer.
+        """
+        if shard.file is None:
+            prefix = self._prefix(shard)
+            facts = load_facts(prefix)
+            assert facts is not None, f"{prefix} is prepared before it is opened"
+            return OpenShard(dataset=IndexedDataset.open(prefix), facts=facts)
+        dataset = IndexedDataset.open(shard.file.path)
+        facts = facts_of(dataset, shard.file, self.cache_dir, progress)
+        check_same_tokenizer(f"{shard.file.path}", facts, self.tokenizer)
+        return OpenShard(dataset=dataset, facts=facts)
+
+    def prepare_and_open(self, shard: Shard) -> OpenShard:
+        """What a server does with each shard of its own: at most one process of a machine does the work."""
+        with file_lock((self.cache_dir / "tokens" / (shard.name or "bin")).with_suffix(".lock")):
+            self.prepare([shard])
+        return self.open(shard)
+
+    def _is_prepared(self, shard: Shard) -> bool:
+        prefix = self._prefix(shard)
+        return prefix.with_suffix(".idx").exists() and load_facts(prefix) is not None
+
+    def _prefix(self, shard: Shard) -> Path:
+        return self.cache_dir / "tokens" / shard.name
+
+    def _shard(self, source: int, units: Sequence[WorkUnit]) -> Shard:
+        assert self.tokenizer is not None, "text needs a tokenizer"
+        settings = hashlib.blake2b(digest_size=8)
+        settings.update(f"{_CACHE_VERSION} {self.text_key} {self.tokenizer.fingerprint}".encode())
+        for unit in units:
+            for file in unit.files:
+                line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\0{unit.start}\0{unit.stop}\n"
+                settings.update(line.encode(errors="surrogateescape"))
+        return Shard(source=source, units=tuple(units), name=settings.hexdigest())
+
+
+def fingerprint_shards(shards: Iterable[Shard]) -> str:
+    """16 hex digits of the names of the shards of text."""
+    return hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
+
+
+def check_same_tokenizer(place: str, facts: TokenFacts, tokenizer: Tokenizer | None) -> None:
+    """Raise ``DataError`` if tokens with these facts cannot have come from ``tokenizer`` (None: nothing to compare)."""
+    if tokenizer is None:
+        return
+    if facts.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
+        raise foreign_tokens(f"{place} was made with tokenizer {facts.tokenizer!r}", tokenizer)
+    if facts.max_token_id >= tokenizer.vocab_size:
+        raise foreign_tokens(f"{place} holds id {facts.max_token_id}", tokenizer)
+
+
+def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit]]:
+    run: list[WorkUnit] = []
+    for unit in units:
+        run.append(unit)
+        if sum(held.num_bytes for held in run) >= least_bytes:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _log_facts(facts: TokenFacts, prefix: Path) -> None:
+    logger.info(
+        "tokenised %d documents into %d tokens (longest %d, %d empty ones and %d files that are not text left out): %s",
+        facts.num_documents,
+        facts.num_tokens,
+        facts.longest_document_tokens,
+        facts.num_empty_documents,
+        len(facts.skipped_files),
+        prefix,
+    )
+    for path in facts.skipped_files:
+        logger.debug("left out, not UTF-8 text: %s", path)
