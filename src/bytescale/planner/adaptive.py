@@ -6,13 +6,15 @@
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
     5. Again     while the end is not close to the target: other settings of steps 2 and 3, least traffic first
     6. Trim      groups that grew in step 3 go back to their degree where the end allows it
+    7. Small     few sequences on few ranks: local search over the degrees (``small``)
+    8. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
 
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +22,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.planner import small
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.blocks import Blocks, place_blocks
-from bytescale.planner.draft import Draft, assemble, consecutive
-from bytescale.planner.fill import deal, micro_batches
-from bytescale.planner.target import degrees_within, target_seconds
+from bytescale.planner.blocks import place_blocks
+from bytescale.planner.evaluate import evaluate
+from bytescale.planner.fill import deal
+from bytescale.planner.paper import paper_plan
+from bytescale.planner.static import static_plan
+from bytescale.planner.target import degrees_within, is_ideal
+from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -35,6 +41,8 @@ CLEARLY_BETTER = 0.998
 """An attempt replaces one with less traffic only if it ends earlier by this factor."""
 TRIMS = 12
 """Groups that step 6 tries to put back to their degree."""
+MAX_RIVAL_SEQUENCES = 4096
+"""Batches up to this size are compared with the other planners, which take 2 to 10 microseconds a sequence."""
 
 
 class Attempt(NamedTuple):
@@ -50,31 +58,8 @@ ATTEMPTS = (
     Attempt(1.009, 0.0),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
-    *(Attempt(1.01, snap, floors) for floors in (2, 4, 8) for snap in (0.0, 0.3, 0.6)),
+    *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Batch:
-    """What no attempt changes."""
-
-    lengths: IntArray  # [S] longest first
-    fewest: IntArray  # [S] ranks that hold each
-    local_seconds: FloatArray  # [S] on one rank, with its part of a micro-batch's g
-    cluster: Cluster
-    cost: CostModel
-    target: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Trial:
-    """What an attempt gives."""
-
-    shared: IntArray  # [G] places in the batch, widest first
-    asked: IntArray  # [G] degrees of step 2
-    blocks: Blocks
-    local_ranks: IntArray  # [S - G] rank of each of the others
-    end: float
 
 
 def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> Plan:
@@ -90,55 +75,40 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> P
     """
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     order = longest_first(lengths)
-    batch = _batch(lengths[order], cluster, cost)
-    return _assemble(batch, _search(batch), order, lengths)
+    batch = Batch.of(lengths[order], cluster, cost)
+    trial = _search(batch)
+    if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
+        trial = small.improve(batch, trial, GOOD_ENOUGH * batch.target)
+    plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
+    return _best_of_rivals(plan, batch)
 
 
-def _batch(lengths: IntArray, cluster: Cluster, cost: CostModel) -> _Batch:
-    capacity = int(cluster.capacity_tokens.min())
-    fewest = -(-lengths // capacity)
-    local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / capacity)
-    ideal = float(local_seconds.sum()) / cluster.num_ranks
-    num_long = max(int(np.searchsorted(-fewest, -1)), int(np.searchsorted(-local_seconds, -ideal)))
-    target = target_seconds(
-        cost, lengths[:num_long], fewest[:num_long], float(local_seconds[num_long:].sum()), cluster.num_ranks
-    )
-    return _Batch(
-        lengths=lengths, fewest=fewest, local_seconds=local_seconds, cluster=cluster, cost=cost, target=target
-    )
-
-
-def _search(batch: _Batch) -> _Trial:
-    """Steps 5 and 6: the best trial."""
-    best: _Trial | None = None
-    snap = 0.0
+def _search(batch: Batch) -> Trial:
+    """Steps 2 to 6: the best trial."""
+    best, chosen = None, ATTEMPTS[0]
     for attempt in ATTEMPTS:
         trial = _try(batch, attempt)
         if best is None or trial.end < CLEARLY_BETTER * best.end:
-            best, snap, chosen = trial, attempt.snap, attempt
+            best, chosen = trial, attempt
         if best.end <= GOOD_ENOUGH * batch.target:
             break
     assert best is not None, "there is at least one attempt"
-    return _trim(batch, chosen, best) if snap > 0 else best
+    return _trim(batch, chosen, best) if chosen.snap > 0 else best
 
 
-def _try(batch: _Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> _Trial:
+def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Trial:
     """Steps 2 to 4."""
-    target = attempt.slack * batch.target
-    num_shared = max(
-        int(np.searchsorted(-batch.fewest, -1)), int(np.searchsorted(-batch.local_seconds, -target / attempt.floors))
-    )
-    num_ranks = batch.cluster.num_ranks
+    target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
+    count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
     degrees, seconds = degrees_within(
-        batch.cost, batch.lengths[:num_shared], batch.fewest[:num_shared], num_ranks, target / attempt.floors
+        batch.cost, batch.lengths[:count], batch.fewest[:count], num_ranks, target / attempt.floors
     )
     widest_first = np.argsort(-degrees, kind="stable")
-    asked = degrees[widest_first]
     narrow_work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
-    narrow_work[1] += batch.local_seconds[num_shared:].sum()
+    narrow_work[1] += batch.local_seconds[count:].sum()
     blocks = place_blocks(
         batch.lengths[widest_first],
-        asked,
+        degrees[widest_first],
         cost=batch.cost,
         num_ranks=num_ranks,
         target=target,
@@ -146,11 +116,18 @@ def _try(batch: _Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = N
         narrow_work=np.cumsum(narrow_work),
         may_snap=may_snap,
     )
-    local_ranks, free_at = deal(batch.local_seconds[num_shared:], blocks.free_at)
-    return _Trial(shared=widest_first, asked=asked, blocks=blocks, local_ranks=local_ranks, end=float(free_at.max()))
+    local_ranks, free_at = deal(batch.local_seconds[count:], blocks.free_at)
+    return Trial(
+        shared=widest_first,
+        asked=degrees[widest_first],
+        blocks=blocks,
+        local=np.arange(count, len(batch.lengths)),
+        local_ranks=local_ranks,
+        end=float(free_at.max()),
+    )
 
 
-def _trim(batch: _Batch, attempt: Attempt, best: _Trial) -> _Trial:
+def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
     """Step 6: forbid the costliest growths one by one, and keep what does not end later."""
     limit = max(best.end, GOOD_ENOUGH * batch.target)
     saving = batch.lengths[best.shared] * (best.blocks.degrees - best.asked)
@@ -160,30 +137,25 @@ def _trim(batch: _Batch, attempt: Attempt, best: _Trial) -> _Trial:
             break
         may_snap[group] = False
         trial = _try(batch, attempt, may_snap)
-        if trial.end <= limit and _traffic(batch, trial) < _traffic(batch, best):
+        if trial.end <= limit and trial.traffic(batch) < best.traffic(batch):
             best = trial
         else:
             may_snap[group] = True
     return best
 
 
-def _traffic(batch: _Batch, trial: _Trial) -> int:
-    """Sum of s (D - 1)."""
-    return int((batch.lengths[trial.shared] * (trial.blocks.degrees - 1)).sum())
-
-
-def _assemble(batch: _Batch, trial: _Trial, order: IntArray, lengths: IntArray) -> Plan:
-    """The trial as a ``Plan``: shared groups in the order of placing, then each rank's whole sequences in packs."""
-    num_shared = len(trial.shared)
-    by_rank = np.argsort(trial.local_ranks, kind="stable")
-    places, ranks = num_shared + by_rank, trial.local_ranks[by_rank]
-    index = micro_batches(batch.lengths[places], ranks, batch.cluster.capacity_tokens)
-    heads = np.flatnonzero(np.append(True, (np.diff(ranks) != 0) | (np.diff(index) != 0))[: len(places)])
-    draft = Draft(
-        sequences=order[np.concatenate((trial.shared, places))],
-        sequence_counts=np.concatenate((np.ones(num_shared, np.int64), np.diff(np.append(heads, len(places))))),
-        ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), ranks[heads])),
-        degrees=np.concatenate((trial.blocks.degrees, np.ones(len(heads), np.int64))),
-        slots=np.concatenate((np.arange(num_shared), num_shared + index[heads])),
-    )
-    return assemble(draft, lengths=lengths, cluster=batch.cluster, planner="balanced/adaptive")
+def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
+    """Step 8. With free communication the mesh always balances and never pays: then only what is close counts."""
+    if plan.num_sequences > MAX_RIVAL_SEQUENCES:
+        return plan
+    enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
+    cluster, cost = batch.cluster, batch.cost
+    end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
+    for planner in (partial(paper_plan, num_buckets=1), paper_plan, static_plan):
+        if end <= enough:
+            break
+        rival = planner(plan.lengths, cluster=cluster, cost=cost)
+        rival_end = evaluate(rival, cluster=cluster, cost=cost).end_seconds
+        if rival_end < end:
+            plan, end = rival, rival_end
+    return plan

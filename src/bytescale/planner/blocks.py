@@ -69,7 +69,7 @@ def place_blocks(
         narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree.
         may_snap: ``[G]`` groups that may; None: all.
     """
-    seconds_on = _timer(cost)
+    seconds_on = timer(cost)
     usable = [(0.0, 0, num_ranks)]  # a heap of plateaus at least as wide as the current degree: (free at, first, width)
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
@@ -104,7 +104,7 @@ def place_blocks(
     return Blocks(first=first, degrees=taken, free_at=_free_at(usable, narrow, num_ranks))
 
 
-def _timer(cost: CostModel) -> Callable[[float, int, int], float]:
+def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     """``cost.group_seconds`` of one sequence in plain floats, some 20 times faster for a single value."""
     launch = cost.micro_batch_seconds
     if is_ideal(cost):

@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.planner.packing import best_fit
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+ONE_BY_ONE = 16
+"""Ranks pack one by one when one of them has this many times more sequences than there are ranks."""
+
+_FULL = np.iinfo(np.int64).max
 
 CHUNK_RATIO = 0.8  # sequences whose times differ by less are dealt in one go
 
@@ -55,29 +62,37 @@ def _pour(count: int, item: float, heights: FloatArray) -> IntArray:
 
 
 def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> IntArray:
-    """Index of the micro-batch, on its own rank, of each sequence ``[n]``.
+    """Index of the micro-batch, on its own rank, of each sequence ``[n]``: best fit, in the order given.
 
-    A rank takes its sequences in the order given and opens a new micro-batch whenever the next one does not fit. All
-    ranks do so at once: pass k opens everybody's k-th micro-batch.
+    All ranks pack at once: pass k puts the k-th sequence of every rank into its fullest micro-batch that still holds
+    it. A few ranks with very many sequences pack one after the other instead.
 
     Args:
-        lengths: ``[n]`` tokens, sorted by rank.
+        lengths: ``[n]`` tokens, sorted by rank, best longest first on each.
         ranks: ``[n]`` rising.
         capacity: ``[R]`` tokens of one micro-batch.
     """
-    ends = np.cumsum(lengths)
-    room = ends - lengths + capacity[ranks]
-    rank_stop = np.searchsorted(ranks, ranks, side="right")
-    following = np.minimum(np.searchsorted(ends, room, side="right"), rank_stop)  # first that does not fit
-    opens = np.zeros(len(lengths), dtype=bool)
-    heads = np.flatnonzero(np.append(True, ranks[1:] != ranks[:-1])) if len(ranks) else np.zeros(0, dtype=np.int64)
-    first_of_rank = np.zeros(len(lengths), dtype=np.int64)
-    while len(heads):
-        opens[heads] = True
-        nexts = following[heads]
-        heads = nexts[nexts < rank_stop[heads]]
-    number = np.cumsum(opens) - 1
-    if len(ranks):
-        starts = np.flatnonzero(np.append(True, ranks[1:] != ranks[:-1]))
-        first_of_rank = np.repeat(number[starts], np.diff(np.append(starts, len(ranks))))
-    return number - first_of_rank
+    index = np.zeros(len(lengths), dtype=np.int64)
+    if len(lengths) == 0:
+        return index
+    heads = np.flatnonzero(np.append(True, ranks[1:] != ranks[:-1]))
+    counts = np.diff(np.append(heads, len(ranks)))
+    if counts.max() > ONE_BY_ONE * len(heads):
+        for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
+            index[head : head + count] = best_fit(lengths[head : head + count], int(capacity[ranks[head]]))
+        return index
+    most_first = np.argsort(-counts, kind="stable")
+    heads, counts = heads[most_first], counts[most_first]
+    packing = np.searchsorted(-counts, -np.arange(counts[0]) - 1, side="right")  # ranks that still have one, per pass
+    size = capacity[ranks[heads]]
+    room = size[:, None].copy()  # [ranks, micro-batches opened so far, and one empty]
+    for k, active in enumerate(packing.tolist()):
+        items = heads[:active] + k
+        left = room[:active] - lengths[items][:, None]
+        chosen = np.where(left < 0, _FULL, left).argmin(axis=1)
+        rows = np.arange(active)
+        room[rows, chosen] = left[rows, chosen]
+        index[items] = chosen
+        if chosen.max() == room.shape[1] - 1:
+            room = np.concatenate((room, size[:, None]), axis=1)
+    return index

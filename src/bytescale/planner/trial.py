@@ -1,0 +1,97 @@
+"""What the adaptive planner works on, and how one of its trials becomes a plan.
+
+Shape letters: S sequences, longest first; G of them shared; R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost import Cluster, CostModel
+from bytescale.plan import Plan
+from bytescale.planner.blocks import Blocks
+from bytescale.planner.draft import Draft, assemble, consecutive
+from bytescale.planner.fill import micro_batches
+from bytescale.planner.target import target_seconds
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """What no trial changes."""
+
+    lengths: IntArray  # [S] longest first
+    fewest: IntArray  # [S] ranks that hold each
+    local_seconds: FloatArray  # [S] on one rank, with its part of a micro-batch's g
+    cluster: Cluster
+    cost: CostModel
+    target: float  # when all could end together
+
+    @staticmethod
+    def of(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
+        """The batch of ``lengths`` ``[S]``, longest first, on equal ranks."""
+        capacity = int(cluster.capacity_tokens.min())
+        fewest = -(-lengths // capacity)
+        local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / capacity)
+        spread_evenly = float(local_seconds.sum()) / cluster.num_ranks
+        num_long = num_shared(fewest, local_seconds, spread_evenly)
+        target = target_seconds(
+            cost, lengths[:num_long], fewest[:num_long], float(local_seconds[num_long:].sum()), cluster.num_ranks
+        )
+        return Batch(
+            lengths=lengths, fewest=fewest, local_seconds=local_seconds, cluster=cluster, cost=cost, target=target
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """One way to lay the batch out."""
+
+    shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
+    asked: IntArray  # [G] degrees before growing
+    blocks: Blocks
+    local: IntArray  # [S - G] places of the others, which stay whole
+    local_ranks: IntArray  # [S - G] rank of each of them
+    end: float  # seconds
+
+    def traffic(self, batch: Batch) -> int:
+        """Sum of s (D - 1)."""
+        return int((batch.lengths[self.shared] * (self.blocks.degrees - 1)).sum())
+
+
+def num_shared(fewest: IntArray, local_seconds: FloatArray, limit: float) -> int:
+    """How many of the longest sequences no rank holds, or none ends within ``limit`` seconds."""
+    return max(int(np.searchsorted(-fewest, -1)), int(np.searchsorted(-local_seconds, -limit)))
+
+
+def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, planner: str) -> Plan:
+    """The trial as a ``Plan``: shared groups in their order, then each rank's whole sequences in packs.
+
+    Args:
+        batch: the batch.
+        trial: one way to lay it out.
+        order: ``[S]`` sequence number of each place in the batch.
+        lengths: ``[S]`` by sequence number.
+        planner: for people.
+    """
+    count = len(trial.shared)
+    by_rank = np.argsort(trial.local_ranks, kind="stable")
+    places, ranks = trial.local[by_rank], trial.local_ranks[by_rank]
+    index = micro_batches(batch.lengths[places], ranks, batch.cluster.capacity_tokens)
+    # One local group per micro-batch: sort by rank, then by micro-batch.
+    by_pack = np.lexsort((index, ranks))
+    places, ranks, index = places[by_pack], ranks[by_pack], index[by_pack]
+    heads = np.flatnonzero(np.append(True, (np.diff(ranks) != 0) | (np.diff(index) != 0))[: len(places)])
+    draft = Draft(
+        sequences=order[np.concatenate((trial.shared, places))],
+        sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
+        ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), ranks[heads])),
+        degrees=np.concatenate((trial.blocks.degrees, np.ones(len(heads), np.int64))),
+        slots=np.concatenate((np.arange(count), count + index[heads])),
+    )
+    return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
