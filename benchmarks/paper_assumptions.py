@@ -25,7 +25,6 @@ Assumed, one rule each:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from bytescale.config import PRESETS, Architecture
 from bytescale.cost import Profile, flops, load_profile
@@ -55,7 +54,7 @@ SLOW_DOWN_PER_DOUBLING = {"static": 2.0, "naive": 1.23, "paper": 1.08}  # github
 CASE_STUDY_SECONDS = {"static": 520.0, "naive": 272.0, "paper": 157.0}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PaperModel:
     """One of the six models with its cluster."""
 
@@ -65,29 +64,19 @@ class PaperModel:
     pipelined: bool
     layer_parameters: int  # all experts
 
-    @cached_property
-    def layout(self) -> tuple[int, int]:
+    def layout(self, capacity_tokens: int) -> tuple[int, int]:
         """tp and pp by the rule at the top."""
         shape = self.active
-        activations = CAPACITY_TOKENS * flops.activation_bytes_per_token(shape)
+        activations = capacity_tokens * flops.activation_bytes_per_token(shape)
         weights = shape.num_layers * self.layer_parameters + 2 * shape.vocab_size * shape.hidden_size
         state_bytes = weights * (GRADIENT_BYTES + PARAMETER_BYTES)
         layouts = [(tp, pp) for pp in ((2, 4, 8, 16) if self.pipelined else (1,)) for tp in (1, 2, 4, 8)]
         return next((tp, pp) for tp, pp in layouts if (activations + state_bytes / pp) / tp <= DEVICE_BYTES)
 
-    @property
-    def tensor_parallel(self) -> int:
-        return self.layout[0]
-
-    @property
-    def pipeline_parallel(self) -> int:
-        return self.layout[1]
-
-    @property
-    def profile(self) -> Profile:
+    def profile(self, tensor_parallel: int) -> Profile:
         """The case study's device, running this model."""
         return load_profile("case-study").scaled_to(
-            self.active, tensor_parallel=self.tensor_parallel, layer_parameters=self.layer_parameters
+            self.active, tensor_parallel=tensor_parallel, layer_parameters=self.layer_parameters
         )
 
 

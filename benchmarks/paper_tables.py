@@ -1,6 +1,6 @@
 """The paper's section 8 from first principles: ours beside what it printed.
 
-    python benchmarks/paper_tables.py [--out FOLDER] [--batches 16]
+    python benchmarks/paper_tables.py [--out FOLDER] [--batches 16] [--only-2m] [--capacity-tokens 8192]
 
 Simulates static, naive (Algorithm 1), paper (Algorithm 2) and adaptive for every model, context and data set, and the
 ablation of the 7B case. All that the paper leaves open is in ``paper_assumptions.py``; no number here is tuned. Prints
@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 import paper_assumptions as paper
-from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload import choose_offload
@@ -41,26 +40,21 @@ WITHIN = 0.20
 class Setting:
     """One model with its cluster, as all planners and the simulator see it."""
 
-    def __init__(self, model: paper.PaperModel) -> None:
+    def __init__(self, model: paper.PaperModel, capacity_tokens: int) -> None:
         self.model = model
-        self.profile: Profile = model.profile
-        self.devices = ClusterConfig(
-            num_gpus=model.num_gpus,
-            gpus_per_node=paper.GPUS_PER_NODE,
-            tp=model.tensor_parallel,
-            pp=model.pipeline_parallel,
-        )
+        self.capacity_tokens = capacity_tokens
+        tp, pp = model.layout(capacity_tokens)
+        self.profile: Profile = model.profile(tp)
+        self.devices = ClusterConfig(num_gpus=model.num_gpus, gpus_per_node=paper.GPUS_PER_NODE, tp=tp, pp=pp)
         per_node = self.devices.ranks_per_node
-        self.cluster = Cluster.uniform(self.devices.num_ranks, paper.CAPACITY_TOKENS, ranks_per_node=per_node)
-        self.cost: CostModel = self.profile.cost_model(
-            ranks_per_node=per_node, pipeline_parallel=model.pipeline_parallel
-        )
+        self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens, ranks_per_node=per_node)
+        self.cost: CostModel = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=pp)
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
     def plan(self, planner: str, lengths: NDArray[np.int64], context: int) -> Plan:
         """The plan of one of ``PLANNERS``."""
         if planner == "static":
-            return static_plan(lengths, cluster=self.cluster, cp=context // paper.CAPACITY_TOKENS)
+            return static_plan(lengths, cluster=self.cluster, cp=context // self.capacity_tokens)
         if planner == "naive":
             return self.algorithm_1(lengths, offload=False)
         if planner == "paper":
@@ -72,21 +66,18 @@ class Setting:
         ratios, degrees = choose_offload(
             self.profile,
             lengths,
-            capacity_tokens=paper.CAPACITY_TOKENS,
+            capacity_tokens=self.capacity_tokens,
             num_layers=self.model.active.num_layers,
             host_bytes=paper.HOST_BYTES,
         )
         if not offload:
-            ratios, degrees = np.zeros(len(lengths)), -(-lengths // paper.CAPACITY_TOKENS)
+            ratios, degrees = np.zeros(len(lengths)), -(-lengths // self.capacity_tokens)
         return algorithm_1(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
 
     def seconds(self, plan: Plan, *, remote_loader: bool) -> float:
-        """Simulated step time, by plain 1F1B unless it deadlocks."""
+        """Simulated step time."""
         loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
-        try:
-            return simulate(plan, self.profile, self.devices, loader=loader, schedule="1f1b").step_seconds
-        except PlanError:
-            return simulate(plan, self.profile, self.devices, loader=loader, schedule="aligned").step_seconds
+        return simulate(plan, self.profile, self.devices, loader=loader).step_seconds
 
 
 def stream(data_set: str, context: int, num_batches: int) -> list[NDArray[np.int64]]:
@@ -96,13 +87,15 @@ def stream(data_set: str, context: int, num_batches: int) -> list[NDArray[np.int
     return np.split(lengths, np.searchsorted(batch_of, np.arange(1, num_batches)))
 
 
-def speed_ups(num_batches: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
+def speed_ups(
+    capacity_tokens: int, contexts: Sequence[int], num_batches: int, report: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """One row per model, context and data set: mean step seconds of every planner."""
     rows = []
     for model in paper.MODELS:
-        setting = Setting(model)
+        setting = Setting(model, capacity_tokens)
         for data_set in paper.DATA_SETS:
-            for context in paper.CONTEXTS:
+            for context in contexts:
                 report(f"{model.name} {data_set} {format_count(context)}")
                 batches = stream(data_set, context, num_batches if context == paper.CONTEXTS[-1] else num_batches // 4)
                 row: dict[str, Any] = {"model": model.name, "data_set": data_set, "context": context}
@@ -117,9 +110,9 @@ def speed_ups(num_batches: int, report: Callable[[str], None]) -> list[dict[str,
     return rows
 
 
-def ablation(num_batches: int) -> dict[str, float]:
+def ablation(capacity_tokens: int, num_batches: int) -> dict[str, float]:
     """Mean seconds of the 7B, 2M, Byted case as one thing after the other is switched on."""
-    setting = Setting(next(model for model in paper.MODELS if model.name == CASE))
+    setting = Setting(next(model for model in paper.MODELS if model.name == CASE), capacity_tokens)
     context = paper.CONTEXTS[-1]
     totals: dict[str, list[float]] = {}
     for lengths in stream("byted", context, num_batches):
@@ -141,7 +134,7 @@ def ablation(num_batches: int) -> dict[str, float]:
 def doubling_slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Geometric mean of what each doubling of the context multiplies the step time by: 7B, github."""
     mine = [row for row in rows if row["model"] == CASE and row["data_set"] == "github"]
-    doublings = np.log2(mine[-1]["context"] / mine[0]["context"])
+    doublings = np.log2(mine[-1]["context"] / mine[0]["context"]) or 1.0
     return {planner: float((mine[-1][planner] / mine[0][planner]) ** (1 / doublings)) for planner in PLANNERS}
 
 
@@ -180,6 +173,8 @@ def print_tables(console: Console, rows: list[dict[str, Any]], steps: dict[str, 
     for name, published in paper.CASE_STUDY_SECONDS.items():
         table.add_row(name, f"{case[name]:.0f}", f"{published:.0f}", _verdict(case[name] / published))
     console.print(table)
+    if len({row["context"] for row in rows}) == 1:
+        return
     slopes = doubling_slopes(rows)
     table = Table(title="Step time per doubling of the context, 7B, github")
     for name in ("planner", "ours", "published"):
@@ -248,12 +243,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
     parser.add_argument("--batches", type=int, default=paper.BATCHES, help="at 2M; a quarter of them at other contexts")
+    parser.add_argument("--capacity-tokens", type=int, default=paper.CAPACITY_TOKENS, help="another assumption to try")
+    parser.add_argument("--only-2m", action="store_true", help="leave out the shorter contexts")
     arguments = parser.parse_args()
     console = Console(width=150)
     began = time.perf_counter()
-    rows = speed_ups(arguments.batches, lambda text: print(f"\r{text:30}", end="", file=sys.stderr, flush=True))
+    contexts = paper.CONTEXTS[-1:] if arguments.only_2m else paper.CONTEXTS
+    capacity, batches = arguments.capacity_tokens, arguments.batches
+    rows = speed_ups(
+        capacity, contexts, batches, lambda text: print(f"\r{text:30}", end="", file=sys.stderr, flush=True)
+    )
     print(file=sys.stderr)
-    steps = ablation(arguments.batches)
+    steps = ablation(capacity, batches)
     print_tables(console, rows, steps)
     arguments.out.mkdir(parents=True, exist_ok=True)
     content = {"speed_ups": rows, "ablation_seconds": steps, "slow_down_per_doubling": doubling_slopes(rows)}

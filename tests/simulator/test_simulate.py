@@ -119,6 +119,8 @@ def test_the_fixed_order_deadlocks_where_verify_says_so_and_the_aligned_one_does
         simulate(plan, profile(), cluster, schedule="1f1b")
     step = simulate(plan, profile(), cluster, schedule="aligned")
     check_books(step)
+    assert simulate(plan, profile(), cluster).schedule == "aligned"
+    assert simulate(local_plan([[6], [6]]), profile(), cluster).schedule == "1f1b"
 
 
 def test_gradient_sync_and_loader() -> None:

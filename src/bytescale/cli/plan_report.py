@@ -156,8 +156,8 @@ def what_would_help(item: Planned, critical: Critical, cost: CostModel) -> list[
     advice = [f"{share:.0%} of the step: {text}" for share, text in losses]
     if critical.share > CRITICAL:
         advice.append(
-            f"more devices would not shorten sequence {critical.sequence} on {critical.degree} ranks: let it use more "
-            "of them (the adaptive planner does where it pays), or shorten the context"
+            f"more devices help only as far as sequence {critical.sequence} is spread over more than {critical.degree} "
+            "ranks, which the adaptive planner does where it pays; or shorten the context"
         )
     elif not losses:
         advice.append(f"ranks compute {shares['compute']:.0%} of the step: only more or faster devices")

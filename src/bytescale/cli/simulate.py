@@ -41,8 +41,9 @@ class SimulateOptions:
     """Who plans the batch."""
     plan: Path | None = None
     """A .npz plan to run instead (of a run folder, or of bytescale plan --save)."""
-    schedule: Literal["aligned", "1f1b"] = "aligned"
-    """How a pipeline orders its work: 1f1b is the fixed order, which shared groups may deadlock; aligned cannot."""
+    schedule: Literal["auto", "1f1b", "aligned"] = "auto"
+    """How a pipeline orders its work: 1f1b is the fixed order, which shared groups may deadlock; aligned cannot; auto:
+    1f1b where it is safe."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Input of the next step."""
     cost: CostSource = field(default_factory=CostSource)
@@ -108,8 +109,10 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     rate = done / step.step_seconds / cluster.num_gpus
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
-        f"{format_si(rate)}FLOP/s a device (sum of s^2 counted)",
+        f"{format_si(rate)}FLOP/s a device (sum of s^2 counted)"
+        + (f", schedule {step.schedule}" if cluster.pp > 1 else ""),
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("time of a rank", no_wrap=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.simulator.engine import Timeline
+from bytescale.simulator.engine import Schedule, Timeline
 from bytescale.simulator.events import Events
 
 FloatArray = NDArray[np.float64]
@@ -49,6 +49,7 @@ class SimulatedStep:
     events: Events
     timeline: Timeline
     num_tokens: int
+    schedule: Schedule  # the order in which pipelines worked
 
     @property
     def rank_seconds(self) -> FloatArray:

@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError, PlanError, problem
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import Loads, StageTimes, stage_activation_bytes, stage_times
 from bytescale.cost.step import stage_layers, stage_parameters, sync_bytes, sync_seconds
@@ -48,7 +49,7 @@ def simulate(
     *,
     speeds: FloatArray | None = None,
     loader: LoaderConfig | None = None,
-    schedule: Schedule = "aligned",
+    schedule: Schedule | Literal["auto"] = "auto",
     progress: Progress | None = None,
 ) -> SimulatedStep:
     """Execute ``plan``, event by event, as ``profile`` says that each takes.
@@ -59,7 +60,8 @@ def simulate(
         cluster: devices and layout.
         speeds: ``[R]`` relative speeds of the ranks, all 1 when None.
         loader: input; free when None.
-        schedule: how a pipeline orders its work, see ``engine``.
+        schedule: how a pipeline orders its work, see ``engine``; auto: 1f1b unless it deadlocks, else aligned. The
+            result says which.
         progress: called with (tasks done, tasks).
 
     Raises ``ConfigError`` when plan, profile and cluster do not belong together and ``PlanError`` on a deadlock.
@@ -73,14 +75,16 @@ def simulate(
     ]
     seconds = np.stack([events.longest_member(times.total) for times in stages])
     hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
-    timeline = run_events(
-        events,
-        seconds,
-        events.longest_member(hop + profile.links.latency_seconds),
-        schedule=schedule,
-        progress=progress,
-    )
-    return _account(plan, profile, cluster, events, stages, timeline, loader or LoaderConfig())
+    transfer = events.longest_member(hop + profile.links.latency_seconds)
+    used: Schedule = "1f1b" if schedule == "auto" else schedule
+    try:
+        timeline = run_events(events, seconds, transfer, schedule=used, progress=progress)
+    except PlanError:
+        if schedule != "auto":
+            raise
+        used = "aligned"
+        timeline = run_events(events, seconds, transfer, schedule=used, progress=progress)
+    return _account(plan, profile, cluster, events, stages, timeline, loader or LoaderConfig(), used)
 
 
 def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
@@ -117,6 +121,7 @@ def _account(
     stages: list[StageTimes],
     timeline: Timeline,
     loader: LoaderConfig,
+    schedule: Schedule,
 ) -> SimulatedStep:
     ranks, pp, num_ranks = events.micro_batch_ranks, cluster.pp, events.num_ranks
     parts = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
@@ -147,6 +152,7 @@ def _account(
         events=events,
         timeline=timeline,
         num_tokens=plan.num_tokens,
+        schedule=schedule,
         **parts,
     )
 
