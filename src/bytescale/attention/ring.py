@@ -19,7 +19,7 @@ heads, D head width, N members.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ _FORWARD_KV, _BACKWARD_KV, _BACKWARD_GRADIENTS = range(3)
 _TAGS_PER_GROUP = 4
 
 
+class AttentionMemory(Protocol):
+    """Results of attention that outlive a layer which is computed again in backward (activation checkpointing)."""
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """``out [T, H, D]`` and ``lse [T, H]`` of the same call before, or None when it has to be computed."""
+        ...
+
+    def keep(self, out: Tensor, lse: Tensor) -> None:
+        """What was computed."""
+        ...
+
+
 class PackedAttention:
     """The attention callable that a model is given for one micro-batch on one rank.
 
@@ -41,9 +53,16 @@ class PackedAttention:
     (``plan.rank_plan``), returns ``[T, H, D]``. Every member of a shared group has to call it equally often.
     """
 
-    def __init__(self, micro_batch: MicroBatch, kernel: AttentionKernel, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        kernel: AttentionKernel,
+        exchange: Exchange,
+        memory: AttentionMemory | None = None,
+    ) -> None:
         shared = micro_batch.shared
         self.kernel = kernel
+        self.memory = memory
         self.num_tokens = micro_batch.num_tokens
         self.num_shared_tokens = micro_batch.num_shared_tokens
         slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
@@ -108,10 +127,16 @@ class _PackedAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        if attention.ring is None:
+        memory = attention.memory
+        known = None if memory is None else memory.recall()
+        if known is not None:
+            out, lse = known
+        elif attention.ring is None:
             out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
         else:
             out, lse = _ring_forward(q, k, v, attention, attention.ring, scale)
+        if memory is not None and known is None:
+            memory.keep(out, lse)
         ctx.attention = attention
         ctx.scale = scale
         ctx.save_for_backward(q, k, v, out, lse)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.plan import RankPlan
+from bytescale.runtime.activations import Activations
 from bytescale.runtime.hdp import HdpGroup
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 
@@ -57,27 +58,33 @@ def run_rank_plan(
     num_global_targets: int,
     kernel: AttentionKernel,
     hdp: HdpGroup,
+    activations: Activations | None = None,
 ) -> StepResult:
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
     Args:
         micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
+        activations: checkpointing and offloading of the model's layers; None: autograd keeps everything.
 
     A rank without micro-batches does nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
     """
     losses: list[Tensor] = []
     num_targets = 0
+    activations = activations or Activations([])
+    activations.begin_step(rank_plan.micro_batches)
     for micro_batch, data in zip(rank_plan.micro_batches, micro_batches, strict=True):
         tokens, labels, position_ids = (
             torch.as_tensor(array).to(hdp.device, non_blocking=True)
             for array in (data.tokens, data.labels, data.position_ids)
         )
-        attention = PackedAttention(micro_batch, kernel, hdp.exchange)
-        hidden = model(tokens, position_ids, attention)
-        loss_sum = linear_cross_entropy(hidden, model.head_weight, labels)
-        (loss_sum / num_global_targets).backward()
+        attention = PackedAttention(micro_batch, kernel, hdp.exchange, activations.attention_memory)
+        with activations.forward(micro_batch.index):
+            hidden = model(tokens, position_ids, attention)
+            loss_sum = linear_cross_entropy(hidden, model.head_weight, labels)
+        with activations.backward(micro_batch.index):
+            (loss_sum / num_global_targets).backward()
         losses.append(loss_sum.detach())
         num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
     return StepResult(loss_sum=float(torch.stack(losses).double().sum()) if losses else 0.0, num_targets=num_targets)

@@ -1,0 +1,62 @@
+"""What becomes of activations between forward and backward: kept, computed again, or sent to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from bytescale.common.errors import PlanError, problem
+from bytescale.plan import MicroBatch
+from bytescale.runtime.checkpointing import Checkpointing, KeptAttention, apply_checkpointing
+from bytescale.runtime.host_pool import HostPool
+from bytescale.runtime.offload import ActivationOffload, offloaded_tokens
+
+
+class Activations:
+    """Checkpointing and offloading of one rank's layers, set up once; then told which micro-batch runs.
+
+    Attributes:
+        attention_memory: what ``PackedAttention`` has to be given.
+        offload: None when nothing may go to the host.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        checkpointing: Checkpointing = "none",
+        pool: HostPool | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``pool``: host memory for offloading; None: plans whose ratios are above 0 cannot be run."""
+        self.attention_memory: KeptAttention | None = apply_checkpointing(layers, checkpointing)
+        self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"))
+        if self.attention_memory is not None and self.offload is not None:
+            self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """All micro-batches of the step that comes, with their offload ratios."""
+        if self.offload is not None:
+            self.offload.begin_step(micro_batches)
+            return
+        for micro_batch in micro_batches:
+            if offloaded_tokens(micro_batch):
+                raise PlanError(
+                    problem(
+                        f"the plan offloads {offloaded_tokens(micro_batch)} of {micro_batch.num_tokens} tokens of "
+                        f"micro-batch {micro_batch.index}, but this run has no host memory for activations",
+                        so="the micro-batch would not fit on the device",
+                        fix="set memory.host_gib, or plan without offloading",
+                    )
+                )
+
+    def forward(self, index: int) -> AbstractContextManager[None]:
+        """Around the forward of micro-batch ``index``."""
+        return nullcontext() if self.offload is None else self.offload.forward(index)
+
+    def backward(self, index: int) -> AbstractContextManager[None]:
+        """Around its backward; forwards and backwards of different micro-batches may interleave."""
+        return nullcontext() if self.offload is None else self.offload.backward(index)

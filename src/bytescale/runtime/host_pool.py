@@ -1,0 +1,134 @@
+"""Host memory for offloaded activations: pages of one size, pinned beside a GPU, reused for ever, never beyond a limit.
+
+Pages, because micro-batches differ in length: any page serves any tensor, so nothing is ever lost to fragmentation, and
+the limit is a number of pages. A layer writes its tensors one behind the other (``PageWriter``), so that at most one
+page per layer is partly empty. A page goes back when the last tensor in it is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytescale.common.errors import BytescaleError, problem
+from bytescale.common.units import format_bytes
+from bytescale.runtime.copy_lane import Event
+
+GPU_PAGE_BYTES = 2**24  # PCIe is at full speed from some MiB a copy; a power of two is what CUDA's pinned pages come in
+CPU_PAGE_BYTES = 2**16
+ALIGNMENT = 64  # of each tensor in a page
+
+
+class HostMemoryError(BytescaleError, MemoryError):
+    """Offloaded activations need more host memory than they may have."""
+
+
+@dataclass(eq=False)
+class Page:
+    """A fixed piece of host memory. ``users`` are the tensors in it, and the writer while it is being filled."""
+
+    data: Tensor  # [page_bytes] uint8
+    users: int = 0
+    free_after: Event = None  # what still reads it when it is handed back
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes ``[start, stop)`` of a page."""
+
+    page: Page
+    start: int
+    stop: int
+
+    @property
+    def data(self) -> Tensor:
+        """``[stop - start]`` uint8."""
+        return self.page.data[self.start : self.stop]
+
+
+class HostPool:
+    """Pages for one rank. Pages are made on demand, up to ``limit_bytes``, and kept."""
+
+    def __init__(self, limit_bytes: int, *, pinned: bool, page_bytes: int | None = None) -> None:
+        """``pinned``: allocate page-locked memory, which needs a CUDA device, for copies beside computing."""
+        self.page_bytes = page_bytes or (GPU_PAGE_BYTES if pinned else CPU_PAGE_BYTES)
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = 0  # most that was ever in use
+        self._pinned = pinned
+        self._free: list[Page] = []
+        self._made = 0
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Whole pages that tensors or writers hold."""
+        return (self._made - len(self._free)) * self.page_bytes
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Never more than ``limit_bytes``."""
+        return self._made * self.page_bytes
+
+    def take(self) -> Page:
+        """A page with one user. Raises ``HostMemoryError`` at the limit."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            if self.bytes_allocated + self.page_bytes > self.limit_bytes:
+                raise HostMemoryError(
+                    problem(
+                        f"offloaded activations fill all {format_bytes(self.limit_bytes)} of host memory that they may "
+                        f"have ({self._made} pages of {format_bytes(self.page_bytes)})",
+                        so="the rest of this micro-batch has no place to go",
+                        fix="raise memory.host_gib, or lower parallel.capacity_tokens so that less is offloaded",
+                    )
+                )
+            page = Page(torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            self._made += 1
+        page.users = 1
+        self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
+        return page
+
+    def leave(self, page: Page, reads: Event) -> None:
+        """One user less. ``reads``: the last read from any page so far; a page's next write waits for it."""
+        page.users -= 1
+        if page.users == 0:
+            page.free_after = reads
+            self._free.append(page)
+
+
+class PageWriter:
+    """Hands out room for the tensors of one layer, one behind the other."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._page: Page | None = None
+        self._filled = 0
+
+    def reserve(self, num_bytes: int) -> list[Extent]:
+        """Room for one tensor. The tensor is a user of every page that it gets, once per extent."""
+        extents: list[Extent] = []
+        while num_bytes:
+            if self._page is None or self._filled == self._pool.page_bytes:
+                self.close()
+                try:
+                    self._page, self._filled = self._pool.take(), 0
+                except HostMemoryError:
+                    for extent in extents:
+                        self._pool.leave(extent.page, extent.page.free_after)
+                    raise
+            size = min(num_bytes, self._pool.page_bytes - self._filled)
+            extents.append(Extent(self._page, self._filled, self._filled + size))
+            self._page.users += 1
+            self._filled += size
+            num_bytes -= size
+        aligned = -(-self._filled // ALIGNMENT) * ALIGNMENT
+        self._filled = min(aligned, self._pool.page_bytes)
+        return extents
+
+    def close(self) -> None:
+        """No more tensors of this layer."""
+        if self._page is not None:
+            self._pool.leave(self._page, self._page.free_after)
+            self._page = None

@@ -1,0 +1,328 @@
+"""Selective activation offloading: the first r share of a micro-batch's tokens waits for backward in host memory.
+
+What autograd saves inside a layer goes to pinned host memory while forward goes on, and comes back one layer ahead of
+its use in backward (paper section 5.2). For layers 0 .. l-1, in time::
+
+    forward    | layer 0 | layer 1 | layer 2 | .. | l-2 | l-1 |          the last two layers stay on the device
+    D2H lane             | 0       | 1       | ..                        one layer behind: a layer's end waits for the
+    H2D lane                            .. | l-3   | l-4 | ..            copies of the layer before it
+    backward                | l-1 | l-2  | l-3   | l-4 | ..              one layer ahead
+
+Micro-batches may interleave in any way: each has its own pass, chosen by index around forward and around backward.
+
+What moves: a saved tensor with one row per token, contiguous, that is no parameter, no buffer and none of what several
+layers are given (rotary angles): those would be kept by the last layers anyway. A region of memory that is saved twice
+in a layer, also under another shape, moves once; a view moves only its own rows, never its base. Of the first ``n``
+rows, ``n`` the sum of floor(r_g n_g) over the micro-batch's groups, and not of each group its own first rows: which
+tokens move changes neither memory nor traffic nor any result, and one range is one copy where several would be several.
+
+Why no memory is handed out while a copy is in flight: a tensor under way is held here until the compute stream has been
+made to wait for its copy, and a page's next write waits for its last read. Hence neither ``record_stream``, which would
+return memory late, nor any synchronisation. The numbers that come back are the bytes that left: gradients are bitwise
+those without offloading, whatever r.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bytescale.plan import MicroBatch
+from bytescale.runtime.copy_lane import CopyLane, Event, compute_mark, compute_waits
+from bytescale.runtime.host_pool import Extent, HostPool, PageWriter
+
+RESIDENT_LAYERS = 2
+
+
+def offloaded_tokens(micro_batch: MicroBatch) -> int:
+    """Rows of this micro-batch that go to host memory: the sum of floor(r_g n_g) over its groups."""
+    return sum(math.floor(ratio * tokens + 1e-9) for tokens, ratio in micro_batch.offload_ratios)
+
+
+class ActivationOffload:
+    """Offloads what a list of layers saves, on one rank.
+
+    Use, for any order of forwards and backwards::
+
+        offload.begin_step(micro_batches)
+        with offload.forward(index): hidden = model(...)
+        with offload.backward(index): loss.backward()
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], pool: HostPool, device: torch.device) -> None:
+        """``layers`` in the order of forward; each is called with the residual stream first, then what all share."""
+        self.pool = pool
+        self.device = device
+        self.bytes_moved = 0  # to the host, since the start
+        self._to_host = CopyLane(device)
+        self._to_device = CopyLane(device)
+        self._num_offloaded_layers = max(0, len(layers) - RESIDENT_LAYERS)
+        self._passes: dict[int, _Pass] = {}
+        self._plan: list[tuple[int, int]] = []
+        self._running: _Pass | None = None
+        self._layers = list(layers)
+        self._constant_storages: set[int] = set()
+        for index, layer in enumerate(layers):
+            self._watch(index, layer)
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The ratios of all micro-batches of the step that comes."""
+        if self._passes:
+            raise RuntimeError(f"micro-batches {sorted(self._passes)} of the step before had no backward")
+        constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
+        self._constant_storages = {tensor.untyped_storage().data_ptr() for tensor in constants}
+        self._plan = [(micro_batch.num_tokens, offloaded_tokens(micro_batch)) for micro_batch in micro_batches]
+
+    @contextmanager
+    def forward(self, index: int) -> Iterator[None]:
+        """Around the forward of micro-batch ``index``."""
+        num_tokens, num_moved = self._plan[index]
+        if num_moved == 0 or self._num_offloaded_layers == 0:
+            yield
+            return
+        self._running = _Pass(self, index, num_tokens, num_moved)
+        self._passes[index] = self._running
+        try:
+            yield
+        except BaseException:
+            self._passes.pop(index).end()
+            raise
+        finally:
+            self._running = None
+
+    @contextmanager
+    def backward(self, index: int) -> Iterator[None]:
+        """Around the backward of micro-batch ``index``; afterwards nothing of it is left on the host."""
+        try:
+            yield
+        finally:
+            ended = self._passes.pop(index, None)
+            if ended is not None:
+                ended.end()
+
+    def pack(self, tensor: Tensor) -> object:
+        """What to keep instead of a tensor of the layer that runs, to be given to ``unpack``."""
+        layer = self._running.current if self._running is not None else None
+        return tensor if layer is None else layer.pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor again."""
+        return packed if isinstance(packed, Tensor) else packed.unpack()
+
+    def _watch(self, index: int, layer: nn.Module) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._running is not None and torch.is_grad_enabled():
+                self._running.enter_layer(index, shared=(args[1:], kwargs))
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            if self._running is not None:
+                self._running.leave_layer()
+
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
+        layer.register_forward_hook(leave, always_call=True)
+
+
+class _Pass:
+    """One micro-batch between the start of its forward and the end of its backward."""
+
+    def __init__(self, owner: ActivationOffload, index: int, num_tokens: int, num_moved: int) -> None:
+        self.owner = owner
+        self.index = index
+        self.num_tokens = num_tokens
+        self.num_moved = num_moved
+        self.layers: list[_LayerPass | None] = [None] * len(owner._layers)
+        self.current: _LayerPass | None = None
+        self._under_way: _LayerPass | None = None  # the layer before the current one
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def enter_layer(self, index: int, shared: object) -> None:
+        storages = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)}
+        moves = index < self.owner._num_offloaded_layers
+        self.current = self.layers[index] = _LayerPass(self, index, moves, storages | self.owner._constant_storages)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.owner.pack, self.owner.unpack)
+        self._hooks.__enter__()
+
+    def leave_layer(self) -> None:
+        if self._hooks is None or self.current is None:
+            return
+        self._hooks.__exit__()
+        self._hooks = None
+        if self._under_way is not None:
+            self._under_way.let_go()
+        self.current.close()
+        self._under_way, self.current = self.current, None
+
+    def fetch(self, layer: int) -> None:
+        """Start bringing back what layer ``layer`` saved; nothing for a layer below 0, not run, or fetched before."""
+        chosen = self.layers[layer] if 0 <= layer < len(self.layers) else None
+        if chosen is not None:
+            chosen.fetch()
+
+    def end(self) -> None:
+        """Give back everything that is still held, whether or not backward came to use it."""
+        for layer in self.layers:
+            if layer is not None:
+                layer.let_go()
+                layer.close()
+                for block in list(layer.blocks):
+                    block.release()
+        self.layers = []
+
+
+class _LayerPass:
+    """What one layer saved in one micro-batch."""
+
+    def __init__(self, of: _Pass, index: int, moves: bool, staying: set[int]) -> None:
+        self.of = of
+        self.index = index
+        self.blocks: weakref.WeakSet[_Block] = weakref.WeakSet()  # autograd owns them, and drops them as it goes
+        self._moves = moves
+        self._staying = staying
+        self._writer = PageWriter(of.owner.pool)
+        self._seen: dict[tuple[int, int, int, int], _Block] = {}  # valid while the sources are held
+        self._sources: list[Tensor] = []
+        self._copied: Event = None
+        self._fetched = False
+
+    def pack(self, tensor: Tensor) -> object:
+        if not self._moves or not self._may_move(tensor):
+            return _Resident(self, tensor)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        region = (tensor.untyped_storage().data_ptr(), start, tensor.nbytes, tensor._version)
+        block = self._seen.get(region)
+        if block is None:
+            block = self._seen[region] = self._move(tensor)
+        return _Moved(self, block, tensor.shape, tensor.dtype)
+
+    def let_go(self) -> None:
+        """The compute stream waits for the copies to the host; then the device's memory may be used again."""
+        if self._sources:
+            compute_waits(self._copied, self.of.owner.device)
+        self._sources.clear()
+        self._seen.clear()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def fetch(self) -> None:
+        if not self._fetched:
+            self._fetched = True
+            for block in list(self.blocks):
+                block.fetch()
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        return (
+            tensor.dim() > 0
+            and tensor.shape[0] == self.of.num_tokens
+            and tensor.numel() > 0
+            and tensor.is_contiguous()
+            and tensor.device == self.of.owner.device
+            and tensor.untyped_storage().data_ptr() not in self._staying
+        )
+
+    def _move(self, tensor: Tensor) -> _Block:
+        owner = self.of.owner
+        rows = tensor.detach().reshape(self.of.num_tokens, -1).view(torch.uint8)
+        moved = rows[: self.of.num_moved].reshape(-1)
+        extents = self._writer.reserve(moved.numel())
+        pieces = moved.split([extent.stop - extent.start for extent in extents])
+        after = [compute_mark(owner.device), *(extent.page.free_after for extent in extents)]
+        self._copied = owner._to_host.copy(
+            [(extent.data, piece) for extent, piece in zip(extents, pieces, strict=True)], after=after
+        )
+        owner.bytes_moved += moved.numel()
+        self._sources.append(tensor)
+        rest = rows[self.of.num_moved :].clone() if self.of.num_moved < self.of.num_tokens else None
+        block = _Block(owner, rows.shape, extents, rest, self._copied)
+        self.blocks.add(block)
+        return block
+
+
+class _Block:
+    """One region of memory as bytes ``[T, row_bytes]``: its first rows on the host, the rest on the device."""
+
+    def __init__(
+        self, owner: ActivationOffload, shape: torch.Size, extents: list[Extent], rest: Tensor | None, copied: Event
+    ) -> None:
+        self._owner = owner
+        self._shape = shape
+        self._extents = extents
+        self._rest = rest
+        self._copied = copied
+        self._restored: Tensor | None = None
+        self._arrived: Event = None
+
+    def fetch(self) -> None:
+        """Start bringing it back."""
+        if self._restored is not None:
+            return
+        if not self._extents:
+            raise RuntimeError("backward asked for activations of a micro-batch whose backward has ended")
+        device = self._owner.device
+        self._restored = torch.empty(self._shape, dtype=torch.uint8, device=device)
+        num_moved = self._shape[0] - (0 if self._rest is None else self._rest.shape[0])
+        if self._rest is not None:
+            self._restored[num_moved:] = self._rest
+            self._rest = None
+        moved = self._restored[:num_moved].view(-1)
+        pieces = moved.split([extent.stop - extent.start for extent in self._extents])
+        self._arrived = self._owner._to_device.copy(
+            [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)],
+            after=[self._copied, compute_mark(device)],
+        )
+
+    def bytes(self) -> Tensor:
+        """``[T, row_bytes]`` uint8 on the device, complete for whatever is launched from now on."""
+        self.fetch()
+        assert self._restored is not None, "fetch() has just made it"
+        compute_waits(self._arrived, self._owner.device)
+        self._arrived = None
+        return self._restored
+
+    def release(self) -> None:
+        """Give the pages back, and the device's memory once nothing writes to it any more."""
+        compute_waits(self._arrived, self._owner.device)
+        self._arrived, self._restored, self._rest = None, None, None
+        extents, self._extents = self._extents, []
+        if extents:
+            reads = self._owner._to_device.mark()
+            for extent in extents:
+                self._owner.pool.leave(extent.page, reads)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """A saved tensor that stays, but tells where backward has come to."""
+
+    layer: _LayerPass
+    tensor: Tensor
+
+    def unpack(self) -> Tensor:
+        self.layer.of.fetch(self.layer.index - 1)
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A saved tensor that is (a view of) a block."""
+
+    layer: _LayerPass
+    block: _Block
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def unpack(self) -> Tensor:
+        self.layer.fetch()
+        self.layer.of.fetch(self.layer.index - 1)
+        return self.block.bytes().view(-1).view(self.dtype).view(self.shape)

@@ -1,0 +1,276 @@
+"""Offloading and checkpointing change where activations wait, and not one bit of the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale.attention import PackedAttention, select_kernel
+from bytescale.common.errors import PlanError
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import (
+    Activations,
+    FlatParameters,
+    HdpGroup,
+    HostMemoryError,
+    HostPool,
+    linear_cross_entropy,
+    run_rank_plan,
+)
+from bytescale.runtime.host_pool import PageWriter
+from bytescale.runtime.offload import offloaded_tokens
+from tests.helpers.plans import random_plan
+from tests.helpers.ranks import run_ranks
+from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
+
+LIMIT = 2**24
+
+
+def with_ratios(plan: Plan, ratios: list[float]) -> Plan:
+    """The plan with these offload ratios, repeated over its groups."""
+    values = [ratios[group % len(ratios)] for group in range(plan.num_groups)]
+    return replace(plan, group_offload_ratio=torch.tensor(values, dtype=torch.float64).numpy())
+
+
+def flat_gradients(
+    batch: Batch, plan: Plan, checkpointing: str = "none", *, offload: bool = False, steps: int = 1, layers: int = 5
+) -> list[torch.Tensor]:
+    """Each rank's own gradient sums after the last step; asserts that the pool is empty and within its limit."""
+
+    def one_rank(hdp: HdpGroup) -> torch.Tensor:
+        model = make_model(small_shape(num_layers=layers), torch.float32)
+        flat = FlatParameters(model, hdp.size)
+        pool = HostPool(LIMIT, pinned=False, page_bytes=1024) if offload else None
+        activations = Activations(model.layers, checkpointing=checkpointing, pool=pool)  # type: ignore[arg-type]
+        rank_plan = RankPlan.of(plan, hdp.rank)
+        tokens = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
+        for _ in range(steps):
+            flat.zero_gradients()
+            run_rank_plan(
+                model,
+                rank_plan,
+                tokens,
+                num_global_targets=batch.num_targets,
+                kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
+                hdp=hdp,
+                activations=activations,
+            )
+        if pool is not None and activations.offload is not None:
+            assert pool.bytes_in_use == 0
+            assert pool.peak_bytes <= pool.bytes_allocated <= LIMIT
+            moves = any(offloaded_tokens(micro_batch) for micro_batch in rank_plan.micro_batches)
+            assert (activations.offload.bytes_moved > 0) == (moves and layers > 2)
+        return flat.gradients.clone()
+
+    return run_ranks(plan.num_ranks, one_rank)
+
+
+def same_bits(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, reference, strict=True))
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    num_ranks=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    ratios=st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.77, 1.0]), min_size=1, max_size=3),
+    checkpointing=st.sampled_from(["none", "full", "attention"]),
+    layers=st.sampled_from([2, 3, 5]),
+)
+def test_gradients_are_bitwise_those_without_offload_or_recomputation(
+    lengths: list[int], num_ranks: int, seed: int, ratios: list[float], checkpointing: str, layers: int
+) -> None:
+    plan = random_plan(lengths, num_ranks, seed)
+    batch = random_batch(lengths, 61, seed)
+    batch.labels[0][0] = 1
+    plain = flat_gradients(batch, plan, layers=layers)
+    offloaded = flat_gradients(batch, with_ratios(plan, ratios), checkpointing, offload=True, layers=layers)
+    assert same_bits(offloaded, plain)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "attention"])
+def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twice(checkpointing: str) -> None:
+    lengths = [42, 6]  # equal slices, so that every member sends as much as the others
+    plan = everybody(lengths, 3)
+    batch = random_batch(lengths, 61, 0)
+    assert same_bits(flat_gradients(batch, plan, checkpointing), flat_gradients(batch, plan))
+
+    def bytes_sent(mode: str) -> list[int]:
+        def one_rank(hdp: HdpGroup) -> int:
+            model = make_model(small_shape(), torch.float32)
+            rank_plan = RankPlan.of(plan, hdp.rank)
+            run_rank_plan(
+                model,
+                rank_plan,
+                [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
+                num_global_targets=batch.num_targets,
+                kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
+                hdp=hdp,
+                activations=Activations(model.layers, checkpointing=mode),  # type: ignore[arg-type]
+            )
+            return hdp.exchange.bytes_sent
+
+        return run_ranks(3, one_rank)
+
+    plain, ours = bytes_sent("none"), bytes_sent(checkpointing)
+    # Forward sends K and V (1 part), backward K, V and their fp32 gradients (2 parts); a second forward sends 1 more.
+    assert [3 * sent for sent in ours] == [(4 if checkpointing == "full" else 3) * sent for sent in plain]
+
+
+def everybody(lengths: list[int], num_ranks: int) -> Plan:
+    ranks = list(range(num_ranks))
+    return Plan.build(
+        lengths=lengths,
+        capacity_tokens=[sum(lengths)] * num_ranks,
+        groups=[GroupSpec(sequences=list(range(len(lengths))), ranks=ranks)],
+        schedule=[[[0]] for _ in ranks],
+    )
+
+
+def local_plan(lengths: list[int], ratios: list[float]) -> Plan:
+    """One rank, one micro-batch per sequence."""
+    groups = [GroupSpec(sequences=[i], ranks=[0], offload_ratio=ratio) for i, ratio in enumerate(ratios)]
+    return Plan.build(
+        lengths=lengths, capacity_tokens=[max(lengths)], groups=groups, schedule=[[[i] for i in range(len(lengths))]]
+    )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
+@pytest.mark.parametrize("order", ["f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0", "f0 f1 f2 b0 b1 b2"])
+def test_interleaved_micro_batches(order: str, checkpointing: str) -> None:
+    """Forwards and backwards as a pipeline mixes them."""
+    lengths, plan = [40, 33, 21], local_plan([40, 33, 21], [1.0, 0.0, 0.6])
+    batch = random_batch(lengths, 61, 0)
+
+    def gradients(**options: object) -> torch.Tensor:
+        model = make_model(small_shape(num_layers=4), torch.float32)
+        flat = FlatParameters(model, 1)
+        activations = Activations(model.layers, **options)  # type: ignore[arg-type]
+        micro_batches = RankPlan.of(plan, 0).micro_batches
+        if options:
+            activations.begin_step(micro_batches)
+        losses: dict[int, torch.Tensor] = {}
+        for action in order.split():
+            index = int(action[1])
+            if action[0] == "f":
+                data = slice_batch(batch, micro_batches[index])
+                attention = PackedAttention(
+                    micro_batches[index],
+                    select_kernel("auto", torch.device("cpu"), torch.float32),
+                    HdpGroup().exchange,
+                    activations.attention_memory,
+                )
+                with activations.forward(index):
+                    hidden = model(data.tokens, data.position_ids, attention)
+                    losses[index] = linear_cross_entropy(hidden, model.head_weight, data.labels)
+            else:
+                with activations.backward(index):
+                    losses.pop(index).backward()
+        return flat.gradients
+
+    pool = HostPool(LIMIT, pinned=False, page_bytes=768)
+    assert torch.equal(gradients(checkpointing=checkpointing, pool=pool), gradients())
+    assert pool.peak_bytes > 0
+    assert pool.bytes_in_use == 0
+
+
+def test_two_hundred_steps_neither_leak_nor_grow() -> None:
+    lengths, plan = [30, 17], local_plan([30, 17], [1.0, 0.4])
+    batch = random_batch(lengths, 61, 0)
+    model = make_model(small_shape(num_layers=3), torch.float32)
+    pool = HostPool(LIMIT, pinned=False, page_bytes=2**14)
+    activations = Activations(model.layers, checkpointing="attention", pool=pool)
+    rank_plan = RankPlan.of(plan, 0)
+    tokens = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
+    allocated = []
+    for _ in range(200):
+        run_rank_plan(
+            model,
+            rank_plan,
+            tokens,
+            num_global_targets=batch.num_targets,
+            kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
+            hdp=HdpGroup(),
+            activations=activations,
+        )
+        assert pool.bytes_in_use == 0
+        allocated.append(pool.bytes_allocated)
+    assert allocated[-1] == allocated[0] == pool.peak_bytes
+
+
+def test_what_is_left_on_the_device() -> None:
+    """Of the layers before the last two, only what all layers share stays; a tensor saved twice moves once."""
+    tokens, layers = 64, 5
+    shape = small_shape(num_layers=layers)
+    model = make_model(shape, torch.float32)
+    FlatParameters(model, 1)
+    pool = HostPool(LIMIT, pinned=False, page_bytes=256)
+    activations = Activations(model.layers, pool=pool)
+    plan = local_plan([tokens], [1.0])
+    micro_batch = RankPlan.of(plan, 0).micro_batches[0]
+    data = slice_batch(random_batch([tokens], 61, 0), micro_batch)
+    attention = PackedAttention(
+        micro_batch, select_kernel("auto", torch.device("cpu"), torch.float32), HdpGroup().exchange
+    )
+    assert activations.offload is not None
+    activations.begin_step([micro_batch])
+    with activations.forward(0):
+        model(data.tokens, data.position_ids, attention)
+        hidden, query, kv, ffn = 24, 24, 8, 40
+        # Each norm's input, scale, normalised (unless fused) and output; q, k, v, attention's output and LSE; gate, up,
+        # silu(gate) and their product. Nothing twice: attention's output is also the input of o_proj.
+        norms, rest = 2 * (2 * hidden + 1), 2 * query + 2 * kv + shape.num_heads + 4 * ffn
+        moved = activations.offload.bytes_moved / (4 * tokens * (layers - 2))
+        assert moved in (norms + rest, norms + rest + 2 * hidden)
+        assert pool.bytes_in_use >= activations.offload.bytes_moved
+    with activations.backward(0):
+        pass  # nobody asks for gradients: everything is given back all the same
+    assert pool.bytes_in_use == 0
+
+
+def test_host_memory_ends() -> None:
+    lengths, plan = [40], local_plan([40], [1.0])
+    model = make_model(small_shape(num_layers=4), torch.float32)
+    pool = HostPool(4100, pinned=False, page_bytes=1024)
+    rank_plan = RankPlan.of(plan, 0)
+    batch = random_batch(lengths, 61, 0)
+    with pytest.raises(HostMemoryError, match=r"fill all 4 KiB .*To fix: raise memory.host_gib"):
+        run_rank_plan(
+            model,
+            rank_plan,
+            [slice_batch(batch, rank_plan.micro_batches[0])],
+            num_global_targets=batch.num_targets,
+            kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
+            hdp=HdpGroup(),
+            activations=Activations(model.layers, pool=pool),
+        )
+    assert pool.bytes_allocated <= 4100
+    assert pool.bytes_in_use == 0
+
+
+def test_a_plan_that_offloads_needs_host_memory() -> None:
+    micro_batches = RankPlan.of(local_plan([8], [0.5]), 0).micro_batches
+    with pytest.raises(PlanError, match="offloads 4 of 8 tokens of micro-batch 0"):
+        Activations([]).begin_step(micro_batches)
+
+
+def test_pages_are_shared_by_neighbours_and_reused() -> None:
+    pool = HostPool(1000, pinned=False, page_bytes=256)
+    writer = PageWriter(pool)
+    first, second = writer.reserve(100), writer.reserve(300)
+    writer.close()
+    assert [(extent.start, extent.stop) for extent in first + second] == [(0, 100), (128, 256), (0, 172)]
+    assert pool.bytes_in_use == 512
+    for extent in second:
+        pool.leave(extent.page, None)
+    assert pool.bytes_in_use == 256
+    pool.leave(first[0].page, None)
+    assert (pool.bytes_in_use, pool.bytes_allocated) == (0, 512)
+    assert len(PageWriter(pool).reserve(512)) == 2
+    assert pool.bytes_allocated == 512
