@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
+from bytescale.plan.verify import verify
+from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
 from tests.helpers.plans import random_plan
 from tests.helpers.steps import (
     make_model,
@@ -56,6 +62,24 @@ def test_any_plan_gives_the_loss_and_gradients_of_one_process(
     plan = random_plan(lengths, num_ranks, seed, weighted=weighted)
     num_heads, num_kv_heads = heads
     assert_parity(plan, lengths, dtype, seed=seed, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+@given(
+    planner=st.sampled_from([static_plan, naive_plan, paper_plan, adaptive_plan]),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=12),
+    num_ranks=st.integers(1, 8),
+    slack=st.integers(0, 8),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_every_planner_gives_the_loss_and_gradients_of_one_process(
+    planner: Callable[..., Plan], lengths: list[int], num_ranks: int, slack: int, dtype: torch.dtype
+) -> None:
+    """Capacities so small that the longest sequence needs most of the ranks."""
+    capacity = -(-max(lengths) // num_ranks) + slack
+    cluster = Cluster.uniform(num_ranks, capacity)
+    plan = planner(np.array(lengths), cluster=cluster, cost=CostModel.from_work(linear_per_square=40))
+    verify(plan)
+    assert_parity(plan, lengths, dtype, seed=slack)
 
 
 def one_group_plan(lengths: list[int], num_ranks: int) -> Plan:
