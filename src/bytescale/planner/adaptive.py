@@ -9,6 +9,7 @@
     7. Small     few sequences on few ranks: local search over the degrees (``small``)
     8. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
 
+Ranks that differ in speed or capacity take the same steps in ``mixed``, without 6 to 8.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -27,6 +28,7 @@ from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.blocks import place_blocks
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.fill import deal
+from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.paper import paper_plan
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
@@ -73,8 +75,11 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> P
     Raises:
         PlanError: for an empty batch, lengths below 1, or a sequence that the whole cluster cannot hold.
     """
-    lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
+    lengths = checked_lengths(lengths, cluster=cluster)
     order = longest_first(lengths)
+    if not cluster.is_uniform:
+        batch = mixed_batch(lengths[order], cluster, cost)
+        return trial_plan(batch, mixed_search(batch, GOOD_ENOUGH), order, lengths, "balanced/adaptive")
     batch = Batch.of(lengths[order], cluster, cost)
     trial = _search(batch)
     if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:

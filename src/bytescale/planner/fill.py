@@ -18,7 +18,14 @@ _FULL = np.iinfo(np.int64).max
 CHUNK_RATIO = 0.8  # sequences whose times differ by less are dealt in one go
 
 
-def deal(seconds: FloatArray, free_at: FloatArray) -> tuple[IntArray, FloatArray]:
+def deal(
+    seconds: FloatArray,
+    free_at: FloatArray,
+    *,
+    speeds: FloatArray | None = None,
+    lengths: IntArray | None = None,
+    capacity: IntArray | None = None,
+) -> tuple[IntArray, FloatArray]:
     """Longest first to the rank that is free first, in bulk.
 
     One go deals all sequences whose times are within ``CHUNK_RATIO`` of each other, as if they were equal: pour that
@@ -26,13 +33,17 @@ def deal(seconds: FloatArray, free_at: FloatArray) -> tuple[IntArray, FloatArray
     the odd ones to the lowest. The next, smaller ones level out what is left.
 
     Args:
-        seconds: ``[n]`` time of each sequence, descending.
+        seconds: ``[n]`` time of each sequence at speed 1, descending.
         free_at: ``[R]`` when each rank is free.
+        speeds: ``[R]``; None: all 1.
+        lengths: ``[n]`` tokens, needed with ``capacity``.
+        capacity: ``[R]`` tokens of a micro-batch, when some ranks cannot hold some of the sequences.
 
     Returns:
         rank of each sequence ``[n]``, and when each rank is free in the end ``[R]``.
     """
     ranks = np.empty(len(seconds), dtype=np.int64)
+    speeds = np.ones(len(free_at)) if speeds is None else speeds
     free_at = free_at.copy()
     rising = np.argsort(free_at, kind="stable")
     falling = -seconds
@@ -40,21 +51,26 @@ def deal(seconds: FloatArray, free_at: FloatArray) -> tuple[IntArray, FloatArray
     while start < len(seconds):
         stop = int(np.searchsorted(falling, falling[start] * CHUNK_RATIO, side="right"))
         chunk = seconds[start:stop]
-        ranks[start:stop] = rising[_pour(len(chunk), chunk[0], free_at[rising])]
-        free_at += np.bincount(ranks[start:stop], weights=chunk, minlength=len(free_at))
+        able = rising
+        if lengths is not None and capacity is not None:
+            able = rising[capacity[rising] >= lengths[start]]
+        ranks[start:stop] = able[_pour(len(chunk), chunk[0], free_at[able], speeds[able])]
+        free_at += np.bincount(ranks[start:stop], weights=chunk, minlength=len(free_at)) / speeds
         rising = rising[np.argsort(free_at[rising], kind="stable")]  # nearly sorted: 10x faster than from scratch
         start = stop
     return ranks, free_at
 
 
-def _pour(count: int, item: float, heights: FloatArray) -> IntArray:
+def _pour(count: int, item: float, heights: FloatArray, speeds: FloatArray) -> IntArray:
     """Place in ``heights`` (rising) of each of ``count`` sequences of about the time ``item``."""
-    volume = np.arange(len(heights)) * heights - (np.cumsum(heights) - heights)  # to fill up to each height
+    area, width = np.cumsum(speeds * heights), np.cumsum(speeds)
+    volume = width * heights - area  # to fill up to each height
     wet = int(np.searchsorted(volume, count * item, side="right"))
-    surface = (count * item + heights[:wet].sum()) / wet
-    shares = np.floor((surface - heights[:wet]) / item).astype(np.int64)
+    surface = (count * item + area[wet - 1]) / width[wet - 1]
+    speeds = speeds[:wet]
+    shares = np.maximum(np.floor((surface - heights[:wet]) * speeds / item), 0).astype(np.int64)
     odd = count - int(shares.sum())
-    lowest = np.argsort(heights[:wet] + shares * item, kind="stable")[:odd]
+    lowest = np.argsort(heights[:wet] + (shares + 1) * item / speeds, kind="stable")[:odd]
     shares[lowest] += 1
     # Largest sequences first, one per rank and round, so that no rank gets all the large ones.
     rounds = np.arange(count) - np.repeat(np.cumsum(shares) - shares, shares)

@@ -58,6 +58,7 @@ class Trial:
     local: IntArray  # [S - G] places of the others, which stay whole
     local_ranks: IntArray  # [S - G] rank of each of them
     end: float  # seconds
+    weights: IntArray | None = None  # [sum of degrees] shares of the shared groups' members; None: equal
 
     def traffic(self, batch: Batch) -> int:
         """Sum of s (D - 1)."""
@@ -93,5 +94,6 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
         ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), ranks[heads])),
         degrees=np.concatenate((trial.blocks.degrees, np.ones(len(heads), np.int64))),
         slots=np.concatenate((np.arange(count), count + index[heads])),
+        weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
