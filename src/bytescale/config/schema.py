@@ -61,7 +61,7 @@ class DataConfig:
     bpe_vocab_size: int = 4096
     """Vocabulary of the tokenizer that `bpe` trains."""
     eos_token: str | None = None
-    """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json beside it says, or a usual one."""
+    """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     context_length: int = 8192
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"
@@ -76,6 +76,14 @@ class DataConfig:
     """Processes that tokenise."""
     prefetch_steps: int = 2
     """Global batches that are read and planned ahead of the step that runs."""
+    loader: Literal["local", "ray"] = "local"
+    """local: every rank plans and reads for itself; ray: servers read, one planner plans, ranks fetch their slices."""
+    servers: int = 2
+    """ray only. Server actors per node."""
+    ray_address: str = ""
+    """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
+    answer_seconds: float = 120.0
+    """ray only. A planner or server that takes longer to answer, restarts included, is given up."""
 
 
 @dataclass(slots=True, kw_only=True)

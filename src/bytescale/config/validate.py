@@ -62,6 +62,7 @@ def _at_least_one(config: Config) -> None:
         ("data.batch_tokens", config.data.batch_tokens, 2),
         ("data.num_workers", config.data.num_workers, 1),
         ("data.prefetch_steps", config.data.prefetch_steps, 1),
+        ("data.servers", config.data.servers, 1),
         ("trainer.steps", config.trainer.steps, 1),
         ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
         ("checkpoint.every", config.checkpoint.every, 0),
@@ -71,6 +72,7 @@ def _at_least_one(config: Config) -> None:
         if value < least:
             raise ConfigError(problem(f"{name} is {value}", fix=f"use a whole number of at least {least}"))
     positive = (
+        ("data.answer_seconds", config.data.answer_seconds),
         ("parallel.timeout_seconds", config.parallel.timeout_seconds),
         ("optimizer.lr", config.optimizer.lr),
         ("optimizer.eps", config.optimizer.eps),

@@ -82,12 +82,13 @@ class RankPlan:
     digest: int  # of the whole plan
 
     @staticmethod
-    def of(plan: Plan, rank: int) -> RankPlan:
-        """Rank ``rank``'s part of ``plan``."""
+    def of(plan: Plan, rank: int, *, digest: int | None = None) -> RankPlan:
+        """Rank ``rank``'s part of ``plan``; ``digest`` is the plan's, if it is known already."""
         micro_batches = tuple(
             _micro_batch_view(plan, rank, number, index) for index, number in enumerate(plan.micro_batches_of(rank))
         )
-        return RankPlan(rank=rank, num_ranks=plan.num_ranks, micro_batches=micro_batches, digest=plan.digest())
+        digest = plan.digest() if digest is None else digest
+        return RankPlan(rank=rank, num_ranks=plan.num_ranks, micro_batches=micro_batches, digest=digest)
 
 
 def concatenated_ranges(starts: IntArray, stops: IntArray) -> IntArray:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+import torch.distributed as dist
 
 from bytescale.config import Config
 from bytescale.data import Feed, LocalFeed, prepare_corpus
@@ -15,6 +18,38 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     """What ``data.loader`` names, for the time of the block; the corpus is made by whoever gets there first.
 
     Raises:
-        ConfigError, DataError: as ``prepare_corpus``.
+        ConfigError, DataError: as ``prepare_corpus``; and where Ray is missing or does not answer.
     """
-    yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
+    if config.data.loader == "local":
+        yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
+        return
+    from bytescale.data.remote.cluster import import_ray
+
+    import_ray()  # says so where it is not installed
+    with _join_ray(config, ranks) as session:
+        from bytescale.data.remote.feed import RemoteFeed
+
+        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.hdp.size)
+        try:
+            yield feed
+        finally:
+            feed.close()
+
+
+@contextmanager
+def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
+    """Join the configured Ray, or the one that the first rank starts; yields a name that this attempt alone has."""
+    from bytescale.data.remote.cluster import connect, disconnect, import_ray, ray_cluster
+
+    starts = ray_cluster(config.data.ray_address, ranks.hdp.size) if ranks.is_first else nullcontext("")
+    with starts as address:
+        told = [address, f"bytescale-{uuid.uuid4().hex[:12]}"]
+        dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
+        address, session = told
+        if not import_ray().is_initialized():
+            connect(address)
+        try:
+            yield session
+        finally:
+            if not ranks.is_first:
+                disconnect()

@@ -1,0 +1,14 @@
+"""The remote loader (paper section 7): servers read and tokenise, one planner plans, ranks fetch just their slices.
+
+==========  ==========================================================================================================
+actor       what it does; what it needs to come back after ``kill -9``
+==========  ==========================================================================================================
+server      tokenises its share of the shards, reports document lengths, sends token ranges; finds its work in the cache
+planner     draws, plans and verifies global batches ahead, gives each rank its part; asks servers for lengths again,
+            and every request says where its step starts
+client      lives in a training rank: asks for its part and the token ranges named in it, some steps ahead
+==========  ==========================================================================================================
+
+Ray does the rest: it places, finds, restarts and ends actors, retries calls that were under way, and moves arrays
+through shared memory. Only this package (and the launcher of ``--launch ray``) imports it.
+"""

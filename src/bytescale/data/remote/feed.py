@@ -1,0 +1,148 @@
+"""The remote loader as the trainer sees it: the first rank starts the actors, the others find them by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bytescale.common.errors import DataError, problem
+from bytescale.config.schema import DataConfig
+from bytescale.data.batches import SamplerState
+from bytescale.data.corpus import CorpusFacts, plan_shards
+from bytescale.data.remote.calls import wait_for
+from bytescale.data.remote.client import RemoteLoader
+from bytescale.data.remote.cluster import NAMESPACE
+from bytescale.data.remote.planner import PlannerActor
+from bytescale.data.remote.server import DataServer, SharedWork
+from bytescale.data.remote.slices import IntArray
+from bytescale.plan import Plan
+
+_LOOK_AGAIN_SECONDS = 0.05
+
+
+class RemoteFeed:
+    """One rank's end of the actors of one attempt at a run. Ray is joined before and left after."""
+
+    def __init__(self, config: DataConfig, session: str, rank: int, num_ranks: int) -> None:
+        """Start the actors (first rank), or wait for them.
+
+        Args:
+            config: the ``[data]`` section.
+            session: name of this attempt, the same on all ranks and never used before.
+            rank: HDP rank.
+            num_ranks: of them.
+
+        Raises:
+            ConfigError, DataError: as ``prepare_corpus``.
+        """
+        self._config = config
+        self._rank = rank
+        self._is_owner = rank == 0
+        if self._is_owner:
+            self._actors = start_actors(config, session, num_ranks)
+        else:
+            planner = _find(f"{session}-planner", config.answer_seconds)
+            servers = wait_for(planner.servers.remote(), "the planner actor", config.answer_seconds)
+            self._actors = Actors(planner=planner, servers=servers)
+        # Tokenising may take hours: no limit, the actors' end would end the wait.
+        self._facts: CorpusFacts = wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
+        self._state: SamplerState = self._checked(None)
+
+    @property
+    def facts(self) -> CorpusFacts:
+        """Of the corpus."""
+        return self._facts
+
+    @property
+    def actors(self) -> list[Any]:
+        """The planner, then the servers: for those who watch or kill them."""
+        return [self._actors.planner, *self._actors.servers]
+
+    def state_dict(self) -> SamplerState:
+        """Where the first step of ``open`` starts."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Go to ``state``, of whichever loader. Raises ``CheckpointError`` when it belongs to other data."""
+        self._state = self._checked(state)
+
+    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> RemoteLoader:
+        """Fetch steps from here on, up to the one before ``stop_step``; ``planner`` is sent to the planner actor."""
+        return RemoteLoader(
+            planner_actor=self._actors.planner,
+            servers=self._actors.servers,
+            planner=planner,
+            rank=self._rank,
+            state=self._state,
+            stop_step=stop_step,
+            prefetch_steps=self._config.prefetch_steps,
+            answer_seconds=self._config.answer_seconds,
+        )
+
+    def close(self) -> None:
+        """End the actors, if this rank started them."""
+        if self._is_owner:
+            for actor in self.actors:
+                ray.kill(actor)
+
+    def _checked(self, state: SamplerState | None) -> SamplerState:
+        return wait_for(
+            self._actors.planner.check_state.remote(state), "the planner actor", self._config.answer_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """The handles that keep the actors alive, and what they need when they are restarted."""
+
+    planner: Any
+    servers: list[Any]
+    work: SharedWork | None = None
+    """Held by the rank that started them."""
+
+
+def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
+    """Planner and servers, which live as long as this process does: Ray restarts them when they die before it."""
+    work = SharedWork(*plan_shards(config))
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    places = [node for node in nodes for _ in range(config.servers)]
+    lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    servers = [
+        ray.remote(DataServer)
+        .options(
+            **lasting,
+            name=f"{session}-server-{number}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        )
+        .remote(number, len(places), work)
+        for number, node in enumerate(places)
+    ]
+    # Every rank may have several requests waiting at the same time; Ray's own limit is 1000.
+    planner = (
+        ray.remote(PlannerActor)
+        .options(**lasting, name=f"{session}-planner", max_concurrency=4 * num_ranks + 16)
+        .remote(config, num_ranks, work, servers)
+    )
+    return Actors(planner=planner, servers=servers, work=work)
+
+
+def _find(name: str, timeout_seconds: float) -> Any:
+    """The actor of that name, as soon as the first rank has started it."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:  # not there yet
+            time.sleep(_LOOK_AGAIN_SECONDS)
+    raise DataError(
+        problem(
+            f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
+            so="there is nobody to read the data",
+            fix="look for the first rank's error, or raise data.answer_seconds",
+        )
+    )

@@ -1,0 +1,139 @@
+"""What planner, servers and clients tell each other about a rank's slices, and how slices become training data.
+
+A *range* is ``count`` tokens from ``place`` on in one part of the corpus. Letters: P segments of all micro-batches of
+a rank, in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.data.batches import GlobalBatch, SamplerState
+from bytescale.data.corpus import IGNORE_INDEX, CorpusIndex
+from bytescale.data.loader import MicroBatchData
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.summary import PlanSummary
+
+IntArray = NDArray[np.int64]
+
+_BLOCK_TOKENS = 1 << 20
+"""A part that several servers can read is dealt out to them in blocks of so many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTable:
+    """Where the tokens of a rank's segments are."""
+
+    pieces: IntArray  # [P] piece of the corpus
+    servers: IntArray  # [P] server that reads it
+    parts: IntArray  # [P] part of the corpus
+    places: IntArray  # [P] first token inside the part
+    counts: IntArray  # [P] tokens
+    num_labels: IntArray  # [P] tokens with a label: the first ones
+
+    @property
+    def ranges(self) -> IntArray:
+        """``[P]`` tokens to fetch: the last label of a segment may be the token behind it."""
+        return self.counts + ((self.num_labels == self.counts) & (self.counts > 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """A rank's part of a planned step: what the planner sends it."""
+
+    step: int
+    rank_plan: RankPlan
+    segments: SegmentTable
+    num_targets: int  # of the global batch
+    summary: PlanSummary
+    plan: Plan | None  # the whole of it, for the first rank
+    state_after: SamplerState
+    planning_seconds: float
+    steps_planned: int  # beyond this one
+    planner_life: str  # another one after a restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSlices:
+    """A server's answer: the ranges one after the other, in the narrow integers of the file."""
+
+    tokens: NDArray[np.integer]
+    server_life: str  # another one after a restart
+
+
+def locate_segments(rank_plan: RankPlan, batch: GlobalBatch, index: CorpusIndex, owners: PartOwners) -> SegmentTable:
+    """Every segment of a rank's plan, found in the corpus."""
+    none = [np.zeros(0, dtype=np.int64)]
+    micro_batches = rank_plan.micro_batches
+    sequences = np.concatenate([m.segment_sequences for m in micro_batches] or none)
+    starts = np.concatenate([m.segment_starts for m in micro_batches] or none)
+    stops = np.concatenate([m.segment_stops for m in micro_batches] or none)
+    pieces = batch.pieces[sequences]
+    parts, places = index.locate(pieces, starts)
+    counts = stops - starts
+    return SegmentTable(
+        pieces=pieces,
+        servers=owners.servers_of(parts, places),
+        parts=parts,
+        places=places,
+        counts=counts,
+        num_labels=np.clip(index.pieces.num_targets[pieces] - starts, 0, counts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PartOwners:
+    """Which server reads what: a part of text belongs to the one that tokenised it, ``.bin`` files to all in turn."""
+
+    num_servers: int
+    is_text: NDArray[np.bool_]  # [number of parts]
+
+    def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
+        """``[P]`` server of each range that starts at ``places`` of ``parts``."""
+        turn = np.where(self.is_text[parts], parts, parts + places // _BLOCK_TOKENS)
+        return turn % self.num_servers
+
+
+def assemble(
+    rank_plan: RankPlan, segments: SegmentTable, answers: dict[int, NDArray[np.integer]]
+) -> tuple[MicroBatchData, ...]:
+    """Tokens, labels and positions of each micro-batch, equal to what ``loader.read_micro_batch`` reads.
+
+    Args:
+        rank_plan: the plan that ``segments`` belongs to.
+        segments: where each segment is.
+        answers: per server, the tokens of its ranges in the order of ``segments``.
+    """
+    ends = np.cumsum(segments.counts)
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    tokens = np.empty(num_tokens, dtype=np.int64)
+    labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+    read = dict.fromkeys(answers, 0)
+    columns = (segments.servers, ends - segments.counts, segments.counts, segments.num_labels, segments.ranges)
+    for server, at, count, with_label, fetched in zip(*(column.tolist() for column in columns), strict=True):
+        if not fetched:
+            continue
+        first = read[server]
+        source = answers[server]
+        tokens[at : at + count] = source[first : first + count]
+        labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
+        read[server] = first + fetched
+    # Views, micro-batch by micro-batch: nothing is copied again.
+    data = []
+    token = segment = 0
+    for micro_batch in rank_plan.micro_batches:
+        num_segments = len(micro_batch.segment_sequences)
+        stop = token + micro_batch.num_tokens
+        data.append(
+            MicroBatchData(
+                tokens=tokens[token:stop],
+                labels=labels[token:stop],
+                position_ids=micro_batch.position_ids(),
+                segment_pieces=segments.pieces[segment : segment + num_segments],
+            )
+        )
+        token, segment = stop, segment + num_segments
+    return tuple(data)
