@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.runtime import IGNORE_INDEX, linear_cross_entropy, loss
-from bytescale.runtime.loss import reference_cross_entropy
+from bytescale.runtime import IGNORE_INDEX, HdpGroup, linear_cross_entropy, loss
+from bytescale.runtime.loss import TorchRows, reference_cross_entropy
+from tests.helpers.ranks import run_ranks
 
 
 def inputs(dtype: torch.dtype, tokens: int = 50, width: int = 12, vocab: int = 37) -> tuple[torch.Tensor, ...]:
@@ -18,8 +19,10 @@ def inputs(dtype: torch.dtype, tokens: int = 50, width: int = 12, vocab: int = 3
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def gradients(function, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-    value = function(hidden, weight, labels)
+def gradients(
+    function, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: object
+) -> list[torch.Tensor]:
+    value = function(hidden, weight, labels, **options)
     return [value.detach(), *torch.autograd.grad(value * 0.25, (hidden, weight))]
 
 
@@ -28,13 +31,14 @@ def gradients(function, hidden: torch.Tensor, weight: torch.Tensor, labels: torc
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
 @pytest.mark.parametrize("chunk_logits", [1, 37 * 7, 2**22])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_loss_and_gradients(
-    dtype: torch.dtype, tolerance: float, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tolerance: float, chunk_logits: int, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss, "_CHUNK_LOGITS", chunk_logits)
     hidden, weight, labels = inputs(dtype)
-    ours = gradients(linear_cross_entropy, hidden, weight, labels)
-    reference = gradients(reference_cross_entropy, hidden, weight, labels)
+    ours = gradients(linear_cross_entropy, hidden, weight, labels, z_loss=z_loss)
+    reference = gradients(reference_cross_entropy, hidden, weight, labels, z_loss=z_loss)
     for got, expected in zip(ours, reference, strict=True):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
@@ -54,3 +58,75 @@ def test_without_gradients_only_the_loss_is_made() -> None:
     with torch.no_grad():
         ours = linear_cross_entropy(hidden, weight, labels)
     torch.testing.assert_close(ours, reference_cross_entropy(hidden, weight, labels).detach())
+
+
+# Against fp64 at the vocabulary of Llama 3: fp32 sums 131072 exponentials, bf16 rounds inputs and gradients to 8 bits.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_a_vocabulary_of_128k_against_fp64(dtype: torch.dtype, tolerance: float) -> None:
+    hidden, weight, labels = inputs(torch.float64, tokens=40, width=16, vocab=2**17)
+    ours = gradients(linear_cross_entropy, *(t.detach().to(dtype).requires_grad_() for t in (hidden, weight)), labels)
+    rounded = [t.detach().to(dtype).double().requires_grad_() for t in (hidden, weight)]
+    for got, expected in zip(ours, gradients(reference_cross_entropy, *rounded, labels), strict=True):
+        assert float((got.double() - expected).norm() / expected.norm()) <= tolerance
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_vocabulary_sharded_over_ranks(num_ranks: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank gets the whole loss, the whole gradient of the hidden states, and its own words' of the weight."""
+    monkeypatch.setattr(loss, "_CHUNK_LOGITS", 60)
+    hidden, weight, labels = inputs(torch.float64, vocab=36)
+    if masked:
+        labels.fill_(IGNORE_INDEX)
+    reference = gradients(reference_cross_entropy, hidden, weight, labels, z_loss=1e-2)
+
+    def one_rank(hdp: HdpGroup) -> list[torch.Tensor]:
+        shard = weight.detach().chunk(num_ranks)[hdp.rank].clone().requires_grad_()
+        own = hidden.detach().clone().requires_grad_()
+        return gradients(linear_cross_entropy, own, shard, labels, z_loss=1e-2, group=hdp.group)
+
+    results = run_ranks(num_ranks, one_rank)
+    for value, d_hidden, _ in results:
+        torch.testing.assert_close(value, reference[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(d_hidden, reference[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([row[2] for row in results]), reference[2], rtol=1e-12, atol=1e-12)
+
+
+def test_backward_runs_once() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    value = linear_cross_entropy(hidden, weight, labels)
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        value.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [37, 8192, 131072])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_triton_rows_equal_torch_rows(vocab: int, z_loss: float) -> None:
+    from bytescale.runtime.loss_kernel import TritonRows
+
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    logits = (torch.randn(9, vocab, generator=generator, device="cuda") * 3).bfloat16()
+    targets = torch.randint(vocab, (9,), generator=generator, device="cuda")
+    targets[0], targets[1] = -3, vocab + 2  # another rank's words
+    wide = logits.double()
+    lse, picked = TritonRows().statistics(logits, targets)
+    expected_lse, expected_picked = TorchRows().statistics(wide, targets)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(picked.double(), expected_picked, rtol=0, atol=0)
+    expected = TorchRows().gradient(wide, targets, expected_lse, z_loss)
+    # bf16 keeps 8 bits: half a unit in the last place of a gradient of at most 1 is 2^-9 of it.
+    torch.testing.assert_close(
+        TritonRows().gradient(logits, targets, lse, z_loss).double(), expected, rtol=2**-8, atol=1e-9
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_in_bf16() -> None:
+    hidden, weight, labels = inputs(torch.float64, tokens=300, width=64, vocab=1000)
+    rounded = [t.detach().bfloat16() for t in (hidden, weight)]
+    ours = gradients(linear_cross_entropy, *(t.cuda().requires_grad_() for t in rounded), labels.cuda())
+    expected = gradients(reference_cross_entropy, *(t.double().requires_grad_() for t in rounded), labels)
+    for got, exact in zip(ours, expected, strict=True):
+        assert float((got.cpu().double() - exact).norm() / exact.norm()) <= 1e-2

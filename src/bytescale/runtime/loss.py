@@ -4,14 +4,22 @@ Gradients are made in the same pass as the loss, while a chunk's logits are at h
 BF16 and arithmetic in FP32; here they live only for one chunk). Sums, not means: the caller divides by the number of
 targets in the GLOBAL batch, which no rank can know from its own tokens.
 
-Shape letters: T tokens, C hidden size, V vocabulary.
+With the vocabulary sharded over a tensor-parallel group, each rank holds the logits of its own V words. Three numbers
+per token cross the group (all-reduces): the largest of the ranks' LSEs, the sum of their exponentials, and the logit of
+the target, which one rank has. The gradient of the hidden states is summed over the group once, at the end.
+
+Memory beside inputs, with n tokens a chunk: n V logits; a gradient of the hidden states ``[T, C]``; one of the weight
+``[V, C]``, summed over chunks in fp32, since a hundred chunks summed in BF16 would keep 8 bits of 15.
+
+Shape letters: T tokens, C hidden size, V vocabulary (of this rank), n tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,59 +27,146 @@ IGNORE_INDEX = -100
 """Label of a token without a target."""
 
 _CHUNK_LOGITS = 2**22
-"""Logits that exist at a time: 16 MiB in fp32, which fits the last-level cache of a server CPU."""
+"""Logits that exist at a time on CPU: 16 MiB in fp32, which fits the last-level cache of a server."""
+
+_GPU_CHUNK_LOGITS = 2**28
+"""On a GPU, where summing the weight's gradient costs 10 bytes of traffic per weight and chunk: 512 MiB in BF16."""
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum over tokens of ``-log softmax(hidden @ weight.T)[label]``.
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    z_loss: float = 0.0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Sum over tokens of ``-log softmax(hidden @ weight.T)[label]``, plus ``z_loss * lse^2``.
+
+    Backward may run once: it scales the gradients that forward made, in place.
 
     Args:
         hidden: ``[T, C]``; weight: ``[V, C]``, same dtype.
         labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target.
+        z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
+        group: tensor-parallel ranks that hold one V-word shard each, in rank order; hidden states and labels (of the
+            whole vocabulary) are the same on all of them. None: this rank has all words.
 
     Returns:
-        Scalar in fp32 (fp64 for fp64 inputs). Zero, with zero gradients, when no token has a target.
+        Scalar in fp32 (fp64 for fp64 inputs), the same on every rank of ``group``. Zero, with zero gradients, when no
+        token has a target.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, group)
 
 
-def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
     """The slow twin: all logits at once, PyTorch's own loss."""
     wide = _wide(hidden.dtype)
-    return F.cross_entropy((hidden @ weight.T).to(wide), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    logits = (hidden @ weight.T).to(wide)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss + z_loss * logits.logsumexp(dim=1)[labels != IGNORE_INDEX].square().sum()
+
+
+def chunk_tokens(vocab_size: int, device_type: str) -> int:
+    """Tokens whose logits exist at a time."""
+    return max(1, (_CHUNK_LOGITS if device_type == "cpu" else _GPU_CHUNK_LOGITS) // vocab_size)
+
+
+class RowKernel(Protocol):
+    """What is done to a chunk of logits. Targets outside ``[0, V)`` are other ranks' words."""
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """LSE ``[n]`` of each row of ``logits [n, V]``, and the target's logit ``[n]`` (0 where it is not here)."""
+        ...
+
+    def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
+        """``softmax * (1 + 2 z lse) - one_hot``, ``[n, V]``, in the memory of ``logits``."""
+        ...
+
+
+class TorchRows:
+    """Plain PyTorch; logits in fp32 or wider."""
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        here = (targets >= 0) & (targets < logits.shape[1])
+        picked = logits.gather(1, targets.where(here, 0)[:, None]).squeeze(1)
+        return logits.logsumexp(dim=1), picked.where(here, 0)
+
+    def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
+        probabilities = logits.sub_(lse[:, None]).exp_()
+        if z_loss:
+            probabilities.mul_(1 + 2 * z_loss * lse[:, None])
+        here = (targets >= 0) & (targets < logits.shape[1])
+        return probabilities.scatter_add_(1, targets.where(here, 0)[:, None], -here.to(logits.dtype)[:, None])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, group: dist.ProcessGroup | None
+    ) -> Tensor:
         wide = _wide(hidden.dtype)
-        needs_gradient = any(ctx.needs_input_grad[:2])
+        rows = _row_kernel(hidden)
         loss = hidden.new_zeros((), dtype=wide)
+        needs_gradient = any(ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(hidden) if needs_gradient else None
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
+        first_word = 0 if group is None else group.rank() * weight.shape[0]
         with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        for rows in with_target.split(max(1, _CHUNK_LOGITS // weight.shape[0])):
-            chunk, targets = hidden[rows], labels[rows]
-            logits = (chunk @ weight.T).to(wide)
-            lse = logits.logsumexp(dim=1)
-            loss += (lse - logits.gather(1, targets[:, None]).squeeze(1)).sum()
+        for chosen in with_target.split(chunk_tokens(weight.shape[0], hidden.device.type)):
+            chunk, targets = hidden[chosen], labels[chosen] - first_word
+            logits = chunk @ weight.T
+            if isinstance(rows, TorchRows):
+                logits = logits.to(wide)
+            lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
+            loss += (lse - target_logits + z_loss * lse.square()).sum()
             if d_hidden is None or d_weight is None:
                 continue
-            # d loss / d logits = softmax - one_hot, made in the logits' own memory.
-            d_logits = logits.sub_(lse[:, None]).exp_()
-            d_logits[torch.arange(len(rows), device=rows.device), targets] -= 1.0
-            d_logits = d_logits.to(hidden.dtype)
-            d_hidden[rows] = d_logits @ weight
-            d_weight += d_logits.T @ chunk
+            d_logits = rows.gradient(logits, targets, lse, z_loss).to(hidden.dtype)
+            d_hidden[chosen] = d_logits @ weight
+            _add_product(d_weight, d_logits, chunk)
+        if group is not None and d_hidden is not None:
+            dist.all_reduce(d_hidden, group=group)
         ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.gradients = d_hidden, d_weight
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (scale,) = gradients
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * scale.to(d_hidden.dtype), (d_weight * scale).to(ctx.weight_dtype), None
+        if ctx.gradients is None:
+            raise RuntimeError("linear_cross_entropy: a second backward, but the first has used its gradients up")
+        d_hidden, d_weight = ctx.gradients
+        ctx.gradients = None
+        d_hidden.mul_(scale.to(d_hidden.dtype))
+        return d_hidden, d_weight.mul_(scale).to(ctx.weight_dtype), None, None, None
+
+
+def _over_group(lse: Tensor, target_logits: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """LSE over all ranks' words, and the target's logit from the rank that has it."""
+    if group is None:
+        return lse, target_logits
+    largest = lse.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([(lse - largest).exp(), target_logits])
+    dist.all_reduce(sums, group=group)
+    return largest + sums[0].log(), sums[1]
+
+
+def _add_product(total: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
+    """``total [V, C] += d_logits.T [V, n] @ chunk [n, C]``; without a temporary where dtypes allow."""
+    if total.dtype == chunk.dtype:
+        total.addmm_(d_logits.T, chunk)
+    else:
+        total += d_logits.T @ chunk
+
+
+def _row_kernel(hidden: Tensor) -> RowKernel:
+    if hidden.device.type == "cuda" and hidden.dtype == torch.bfloat16:
+        from bytescale.runtime.loss_kernel import TritonRows
+
+        return TritonRows()
+    return TorchRows()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
