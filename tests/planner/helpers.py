@@ -26,8 +26,8 @@ PLANNERS: dict[str, Planner] = {
 
 IDEAL = CostModel.from_work()
 
-# A 7B model's part of one rank, about: 8K tokens 1.3 s, of which attention 0.3 s; a ring step of 8K tokens 45 ms inside a
-# node and 180 ms across, block of attention at D = 1 300 ms.
+# About a 7B model: 8K tokens take 1.3 s, of which attention 0.3 s; a ring step of 8K tokens 54 ms inside a node, 430 ms
+# across nodes (more than the attention that could hide it).
 LINKS = CostModel(
     attention_seconds_per_pair=4.5e-9,
     token_seconds=1.2e-4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -133,5 +135,5 @@ def test_both_evaluators_agree(lengths: list[int], num_ranks: int, seed: int, da
     starts, ends = fast.micro_batch_start_seconds, fast.micro_batch_end_seconds
     for rank in range(num_ranks):
         mine = plan.micro_batches_of(rank)
-        for before, after in zip(mine, mine[1:], strict=False):
+        for before, after in pairwise(mine):
             assert starts[after] >= ends[before] - 1e-9

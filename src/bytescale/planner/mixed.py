@@ -100,6 +100,7 @@ def _place(batch: Batch, lengths: IntArray, target: float, snap: float) -> tuple
             end = np.where(holds <= stop, stop, end)
             alone = time + work / (speed[stop] - speed[start])
             chosen = int(np.where(holds <= stop, alone, np.inf).argmin())
+        end = np.minimum(end, start + length)  # every member gets a token
         ranks = slice(int(start[chosen]), int(end[chosen]))
         tokens = shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
         height = _seconds(cost, length, work, tokens, cluster.speeds[ranks], ranks.start)

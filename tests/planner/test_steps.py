@@ -1,0 +1,176 @@
+"""The steps of the planners, one by one, against slow and obvious twins."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale.cost import Cluster
+from bytescale.planner.batch import longest_first
+from bytescale.planner.blocks import place_blocks, timer
+from bytescale.planner.fill import deal, micro_batches
+from bytescale.planner.mixed import shares
+from bytescale.planner.packing import best_fit
+from bytescale.planner.target import block_seconds, degrees_within, target_seconds
+from bytescale.planner.trial import Batch
+from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
+
+
+def test_longest_first_breaks_ties_by_number() -> None:
+    assert longest_first(np.array([3, 9, 3, 9, 1])).tolist() == [1, 3, 0, 2, 4]
+    assert longest_first(np.array([7])).tolist() == [0]
+
+
+def test_best_fit_takes_the_fullest_bin_that_holds_the_item() -> None:
+    assert best_fit(np.array([6, 5, 4, 3, 2]), 10).tolist() == [0, 1, 0, 1, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 6),
+    seed=st.integers(0, 10**6),
+)
+def test_micro_batches_are_best_fit_on_every_rank(sizes: list[int], num_ranks: int, seed: int) -> None:
+    """All ranks at once give what one rank after the other does, with capacities that differ."""
+    random = np.random.default_rng(seed)
+    ranks = np.sort(random.integers(0, num_ranks, len(sizes)))
+    capacity = random.integers(20, 50, num_ranks)
+    lengths = np.array(sizes)
+    index = micro_batches(lengths, ranks, capacity)
+    for rank in range(num_ranks):
+        mine = ranks == rank
+        assert index[mine].tolist() == best_fit(lengths[mine], int(capacity[rank])).tolist()
+
+
+def longest_processing_time(seconds: np.ndarray, free_at: np.ndarray) -> float:
+    """``deal`` one by one."""
+    heap = free_at.tolist()
+    heapq.heapify(heap)
+    for item in seconds.tolist():
+        heapq.heappush(heap, heapq.heappop(heap) + item)
+    return max(heap)
+
+
+@settings(max_examples=100, deadline=None)
+@given(count=st.integers(1, 300), num_ranks=st.integers(1, 40), seed=st.integers(0, 10**6))
+def test_dealing_in_bulk_is_close_to_dealing_one_by_one(count: int, num_ranks: int, seed: int) -> None:
+    """Not later than one by one by more than a fifth of one sequence, the spread inside a chunk (``CHUNK_RATIO``)."""
+    random = np.random.default_rng(seed)
+    seconds = np.sort(random.pareto(1.5, count) + 0.1)[::-1]
+    free_at = random.uniform(0, seconds.sum() / num_ranks, num_ranks)
+    ranks, ends = deal(seconds, free_at)
+    assert np.allclose(ends, free_at + np.bincount(ranks, weights=seconds, minlength=num_ranks))
+    by_one = longest_processing_time(seconds, free_at)
+    assert ends.max() <= by_one + 0.2 * seconds[0] + 1e-9
+
+
+def test_dealing_follows_speed_and_capacity() -> None:
+    ranks, ends = deal(
+        np.full(90, 1.0),
+        np.zeros(3),
+        speeds=np.array([1.0, 2.0, 6.0]),
+        lengths=np.full(90, 10),
+        capacity=np.array([10, 10, 9]),
+    )
+    assert np.bincount(ranks, minlength=3).tolist() == [30, 60, 0]
+    assert ends.tolist() == [30.0, 30.0, 0.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 30),
+    num_ranks=st.integers(1, 70),
+    snap=st.sampled_from([0.0, 0.3, 0.6]),
+    links=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, links: bool, seed: int) -> None:
+    """Replay the blocks: all ranks of each are free at the same moment, and no small group leaves its node."""
+    cost = LINKS if links else IDEAL
+    random = np.random.default_rng(seed)
+    lengths = np.sort(random.integers(1, 5000, count))[::-1].copy()
+    degrees = np.sort(random.integers(1, num_ranks + 1, count))[::-1].copy()
+    target = float(cost.work_seconds(lengths).sum() / num_ranks * random.uniform(0.5, 2))
+    blocks = place_blocks(
+        lengths,
+        degrees,
+        cost=cost,
+        num_ranks=num_ranks,
+        target=target,
+        snap=snap,
+        narrow_work=np.zeros(num_ranks + 2),
+    )
+    free_at = np.zeros(num_ranks)
+    assert (blocks.degrees >= degrees).all()
+    for length, first, degree in zip(lengths, blocks.first, blocks.degrees, strict=True):
+        members = free_at[first : first + degree]
+        assert len(members) == degree
+        assert (members == members[0]).all()
+        if links and degree <= cost.ranks_per_node:
+            assert not cost.leaves_node(first, degree)
+        members += float(block_seconds(cost, np.array([length]), np.array([degree]))[0])
+    assert np.allclose(free_at, blocks.free_at, rtol=1e-9)
+
+
+def test_the_scalar_timer_says_what_the_cost_model_says() -> None:
+    seconds_on = timer(LINKS)
+    for length in (1, 100, 8192, 300_000):
+        work = float(LINKS.work_seconds(length))
+        for degree in (1, 2, 8, 9, 100):
+            expected = float(LINKS.group_seconds(length, float(length) ** 2, degree, degree > LINKS.ranks_per_node))
+            assert seconds_on(work, length, degree) == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(1, 2_000_000), num_ranks=st.integers(1, 300), factor=st.floats(0.2, 3.0))
+def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: float) -> None:
+    """By trying all of them. Where the formula has to fall back on a grid, one step of it more (5 %)."""
+    fewest = np.array([max(1, num_ranks // 3)])
+    every = np.arange(fewest[0], num_ranks + 1)
+    taken = block_seconds(LINKS, np.full(len(every), length), every)
+    limit = factor * float(taken.max())
+    degree, seconds = degrees_within(LINKS, np.array([length]), fewest, num_ranks, limit)
+    assert seconds[0] == pytest.approx(float(taken[degree[0] - fewest[0]]), rel=1e-12)
+    in_time = every[taken <= limit]
+    if len(in_time):
+        assert seconds[0] <= limit * (1 + 1e-9)
+        assert in_time[0] <= degree[0] <= max(in_time[0] + 1, 1.07 * in_time[0])
+    else:
+        assert seconds[0] <= 1.01 * taken.min()
+
+
+def test_the_target_of_free_communication_is_the_mean() -> None:
+    lengths = heavy_tailed(500, 4096, 1)[::-1].copy()
+    batch = Batch.of(np.sort(lengths)[::-1].copy(), Cluster.uniform(64, 64), IDEAL)
+    assert batch.target == pytest.approx(float(IDEAL.work_seconds(lengths).sum()) / 64, rel=1e-12)
+
+
+def test_the_target_is_never_below_the_longest_on_its_best_degree() -> None:
+    target = target_seconds(LINKS, np.array([2_000_000]), np.array([250]), 0.0, 4096)
+    every = np.arange(250, 4097)
+    best = float(block_seconds(LINKS, np.full(len(every), 2_000_000), every).min())
+    assert best <= target <= 1.01 * best
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), count=st.integers(1, 12))
+def test_shares_follow_speed_within_capacity(data: st.DataObject, count: int) -> None:
+    capacity = np.array(data.draw(st.lists(st.integers(1, 60), min_size=count, max_size=count)))
+    speeds = np.array(data.draw(st.lists(st.sampled_from([0.3, 1.0, 2.5]), min_size=count, max_size=count)))
+    length = data.draw(st.integers(count, int(max(count, capacity.sum()))))
+    if length > capacity.sum():
+        return
+    tokens = shares(length, speeds, capacity)
+    assert tokens.sum() == length
+    assert (tokens >= 1).all()
+    assert (tokens <= capacity).all()
+
+
+def test_shares_of_equal_members_and_of_a_full_one() -> None:
+    assert shares(10, np.ones(4), np.full(4, 100)).tolist() == [3, 3, 2, 2]
+    assert shares(90, np.array([1.0, 2.0, 6.0]), np.array([100, 100, 30])).tolist() == [20, 40, 30]
