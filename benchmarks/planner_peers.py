@@ -1,0 +1,85 @@
+"""Other projects' ways to plan, for ``planners.py``. Waiting for members is left out, which favours them."""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import logging
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+def load_megatron() -> ModuleType | str:
+    """The module with Megatron-Core's BalancedCPScheduler, or why there is none."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("megatron.core.pipeline_parallel.hybrid_cp_schedule")
+    except Exception as error:  # its import runs far and fails in many ways
+        return f"not installed or not importable ({error}); pip install --no-deps megatron-core"
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Stands for a process group."""
+
+    count: int
+
+    def size(self) -> int:
+        return self.count
+
+
+def megatron_end(
+    module: ModuleType, lengths: IntArray, work: FloatArray, num_ranks: int, capacity: int
+) -> tuple[float, float]:
+    """End of BalancedCPScheduler's schedule: with a barrier after each of its groups, as it runs, and without any."""
+    scheduler = module.BalancedCPScheduler(capacity, _Ranks(num_ranks))
+    _, sample_groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+    with_barriers, rank_seconds = 0.0, np.zeros(num_ranks)
+    for group in sample_groups:
+        counts = [len(samples) for samples in group]
+        samples = np.array([sample for samples in group for sample in samples], dtype=np.int64)
+        ranks = np.repeat(np.arange(len(group)), counts)
+        degree = np.bincount(samples, minlength=len(lengths))
+        seconds = np.bincount(ranks, weights=work[samples] / degree[samples], minlength=num_ranks)
+        with_barriers += float(seconds.max())
+        rank_seconds += seconds
+    return with_barriers, float(rank_seconds.max())
+
+
+def karmarkar_karp_end(lengths: IntArray, work: FloatArray, num_ranks: int, capacity: int) -> tuple[float, int]:
+    """verl's way: static groups of the power of two that holds the longest, work spread over them by differencing.
+
+    Returns the end and the number of ranks per group.
+    """
+    degree = 1
+    while degree * capacity < lengths.max():
+        degree *= 2
+    degree = min(degree, num_ranks)
+    rows = num_ranks // degree
+    return max(_largest_differencing(work.tolist(), rows)) / degree, degree
+
+
+def _largest_differencing(items: list[float], parts: int) -> list[float]:
+    """Sums of ``parts`` sets by the largest differencing method."""
+    heap = []
+    for number, item in enumerate(items):
+        heap.append((-item, number, [item] + [0.0] * (parts - 1)))  # sums in descending order
+    heapq.heapify(heap)
+    number = len(items)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        merged = sorted((a + b for a, b in zip(one, reversed(other), strict=True)), reverse=True)
+        heapq.heappush(heap, (merged[-1] - merged[0], number, merged))
+        number += 1
+    return heap[0][2]

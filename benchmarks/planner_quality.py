@@ -1,0 +1,157 @@
+"""The adaptive planner against bounds, rivals and an exact solver, on random batches with modelled links.
+
+    python benchmarks/planner_quality.py rivals [--count 1000]     never later than paper, fewest ranks and the mesh?
+    python benchmarks/planner_quality.py exact [--count 500]       against OR-tools CP-SAT (pip install ortools)
+
+``rivals``: 1 to 300 ranks, 1 to 3000 sequences, three kinds of lengths, rings from hidden to three times too slow. The
+bound includes exposed communication (``planner.target``): no sequence shares its group with another.
+
+``exact``: 2 to 8 ranks, 2 to 12 sequences. CP-SAT chooses every degree and every start; the ranks of a group need not
+be neighbours, and one sequence is one group. Where it does not prove its answer in time, its best is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost import Cluster, CostModel
+from bytescale.plan.verify import verify
+from bytescale.planner import adaptive_plan, evaluate, paper_plan, static_plan
+from bytescale.planner.trial import Batch
+
+IntArray = NDArray[np.int64]
+RIVALS = {"paper": paper_plan, "fewest": partial(paper_plan, num_buckets=1), "static": static_plan}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("rivals", "exact"))
+    parser.add_argument("--count", type=int, default=None)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--solver-seconds", type=float, default=2.0)
+    arguments = parser.parse_args()
+    if arguments.what == "rivals":
+        against_rivals(arguments.first_seed, arguments.count or 1000)
+    else:
+        against_exact(arguments.first_seed, arguments.count or 500, arguments.solver_seconds)
+
+
+def against_rivals(first_seed: int, count: int) -> None:
+    over_bound, milliseconds, later = [], [], []
+    for seed in range(first_seed, first_seed + count):
+        lengths, cluster, cost = random_batch(seed)
+        start = time.process_time()
+        plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
+        milliseconds.append(1e3 * (time.process_time() - start))
+        verify(plan)
+        ours = evaluate(plan, cluster=cluster, cost=cost).end_seconds
+        ends = {
+            name: evaluate(planner(lengths, cluster=cluster, cost=cost), cluster=cluster, cost=cost).end_seconds
+            for name, planner in RIVALS.items()
+        }
+        best = min(ends, key=lambda name: ends[name])
+        over_bound.append(ours / Batch.of(np.sort(lengths)[::-1].copy(), cluster, cost).target)
+        if ours > ends[best] * (1 + 1e-9):
+            later.append((ours / ends[best], seed, best))
+    print(f"{count} batches: later than the best rival on {len(later)} {sorted(later, reverse=True)[:5]}")
+    print(
+        f"end / bound: mean {np.mean(over_bound):.4f}, 95 % {np.quantile(over_bound, 0.95):.3f}, "
+        f"worst {max(over_bound):.3f}; milliseconds: median {np.median(milliseconds):.1f}, "
+        f"mean {np.mean(milliseconds):.1f}, worst {max(milliseconds):.0f}"
+    )
+
+
+def against_exact(first_seed: int, count: int, solver_seconds: float) -> None:
+    ratios, proven, milliseconds = [], 0, []
+    for seed in range(first_seed, first_seed + count):
+        lengths, cluster, cost = random_small_batch(seed)
+        start = time.process_time()
+        plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
+        milliseconds.append(1e3 * (time.process_time() - start))
+        end, is_proven = exact_end(lengths, cluster, cost, solver_seconds)
+        ratios.append(evaluate(plan, cluster=cluster, cost=cost).end_seconds / end)
+        proven += is_proven
+    print(
+        f"{count} instances, {proven} solved to proof: ours / CP-SAT mean {np.mean(ratios):.4f}, median "
+        f"{np.median(ratios):.4f}, worst {max(ratios):.3f}, best {min(ratios):.3f}; "
+        f"{np.mean(milliseconds):.1f} ms a plan"
+    )
+
+
+def random_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:
+    random = np.random.default_rng(10_000 + seed)
+    num_ranks = int(np.exp(random.uniform(0, np.log(300))))
+    count = int(np.exp(random.uniform(0, np.log(3000))))
+    capacity = int(random.choice([512, 2048, 8192]))
+    room = num_ranks * capacity
+    kinds = (
+        lambda: np.exp(random.uniform(np.log(16), np.log(room), count)),
+        lambda: capacity / 8 * (1 + random.pareto(1.0 + random.random(), count)),
+        lambda: random.integers(1, random.integers(2, 2 * capacity + 2), count),
+    )
+    lengths = np.clip(kinds[random.integers(3)](), 1, room).astype(np.int64)
+    return lengths, *_cluster_and_cost(random, num_ranks, capacity, (0.1, 0.25, 0.5, 1.0, 2.0))
+
+
+def random_small_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:
+    random = np.random.default_rng(seed)
+    num_ranks, count, capacity = int(random.integers(2, 9)), int(random.integers(2, 13)), 1024
+    lengths = np.exp(random.uniform(np.log(64), np.log(num_ranks * capacity), count)).astype(np.int64)
+    return lengths, *_cluster_and_cost(random, num_ranks, capacity, (0.0, 0.25, 0.5, 1.0, 2.0))
+
+
+def _cluster_and_cost(
+    random: np.random.Generator, num_ranks: int, capacity: int, ring_over_block: tuple[float, ...]
+) -> tuple[Cluster, CostModel]:
+    """A full rank's block of attention takes C^2, the rest 3 C^2; a transfer across nodes so many times the block."""
+    node = int(random.choice([2, 4, 8]))
+    cost = CostModel(
+        attention_seconds_per_pair=1.0,
+        token_seconds=3.0 * capacity,
+        micro_batch_seconds=float(random.choice([0, 0.005, 0.02])) * 4 * capacity**2,
+        ring_bytes_per_token=float(random.choice(ring_over_block)) * capacity,
+        ring_step_seconds=float(random.choice([0, 0.005, 0.02])) * capacity**2,
+        intra_node_bytes_per_second=float(random.choice([1, 4, 10])),
+        inter_node_bytes_per_second=1.0,
+        ranks_per_node=node,
+    )
+    return Cluster.uniform(num_ranks, capacity, ranks_per_node=node), cost
+
+
+def exact_end(lengths: IntArray, cluster: Cluster, cost: CostModel, seconds: float) -> tuple[float, bool]:
+    """CP-SAT's end and whether it is proven: jobs of a chosen width on R machines, no preemption."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    capacity, horizon = int(cluster.capacity_tokens[0]), 10**7
+    scale = 1e5 * cluster.num_ranks / float(cost.work_seconds(lengths).sum())
+    end = model.new_int_var(0, horizon, "end")
+    intervals, widths = [], []
+    for length in lengths.tolist():
+        chosen = []
+        for degree in range(-(-length // capacity), cluster.num_ranks + 1):
+            taken = float(cost.group_seconds(length, float(length) ** 2, degree, degree > cost.ranks_per_node))
+            size = int(taken * scale)
+            is_chosen = model.new_bool_var("")
+            start = model.new_int_var(0, horizon, "")
+            intervals.append(model.new_optional_interval_var(start, size, start + size, is_chosen, ""))
+            widths.append(degree)
+            model.add(end >= start + size).only_enforce_if(is_chosen)
+            chosen.append(is_chosen)
+        model.add_exactly_one(chosen)
+    model.add_cumulative(intervals, widths, cluster.num_ranks)
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    return solver.objective_value / scale, status == cp_model.OPTIMAL
+
+
+if __name__ == "__main__":
+    main()
