@@ -133,3 +133,16 @@ def test_faster_ranks_end_earlier() -> None:
             evaluate(adaptive_plan(lengths, cluster=cluster, cost=IDEAL), cluster=cluster, cost=IDEAL).end_seconds
         )
     assert ends == sorted(ends, reverse=True)
+
+
+def test_short_sequences_ride_along_where_that_saves_a_micro_batch() -> None:
+    """Two ranks share 1000 tokens; each has one short pack left, which joins: one micro-batch a rank, not two."""
+    cluster = Cluster.uniform(2, 1000)
+    lengths = [1200, 100, 100]
+    launch = replace(IDEAL, micro_batch_seconds=float(IDEAL.work_seconds(50)))
+    plan = adaptive_plan(lengths, cluster=cluster, cost=launch)
+    verify(plan)
+    assert plan.num_micro_batches == 2
+    assert sorted(len(plan.groups_of(micro_batch)) for micro_batch in range(2)) == [2, 2]
+    full = adaptive_plan([1900, 100, 100], cluster=cluster, cost=launch)
+    assert full.num_micro_batches == 4

@@ -88,12 +88,58 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     by_pack = np.lexsort((index, ranks))
     places, ranks, index = places[by_pack], ranks[by_pack], index[by_pack]
     heads = np.flatnonzero(np.append(True, (np.diff(ranks) != 0) | (np.diff(index) != 0))[: len(places)])
+    slots = count + index[heads]
+    if batch.cost.micro_batch_seconds > 0 and len(heads) and trial.weights is None:
+        joined = _joining(batch, trial, places, ranks[heads], heads)
+        slots = np.where(joined >= 0, joined, slots)
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
         ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), ranks[heads])),
         degrees=np.concatenate((trial.blocks.degrees, np.ones(len(heads), np.int64))),
-        slots=np.concatenate((np.arange(count), count + index[heads])),
+        slots=np.concatenate((np.arange(count), slots)),
         weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
+
+
+def _joining(batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray, heads: IntArray) -> IntArray:
+    """Shared group (its place in ``trial.shared``) in whose micro-batch each pack rides along ``[packs]``, -1 for none.
+
+    A micro-batch less saves g. But the members of a group end together, so the packs that join it have to take about
+    equally long: a group is filled when it is the last shared one of all its members, each of them has a pack that
+    fits beside its slice, and these packs differ by less than g. Each rank gives its longest pack that fits.
+
+    Args:
+        batch: the batch.
+        trial: one way to lay it out, members with equal shares.
+        places: places in the batch of all whole sequences, pack by pack.
+        pack_ranks: ``[packs]`` rank of each pack, rising.
+        heads: ``[packs]`` where each pack starts in ``places``.
+    """
+    joined = np.full(len(heads), -1)
+    if len(trial.shared) == 0:
+        return joined
+    last = np.full(batch.cluster.num_ranks, -1)  # last shared group of each rank: a later one overwrites an earlier one
+    members = consecutive(trial.blocks.first, trial.blocks.degrees)
+    last[members] = np.repeat(np.arange(len(trial.shared)), trial.blocks.degrees)
+    is_last_of_all = np.bincount(last[last >= 0], minlength=len(trial.shared)) == trial.blocks.degrees
+    slices = -(-batch.lengths[trial.shared] // trial.blocks.degrees)
+
+    tokens = np.add.reduceat(batch.lengths[places], heads)
+    seconds = np.add.reduceat(batch.cost.work_seconds(batch.lengths[places]), heads)
+    group = last[pack_ranks]
+    fits = (group >= 0) & (tokens + slices[group] <= batch.cluster.capacity_tokens[pack_ranks])
+    packs = np.flatnonzero(fits)
+    packs = packs[np.lexsort((-seconds[packs], pack_ranks[packs]))]
+    packs = packs[np.append(True, pack_ranks[packs][1:] != pack_ranks[packs][:-1])[: len(packs)]]  # the longest of each
+
+    count, longest = np.zeros(len(trial.shared), dtype=np.int64), np.zeros(len(trial.shared))
+    shortest = np.full(len(trial.shared), np.inf)
+    np.add.at(count, group[packs], 1)
+    np.maximum.at(longest, group[packs], seconds[packs])
+    np.minimum.at(shortest, group[packs], seconds[packs])
+    filled = is_last_of_all & (count == trial.blocks.degrees) & (longest - shortest < batch.cost.micro_batch_seconds)
+    packs = packs[filled[group[packs]]]
+    joined[packs] = group[packs]
+    return joined
