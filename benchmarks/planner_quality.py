@@ -81,8 +81,8 @@ def against_exact(first_seed: int, count: int, solver_seconds: float) -> None:
         if is_proven:
             proven.append(ratios[-1])
     print(
-        f"{count} instances, {unsolved} without any answer from CP-SAT: ours / CP-SAT mean {np.mean(ratios):.4f}, median "
-        f"{np.median(ratios):.4f}, worst {max(ratios):.3f}, best {min(ratios):.3f}; "
+        f"{count} instances, {unsolved} without any answer from CP-SAT: ours / CP-SAT mean {np.mean(ratios):.4f}, "
+        f"median {np.median(ratios):.4f}, worst {max(ratios):.3f}, best {min(ratios):.3f}; "
         f"{np.mean(milliseconds):.1f} ms a plan; the {len(proven)} solved to proof: mean {np.mean(proven or [1]):.4f}, "
         f"worst {max(proven or [1]):.3f}"
     )
@@ -129,7 +129,7 @@ def _cluster_and_cost(
 
 
 def exact_end(lengths: IntArray, cluster: Cluster, cost: CostModel, seconds: float) -> tuple[float, bool]:
-    """CP-SAT's end (0: none found in time) and whether it is proven: jobs of a chosen width on R machines, no preemption."""
+    """CP-SAT's end (0: none found in time) and whether it is proven: jobs of a chosen width on R machines."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
