@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,10 @@ class TrainOptions:
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
+    max_restarts: int = 0
+    """How often a run whose rank died is started again from its last checkpoint."""
+    elastic: bool = False
+    """Restart with one rank less after each failure, as long as the rest can hold the context."""
     config: Annotated[Config, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
     """All settings."""
 
@@ -43,19 +48,19 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     from bytescale.train.ranks import under_torchrun
 
-    if config.parallel.ranks == 1 or under_torchrun():
+    if under_torchrun():
         from bytescale.train import train
 
         train(config)
-        return 0
-    prepare_and_launch(config)
+    else:
+        prepare_and_start(options)
     return 0
 
 
 def read_options(arguments: Sequence[str]) -> TrainOptions:
     """The config file (or the resumed run's), with the command line over it and the run folder decided."""
     path, rest = leading_path(arguments)
-    check_setting_names(rest, also=("--resume", "--dry-run"))
+    check_setting_names(rest, also=("--resume", "--dry-run", "--max-restarts", "--elastic"))
     resumed = _value_of(rest, "--resume")
     if path is not None and resumed is not None:
         raise ConfigError(
@@ -83,22 +88,58 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     return replace(options, config=replace(options.config, trainer=trainer))
 
 
-def prepare_and_launch(config: Config) -> None:
-    """Everything that can go wrong before ranks exist goes wrong here: folder, data; then start them."""
-    from bytescale.data import prepare_corpus
-    from bytescale.data.progress import progress_bar
-    from bytescale.train.launch import launch_ranks
+def prepare_and_start(options: TrainOptions) -> None:
+    """Everything that can go wrong before ranks exist goes wrong here: devices, folder, data; then start them."""
+    from bytescale.train.fit import fit_to_gpus
     from bytescale.train.run_folder import check_is_new
+    from bytescale.train.supervise import supervise
 
+    config = fit_to_gpus(options.config)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
+    with _data_ready(config):
+        if config.parallel.ranks == 1 and not options.max_restarts:
+            from bytescale.train import train
+
+            train(config)
+            return
+        supervise(config, _start_ranks, max_restarts=options.max_restarts, elastic=options.elastic)
+
+
+@contextmanager
+def _data_ready(config: Config) -> Iterator[None]:
+    """Prepare the corpus, or find the sources and hold a Ray for its servers, as long as ranks are started."""
+    from bytescale.data.corpus import plan_shards, prepare_corpus
+    from bytescale.data.progress import progress_bar
+
     with progress_bar() as progress:
-        prepare_corpus(config.data, progress)
+        if config.data.loader == "local":
+            prepare_corpus(config.data, progress)
+        else:
+            plan_shards(config.data, progress)
+    if config.data.loader == "local" or config.parallel.ranks == 1:
+        yield
+        return
+    from bytescale.data.remote.cluster import ray_cluster
+
+    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
+        os.environ["RAY_ADDRESS"] = address  # for the ranks, which inherit it
+        yield
+
+
+def _start_ranks(config: Config) -> None:
+    from bytescale.train.launch import launch_ranks
+
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
     with TemporaryDirectory(prefix="bytescale-") as folder:
         resolved = Path(folder) / "config.toml"
         resolved.write_text(config_to_toml(config), encoding="utf-8")
-        launch_ranks(config.parallel.ranks, ["train", str(resolved)], run_dir=config.trainer.run_dir)
+        launch_ranks(
+            config.parallel.ranks,
+            ["train", str(resolved)],
+            run_dir=config.trainer.run_dir,
+            stop_seconds=config.parallel.stop_seconds,
+        )
 
 
 def _value_of(arguments: Sequence[str], option: str) -> Path | None:

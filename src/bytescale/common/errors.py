@@ -25,6 +25,10 @@ class RankFailure(BytescaleError, RuntimeError):
     """A training rank died, or ranks no longer agree on what to run."""
 
 
+class RanksRefused(RankFailure):
+    """Every rank refused its input: the user has to change something, starting again would not help."""
+
+
 def problem(what: str, *, so: str = "", fix: str = "") -> str:
     """One message in the house form: ``what`` is wrong (with its value), ``so`` what would happen, ``fix`` it how."""
     parts = [what, so, f"To fix: {fix}" if fix else ""]

@@ -96,6 +96,8 @@ class ParallelConfig:
     """Tokens that one micro-batch of one rank may hold (the paper's C). ranks * capacity must hold the context."""
     timeout_seconds: float = 120.0
     """A message that takes longer than this means that a rank is gone: every rank stops and says so."""
+    stop_seconds: float = 30.0
+    """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
 
 
 @dataclass(slots=True, kw_only=True)

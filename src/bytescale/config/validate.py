@@ -72,6 +72,7 @@ def _at_least_one(config: Config) -> None:
         if value < least:
             raise ConfigError(problem(f"{name} is {value}", fix=f"use a whole number of at least {least}"))
     positive = (
+        ("parallel.stop_seconds", config.parallel.stop_seconds),
         ("data.answer_seconds", config.data.answer_seconds),
         ("parallel.timeout_seconds", config.parallel.timeout_seconds),
         ("optimizer.lr", config.optimizer.lr),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config, resolve_architecture
 from bytescale.cost import Cluster, flops
+from bytescale.cost.assumed import assumed_cost
 from bytescale.data import BatchSampler, check_vocabulary, prepare_corpus
 from bytescale.data.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.job import planning_cost, verified_planner
+from bytescale.train.job import verified_planner
 from bytescale.train.run_log import describe_corpus
 
 
@@ -26,7 +28,9 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     batch = BatchSampler(corpus, config.data.batch_tokens, config.data.shuffle_seed).next_batch()
     element_bytes = {"bf16": 2, "fp64": 8}.get(config.trainer.dtype, 4)
     cluster = Cluster.uniform(config.parallel.ranks, config.parallel.capacity_tokens)
-    plan = verified_planner(config, cluster, planning_cost(architecture, element_bytes))(batch.lengths)
+    device: Literal["cpu", "cuda"] = "cuda" if config.trainer.device == "cuda" else "cpu"
+    cost = assumed_cost(architecture, device=device, bytes_per_element=element_bytes)
+    plan = verified_planner(config, cluster, cost)(batch.lengths)
     parameters = flops.total_parameters(architecture)
     activations = config.parallel.capacity_tokens * flops.activation_bytes_per_token(
         architecture, bytes_per_element=element_bytes

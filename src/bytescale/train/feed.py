@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,9 +25,9 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     if config.data.loader == "local":
         yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
         return
-    from bytescale.data.remote.cluster import import_ray
+    from bytescale.data.remote.cluster import check_installed
 
-    import_ray()  # says so where it is not installed
+    check_installed()
     with _join_ray(config, ranks) as session:
         from bytescale.data.remote.feed import RemoteFeed
 
@@ -39,13 +41,14 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
 @contextmanager
 def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
     """Join the configured Ray, or the one that the first rank starts; yields a name that this attempt alone has."""
-    from bytescale.data.remote.cluster import connect, disconnect, import_ray, ray_cluster
+    from bytescale.data.remote.cluster import connect, disconnect, import_ray, keys_to_join, ray_cluster
 
     starts = ray_cluster(config.data.ray_address, ranks.hdp.size) if ranks.is_first else nullcontext("")
     with starts as address:
-        told = [address, f"bytescale-{uuid.uuid4().hex[:12]}"]
+        told: list[Any] = [address, f"bytescale-{uuid.uuid4().hex[:12]}", keys_to_join()]
         dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
-        address, session = told
+        address, session, keys = told
+        os.environ.update(keys)  # before Ray is imported, which reads them once
         if not import_ray().is_initialized():
             connect(address)
         try:

@@ -11,6 +11,7 @@ import numpy as np
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.config import Architecture, Config, resolve_architecture
 from bytescale.cost import Cluster, CostModel
+from bytescale.cost.assumed import assumed_cost
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import Loader
@@ -21,6 +22,7 @@ from bytescale.runtime import FlatParameters, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.peak import peak_flops_per_second
 from bytescale.train.ranks import Ranks
+from bytescale.train.stop import StopRequest
 
 Planner = Callable[[np.ndarray], Plan]
 
@@ -39,6 +41,7 @@ class Job:
     kernel: AttentionKernel
     planner: Planner
     peak_flops_per_second: float  # of one rank's device
+    stop: StopRequest
 
     def open_loader(self) -> Loader:
         """This rank's view of the batches from where the feed stands."""
@@ -69,7 +72,7 @@ class Job:
         )
 
 
-def build_job(config: Config, ranks: Ranks, feed: Feed) -> Job:
+def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other; the data is there already."""
     # 1. Model: the same initial weights on every rank; parameters move into flat buffers.
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
@@ -80,9 +83,14 @@ def build_job(config: Config, ranks: Ranks, feed: Feed) -> Job:
     parameters = FlatParameters(model, num_shards=ranks.hdp.size)
     optimizer = ShardedAdamW(parameters, config.optimizer, ranks.hdp)
 
-    # 2. Speed: the device's peak, from which the planner's cost model follows until a profile is given.
+    # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
     cluster = Cluster.uniform(ranks.hdp.size, config.parallel.capacity_tokens)
+    cost = assumed_cost(
+        architecture,
+        device="cuda" if ranks.device.type == "cuda" else "cpu",
+        bytes_per_element=ranks.dtype.itemsize,
+    )
     return Job(
         config=config,
         ranks=ranks,
@@ -92,20 +100,12 @@ def build_job(config: Config, ranks: Ranks, feed: Feed) -> Job:
         parameters=parameters,
         optimizer=optimizer,
         kernel=select_kernel(config.trainer.attention, ranks.device, ranks.dtype),
-        planner=verified_planner(config, cluster, planning_cost(architecture, ranks.dtype.itemsize)),
+        planner=verified_planner(config, cluster, cost),
         peak_flops_per_second=peak,
+        stop=stop,
     )
 
 
 def verified_planner(config: Config, cluster: Cluster, cost: CostModel) -> Planner:
     """The configured planner, every plan of which is checked as ``planner.verify`` says before anybody runs it."""
     return VerifiedPlanner(config.planner, cluster, cost)
-
-
-def planning_cost(architecture: Architecture, element_bytes: int) -> CostModel:
-    """What planning believes of speed until a profile is given: a FLOP count, and links that are never the limit.
-
-    Every rank plans for itself and all must come to the same plan, so nothing measured on one rank enters: the rate is
-    a round number, and only the ratio of attention to the rest matters.
-    """
-    return CostModel.from_architecture(architecture, flops_per_second=1e12, bytes_per_element=element_bytes)

@@ -7,6 +7,7 @@ When a rank dies, the agent sees it within 0.1 s and stops the others; a rank th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -17,15 +18,20 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from bytescale.common.errors import RankFailure, problem
-
-_SECONDS_TO_STOP = 10
+from bytescale.common.errors import RankFailure, RanksRefused, problem
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str) -> None:
+def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
+    Args:
+        num_ranks: processes to start.
+        arguments: of the command line.
+        run_dir: for messages.
+        stop_seconds: that ranks get to end by themselves, once one of them has failed or a signal came.
+
     Raises:
+        RanksRefused: the ranks found the input bad.
         RankFailure: a rank failed; names it, why, and how to go on.
         SystemExit: the user or the system asked to stop (SIGINT, SIGTERM); the ranks are gone.
     """
@@ -41,7 +47,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str) -> N
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=_SECONDS_TO_STOP,
+        shutdown_timeout=math.ceil(stop_seconds),
     )
     try:
         elastic_launch(config, entrypoint=sys.executable)("-u", "-m", "bytescale", *arguments)
@@ -56,7 +62,7 @@ def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailu
     """The error of the rank that failed first by itself, out of all that ended badly."""
     rank, failure = min(failures.items(), key=lambda item: (_rank_of_blame(item[1]), item[1].timestamp, item[0]))
     if _error_type(failure) in _USER_ERRORS:  # the same on every rank: it is the message, not the rank, that matters
-        return RankFailure(_message(failure))
+        return RanksRefused(_message(failure))
     return RankFailure(
         problem(
             f"rank {rank} {_how(failure)}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bytescale.common.errors import BytescaleError, ConfigError, problem
-from bytescale.common.units import format_bytes, format_count
+from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.train.run_folder import RunFolder
 
 
@@ -34,17 +34,24 @@ class StepMetrics:
     imbalance: float  # compute time of the slowest rank over the mean
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
     data_wait_seconds: float  # slowest rank's wait for its loader
-    planning_seconds: float
+    planning_seconds: float  # of the slowest rank, or of the planner actor: off the critical path
+    data_bytes_read: list[int]  # of the corpus, per rank
+    data_bytes_received: list[int]  # from planner and servers, per rank; 0 under the local loader
+    data_steps_ready: int  # steps that waited in the loader of the rank that had fewest
+    data_steps_planned: int  # plans that the planner actor held ahead
+    data_restarts: int  # of servers and planner since the run was started or resumed
     attention_bytes_sent: int  # by all ranks together
     group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
 
     def line(self, total_steps: int) -> str:
         """For the console."""
         groups = " ".join(f"{degree}x{count}" for degree, count in self.group_sizes.items())
+        restarts = f"  loader restarts {self.data_restarts}" if self.data_restarts else ""
         return (
             f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.4f}  "
             f"grad {self.grad_norm:.2f}  {format_count(self.tokens_per_second)} tok/s  MFU {self.mfu:.1%}  "
             f"mem {format_bytes(self.memory_bytes)}  imbalance {self.imbalance:.2f}  waiting {self.waiting_share:.0%}  "
+            f"data wait {format_seconds(self.data_wait_seconds)}, {self.data_steps_ready} ready{restarts}  "
             f"groups {groups}"
         )
 

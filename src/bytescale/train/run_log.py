@@ -94,8 +94,8 @@ class RunLog:
         if self.config.trainer.save_plans and data.plan is not None:
             save_plan(data.plan, self.run.plan(metrics.step))
 
-    def farewell(self) -> None:
-        """Where everything is and what to try next."""
+    def farewell(self, *, stopped: bool = False) -> None:
+        """Where everything is and what to try next; ``stopped``: before the last step, by SIGTERM."""
         if self._first is None or self._last is None:
             self.say(f"nothing to do: step {self.config.trainer.steps} is done already, raise trainer.steps")
             return
@@ -105,6 +105,9 @@ class RunLog:
             f"{format_bytes(self._last.memory_bytes)}"
         )
         self.say(f"run     {self.run.path}  (config.toml, metrics.jsonl, plans/, checkpoints/)")
+        if stopped:
+            self.say(f"stopped by SIGTERM; continue with: bytescale train --resume {self.run.path}")
+            return
         more = self.config.trainer.steps * 2
         self.say("next    train on, on other ranks if you like:")
         self.say(f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks 2")

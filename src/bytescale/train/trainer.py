@@ -14,11 +14,13 @@ from bytescale.runtime import run_rank_plan
 from bytescale.train.checkpoint import Checkpointer
 from bytescale.train.feed import open_feed
 from bytescale.train.job import Job, build_job
+from bytescale.train.loader_metrics import loader_metrics, loader_row
 from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
 from bytescale.train.ranks import open_ranks, ranks_of_torchrun
 from bytescale.train.run_folder import RunFolder
 from bytescale.train.run_log import RunLog
 from bytescale.train.schedule import learning_rate
+from bytescale.train.stop import StopRequest
 
 
 def train(config: Config, print_line: Callable[[str], None] = print) -> Path:
@@ -36,8 +38,9 @@ def train(config: Config, print_line: Callable[[str], None] = print) -> Path:
         open_ranks(config) as ranks,
         RunLog(run, config, print_line if ranks.is_first else None) as log,
         open_feed(config, ranks) as feed,
+        StopRequest() as stop,
     ):
-        job = build_job(config, ranks, feed)
+        job = build_job(config, ranks, feed, stop)
         log.open(resume=resume)
         checkpoints = Checkpointer(run.checkpoints, ranks, config.checkpoint)
         if resume:
@@ -48,10 +51,12 @@ def train(config: Config, print_line: Callable[[str], None] = print) -> Path:
                 log.introduce(job, data)
                 log.step(train_step(job, step, data, checkpoints), data)
                 checkpoints.poll()
-                if job.checkpoint_is_due(step):
+                if job.checkpoint_is_due(step) or stop.agreed:
                     checkpoints.save(job.state_after(step, data), job.optimizer)
+                if stop.agreed:
+                    break
         checkpoints.finish()
-        log.farewell()
+        log.farewell(stopped=stop.agreed)
     return run.path
 
 
@@ -88,10 +93,12 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
             busy_seconds,
             float(hdp.exchange.bytes_sent - bytes_before),
             float(memory_bytes(job.ranks.device)),
-            data.times.wait_seconds,
+            float(job.stop.heard),
+            *loader_row(data.times),
         ]
     )
-    loss_sums, targets, norm_shares, busy, bytes_sent, memory, data_waits = zip(*rows, strict=True)
+    loss_sums, targets, norm_shares, busy, bytes_sent, memory, stops, *loader_columns = zip(*rows, strict=True)
+    job.stop.agreed = any(stops)
     check_targets(step, sum(targets), data)
     loss = sum(loss_sums) / data.num_targets
     grad_norm = sum(norm_shares) ** 0.5
@@ -119,8 +126,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         memory_bytes=int(max(memory)),
         imbalance=max(busy) / mean_busy,
         waiting_share=max(0.0, 1.0 - mean_busy / step_seconds),
-        data_wait_seconds=max(data_waits),
-        planning_seconds=data.times.planning_seconds,
+        **loader_metrics(loader_columns),
         attention_bytes_sent=int(sum(bytes_sent)),
         group_sizes={str(degree): count for degree, count in data.summary.group_sizes.items()},
     )

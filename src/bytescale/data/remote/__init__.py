@@ -12,3 +12,10 @@ client      lives in a training rank: asks for its part and the token ranges nam
 Ray does the rest: it places, finds, restarts and ends actors, retries calls that were under way, and moves arrays
 through shared memory. Only this package (and the launcher of ``--launch ray``) imports it.
 """
+
+import os
+
+# Read once, when Ray is imported, hence here: without the first, Ray takes 127.0.0.1 for the machine's public address
+# and offers its ports to the network; with the second it reports nothing to anybody.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

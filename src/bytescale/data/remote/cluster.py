@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import socket
@@ -18,20 +19,23 @@ _OBJECT_STORE_BYTES = 256 * 1024**2
 _ANSWER_SECONDS = 10.0
 
 
-def import_ray() -> ModuleType:
-    """The module ``ray``. Raises ``ConfigError`` where it is not installed."""
-    # Read once, when Ray is imported: without it Ray offers its ports to the network.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
+def check_installed() -> None:
+    """Raise ``ConfigError`` where Ray is not installed. Does not import it."""
+    if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             problem(
-                f"the remote loader needs Ray, which is not installed ({error})",
+                "the remote loader needs Ray, which is not installed",
+                so="there are no servers to read the data",
                 fix="pip install 'bytescale[ray]', or set data.loader = \"local\"",
             )
-        ) from error
+        )
+
+
+def import_ray() -> ModuleType:
+    """The module ``ray``. Raises ``ConfigError`` where it is not installed."""
+    check_installed()
+    import ray
+
     return ray
 
 
@@ -103,6 +107,11 @@ def connect(address: str) -> None:
         raise _no_connection(address, error) from error
 
 
+def keys_to_join() -> dict[str, str]:
+    """Environment variables that let another process into the Ray that this one has started; its children have them."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+
+
 def disconnect() -> None:
     """Leave Ray. May be called without having joined."""
     import_ray().shutdown()
@@ -134,6 +143,7 @@ def _no_connection(address: str, error: Exception) -> ConfigError:
         problem(
             f"the Ray at {address} does not answer ({error})",
             so="there is nobody to read the data",
-            fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS, or unset both to start one here",
+            fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS (if it asks for a token, also "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset them to start one here",
         )
     )

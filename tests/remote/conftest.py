@@ -1,0 +1,52 @@
+"""One Ray for all tests of the remote loader, held by a process of its own: forked ranks and CLI runs join it too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+# A Ray that a program starts lets in only those who know its token. The starter's children inherit this variable; the
+# test process is none, and reads it when it imports Ray.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+HOLD_RAY = """
+import sys
+from bytescale.data.remote.cluster import ray_cluster
+
+with ray_cluster("", 8) as address:
+    print(address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """host:port of a Ray on loopback; it ends when the holder's input does."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        address = holder.stdout.readline().strip()
+        assert address.startswith("127.0.0.1:"), f"Ray did not start: {address!r}"
+        yield address
+    finally:
+        holder.stdin.close()
+        holder.wait(30)
+
+
+@pytest.fixture
+def ray_joined(ray_address: str) -> Iterator[str]:
+    """This process as a driver."""
+    from bytescale.data.remote.cluster import connect, disconnect
+
+    connect(ray_address)
+    try:
+        yield ray_address
+    finally:
+        disconnect()

@@ -1,0 +1,127 @@
+"""Corpora whose tokens say where they come from, and ranks that write down what they were given."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescale.config import PRESETS, DataConfig, PlannerConfig
+from bytescale.cost import Cluster, CostModel
+from bytescale.data import Feed, LocalFeed, StepData, prepare_corpus
+from bytescale.data.batches import SamplerState
+from bytescale.data.facts import FactsGatherer
+from bytescale.data.indexed_writer import IndexedWriter
+from bytescale.planner.verified import VerifiedPlanner
+
+CONTEXT = 96
+CAPACITY = 96
+BATCH_TOKENS = 400
+
+
+def write_numbered_corpus(prefix: Path, num_documents: int = 120, seed: int = 0, first_token: int = 0) -> int:
+    """A ``.bin`` whose token ids are 0, 1, 2, ...: it says where a token comes from. Returns how many."""
+    lengths = np.minimum(np.random.default_rng(seed).lognormal(2.5, 1.4, num_documents).astype(np.int64) + 1, 300)
+    tokens = np.arange(first_token, first_token + lengths.sum(), dtype="<i4")
+    gatherer = FactsGatherer(tokens.dtype)
+    gatherer.add(tokens, lengths)
+    with IndexedWriter(prefix, tokens.dtype) as writer:
+        writer.add_documents(tokens, lengths)
+        writer.commit(gatherer.finish().to_json())
+    return len(tokens)
+
+
+def numbered_config(folder: Path, **settings: Any) -> DataConfig:
+    values: dict[str, Any] = {
+        "sources": (str(folder / "numbers.bin"),),
+        "context_length": CONTEXT,
+        "batch_tokens": BATCH_TOKENS,
+        "cache_dir": str(folder / "cache"),
+        "answer_seconds": 60.0,
+        **settings,
+    }
+    return DataConfig(**values)
+
+
+def planner_for(num_ranks: int) -> VerifiedPlanner:
+    cost = CostModel.from_architecture(PRESETS["tiny"], flops_per_second=1e12, bytes_per_element=4)
+    return VerifiedPlanner(PlannerConfig(verify="full"), Cluster.uniform(num_ranks, CAPACITY), cost)
+
+
+@contextmanager
+def feeds(config: DataConfig, kind: str, num_ranks: int) -> Iterator[list[Feed]]:
+    """All ranks' feeds in this process."""
+    if kind == "local":
+        yield [LocalFeed(prepare_corpus(config), config, rank) for rank in range(num_ranks)]
+        return
+    from bytescale.data.remote.feed import RemoteFeed
+
+    session = f"test-{uuid.uuid4().hex[:8]}"
+    with ExitStack() as stack:
+        opened: list[Feed] = []
+        for rank in range(num_ranks):
+            feed = RemoteFeed(config, session, rank, num_ranks)
+            stack.callback(feed.close)
+            opened.append(feed)
+        yield opened
+
+
+def take_steps(
+    opened: Sequence[Feed],
+    num_steps: int,
+    *,
+    state: SamplerState | None = None,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> tuple[list[list[StepData]], SamplerState]:
+    """``num_steps`` steps of every rank, in lockstep as training takes them: ``[step][rank]``, and the state after.
+
+    ``before_step`` hears of each. The loaders read ahead beyond the end; that must not count.
+    """
+    if state is not None:
+        for feed in opened:
+            feed.load_state_dict(state)
+    planner = planner_for(len(opened))
+    taken = []
+    with ExitStack() as stack:
+        loaders = [stack.enter_context(feed.open(planner, stop_step=None)) for feed in opened]
+        for step in range(num_steps):
+            before_step(step)
+            taken.append([next(loader) for loader in loaders])
+    return taken, taken[-1][0].sampler_state_after
+
+
+def count_tokens(steps: Sequence[Sequence[StepData]]) -> Counter[int]:
+    """How often each token of a numbered corpus was given to some rank."""
+    counts: Counter[int] = Counter()
+    for ranks in steps:
+        for data in ranks:
+            for micro_batch in data.micro_batches:
+                counts.update(micro_batch.tokens.tolist())
+    return counts
+
+
+def assert_same_data(ours: StepData, theirs: StepData) -> None:
+    """Equal to the last bit: plan, tokens, labels, positions, and where the next step starts."""
+    assert ours.step == theirs.step
+    assert ours.rank_plan.digest == theirs.rank_plan.digest
+    assert ours.num_targets == theirs.num_targets
+    assert ours.summary == theirs.summary
+    assert ours.sampler_state_after == theirs.sampler_state_after
+    for mine, other in zip(ours.micro_batches, theirs.micro_batches, strict=True):
+        for name in ("tokens", "labels", "position_ids", "segment_pieces"):
+            left, right = getattr(mine, name), getattr(other, name)
+            assert left.dtype == right.dtype
+            assert np.array_equal(left, right), name
+
+
+def kill_minus_9(actor: Any) -> None:
+    """The process of an actor, gone without a word."""
+    import ray
+
+    os.kill(ray.get(actor.pid.remote(), timeout=60), 9)

@@ -1,0 +1,169 @@
+"""The remote loader against the local one, and against a count of every token."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import CheckpointError, ConfigError, DataError
+from bytescale.data.batches import epoch_order
+from bytescale.data.corpus import prepare_corpus
+from bytescale.data.remote.feed import RemoteFeed
+from tests.data.support import write_jsonl
+from tests.remote.support import (
+    assert_same_data,
+    count_tokens,
+    feeds,
+    kill_minus_9,
+    numbered_config,
+    take_steps,
+    write_numbered_corpus,
+)
+
+pytestmark = pytest.mark.usefixtures("ray_joined")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> int:
+    return write_numbered_corpus(tmp_path / "numbers")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> None:
+    """Text of two kinds over several servers, documents split by the context, several epochs."""
+    (tmp_path / "a.txt").write_text("a text of its own " * 20)
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * (n % 37 + 1)} for n in range(60)])
+    config = numbered_config(tmp_path, sources=(str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")), servers=3)
+    with feeds(config, "ray", num_ranks) as remote, feeds(config, "local", num_ranks) as local:
+        assert [feed.facts for feed in remote] == [feed.facts for feed in local]
+        for ours, theirs in zip(take_steps(remote, 40)[0], take_steps(local, 40)[0], strict=True):
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_same_data(mine, other)
+            # The whole plan goes to the first rank alone, bit for bit the local planner's.
+            assert ours[0].plan is not None
+            assert theirs[0].plan is not None
+            assert ours[0].plan.digest() == theirs[0].plan.digest()
+            assert all(data.plan is None for data in ours[1:])
+
+
+def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int) -> None:
+    with feeds(numbered_config(tmp_path), "ray", 4) as opened:
+        for ranks in take_steps(opened, 5)[0]:
+            for data in ranks:
+                num_tokens = sum(len(micro_batch.tokens) for micro_batch in data.micro_batches)
+                num_segments = sum(len(micro_batch.segment_pieces) for micro_batch in data.micro_batches)
+                # 4 bytes a token; each segment may bring the one token behind it, its last label.
+                assert 4 * num_tokens <= data.times.bytes_read <= 4 * (num_tokens + num_segments)
+                assert data.times.bytes_received > data.times.bytes_read
+
+
+@pytest.mark.parametrize("kinds", [("ray", "ray", "ray"), ("local", "ray", "local"), ("ray", "local", "ray")])
+def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
+    tmp_path: Path, corpus: int, kinds: tuple[str, ...]
+) -> None:
+    """Also over other numbers of servers. Steps that were fetched ahead when a part ended come again."""
+    state, counts, step = None, count_tokens([]), 0
+    for number, (kind, num_ranks) in enumerate(zip(kinds, (4, 2, 3), strict=True)):
+        with feeds(numbered_config(tmp_path, servers=number + 1), kind, num_ranks) as opened:
+            while state is None or state["epoch"] == 0:
+                steps, state = take_steps(opened, 3, state=state)
+                counts += count_tokens(steps)
+                assert [ranks[0].step for ranks in steps] == [step, step + 1, step + 2]
+                step += 3
+                if step in (3, 6):
+                    break
+    # The first epoch is every token once. The last batches went on into the second: as far as the state says.
+    pieces = prepare_corpus(numbered_config(tmp_path)).pieces
+    begun = epoch_order(pieces.num_pieces, state["shuffle_seed"], 1)[: state["position"]]
+    again = [range(pieces.start[piece], pieces.start[piece] + pieces.length[piece]) for piece in begun]
+    assert state["epoch"] == 1
+    assert counts == Counter(range(corpus)) + Counter(token for tokens in again for token in tokens)
+
+
+def test_an_epoch_through_kills_is_the_corpus_once(tmp_path: Path, corpus: int) -> None:
+    """kill -9 of every actor at random moments; the data is that of an undisturbed local loader to the last bit."""
+    config = numbered_config(tmp_path, servers=2)
+    dice = random.Random(1)
+    with feeds(config, "ray", 3) as opened, feeds(config, "local", 3) as local:
+        first = opened[0]
+        assert isinstance(first, RemoteFeed)
+        victims = {2: first.actors[1], 5: first.actors[0], 6: first.actors[2], 8: dice.choice(first.actors)}
+
+        def kill_sometimes(step: int) -> None:
+            if step in victims:
+                kill_minus_9(victims[step])
+
+        steps, state = take_steps(opened, 14, before_step=kill_sometimes)
+        expected, expected_state = take_steps(local, 14)
+        assert state == expected_state
+        for ours, theirs in zip(steps, expected, strict=True):
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_same_data(mine, other)
+        assert max(data.times.restarts for data in steps[-1]) >= 3
+
+
+def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> None:
+    import threading
+    import time
+
+    write_jsonl(tmp_path / "b.jsonl", [{"text": f"line {n} " * 300} for n in range(6000)])
+    config = numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),), servers=2, batch_tokens=4000)
+
+    def kill_soon() -> None:
+        from bytescale.data.remote.feed import _find
+
+        time.sleep(0.3)
+        kill_minus_9(_find("dying-server-0", 30.0))
+
+    killer = threading.Thread(target=kill_soon)
+    killer.start()
+    feed = RemoteFeed(config, "dying", 0, 1)
+    killer.join()
+    try:
+        with feeds(config, "local", 1) as (local,):
+            assert feed.facts == local.facts
+        assert not list((tmp_path / "cache").rglob("*.tmp"))
+    finally:
+        feed.close()
+
+
+def test_what_servers_find_wrong_reaches_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "fine"}\nbroken\n')
+    with (
+        pytest.raises(DataError, match=r"b.jsonl:2 is not JSON .*To fix: mend or delete the line"),
+        feeds(numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),)), "ray", 1),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"ata source .*nowhere.* does not exist"),
+        feeds(numbered_config(tmp_path, sources=(str(tmp_path / "nowhere"),)), "ray", 1),
+    ):
+        pass
+
+
+def test_the_state_of_other_data_is_refused(tmp_path: Path, corpus: int) -> None:
+    with feeds(numbered_config(tmp_path), "ray", 1) as (feed,):
+        state = feed.state_dict()
+        with pytest.raises(CheckpointError, match="made with data corpus"):
+            feed.load_state_dict({**state, "corpus": "another"})
+        with pytest.raises(CheckpointError, match="made with data shuffle_seed 77"):
+            feed.load_state_dict({**state, "shuffle_seed": 77})
+        assert feed.state_dict() == state
+
+
+def test_closing_ends_the_actors(tmp_path: Path, corpus: int) -> None:
+    import psutil
+    import ray
+
+    with feeds(numbered_config(tmp_path), "ray", 2) as opened:
+        first = opened[0]
+        assert isinstance(first, RemoteFeed)
+        pids = ray.get([actor.pid.remote() for actor in first.actors])
+        processes = [psutil.Process(pid) for pid in pids]
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+    assert np.unique(pids).size == 3
