@@ -7,10 +7,11 @@ The rules, in the order in which they are checked:
 3. **Members**: the ranks of a group are distinct.
 4. **Micro-batches**: at most one shared group each, and it comes first.
 5. **Schedule**: every group is scheduled exactly once on each of its members, and nowhere else.
-6. **Capacity**: no micro-batch holds more tokens than its rank can.
+6. **Capacity**: no micro-batch holds more tokens than its rank can, less those that are offloaded.
 7. **Order**: every rank meets its shared groups in rising group number. One total order for all ranks: without a
    pipeline nobody can wait in a circle.
-8. **Pipeline** (``num_stages`` > 1): the actions of 1F1B cannot wait in a circle either (``plan.pipeline_order``).
+8. **Memory** (``limits``): no micro-batch needs more bytes on its device or of its host memory than there are.
+9. **Pipeline** (``num_stages`` > 1): the actions of 1F1B cannot wait in a circle either (``plan.pipeline_order``).
 
 All of it is array arithmetic: 16,384 ranks and 22,500 sequences take some 10 ms without a pipeline.
 """
@@ -23,21 +24,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import PlanError, problem
+from bytescale.common.units import format_bytes
+from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import Plan, segment_sums
-from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.slices import largest_slice, micro_batch_tokens, slice_tokens
 
 IntArray = NDArray[np.int64]
 
 
-def verify(plan: Plan, *, num_stages: int = 1, level: Literal["full", "cheap"] = "full") -> None:
+def verify(
+    plan: Plan,
+    *,
+    num_stages: int = 1,
+    level: Literal["full", "cheap"] = "full",
+    limits: MemoryLimits | None = None,
+) -> None:
     """Raise ``PlanError`` for the first rule that ``plan`` breaks, with the numbers that break it.
 
     Args:
         plan: the plan of one global batch.
-        num_stages: pipeline stages of each rank; with more than one, rule 8 is checked for 1F1B.
-        level: ``"full"`` checks every rule; ``"cheap"`` leaves out rules 3, 5 and 8, which have to sort, and is meant
+        num_stages: pipeline stages of each rank; with more than one, rule 9 is checked for 1F1B.
+        level: ``"full"`` checks every rule; ``"cheap"`` leaves out rules 3, 5 and 9, which have to sort, and is meant
             for plans that come straight from a planner whose tests ran ``"full"``.
+        limits: memory of a rank. None: rule 8 is not checked, and rule 6 takes an offloaded token to need nothing on
+            the device, where really the last layers keep theirs.
     """
     _check_arrays(plan)
     _check_tokens(plan)
@@ -46,8 +57,10 @@ def verify(plan: Plan, *, num_stages: int = 1, level: Literal["full", "cheap"] =
     _check_micro_batches(plan)
     if level == "full":
         _check_schedule(plan)
-    _check_capacity(plan)
+    _check_capacity(plan, limits)
     _check_order(plan)
+    if limits is not None:
+        _check_memory(plan, limits)
     if level == "full" and num_stages > 1:
         _check_pipeline(plan, num_stages)
 
@@ -167,18 +180,21 @@ def _check_schedule(plan: Plan) -> None:
     _refuse("schedule", f"group {group} is scheduled on rank {rank}, which is not its member")
 
 
-def _check_capacity(plan: Plan) -> None:
+def _check_capacity(plan: Plan, limits: MemoryLimits | None) -> None:
     """Rule 6. First with a cheap bound for the slices of shared groups, then exactly where the bound is too much."""
     offsets = plan.micro_batch_group_offsets
     shared = (plan.group_sizes > 1)[plan.micro_batch_groups]
-    tokens = np.where(shared, _largest_slice(plan)[plan.micro_batch_groups], plan.group_tokens[plan.micro_batch_groups])
+    tokens = np.where(shared, largest_slice(plan)[plan.micro_batch_groups], plan.group_tokens[plan.micro_batch_groups])
     ranks = plan.micro_batch_ranks
     suspect = segment_sums(tokens, offsets) > plan.capacity_tokens[ranks]
     entries = np.flatnonzero(np.repeat(suspect, np.diff(offsets)) & shared)
     entry_ranks = np.repeat(ranks, np.diff(offsets))[entries]
-    tokens[entries] = _slice_tokens(plan, plan.micro_batch_groups[entries], entry_ranks)
+    tokens[entries] = slice_tokens(plan, plan.micro_batch_groups[entries], entry_ranks)
     total = segment_sums(tokens, offsets)
     over = total - plan.capacity_tokens[ranks]
+    if len(over) and over.max() > 0 and plan.group_offload_ratio.any():
+        kept_share = 0.0 if limits is None else limits.resident_share()
+        over = over - np.floor((1.0 - kept_share) * micro_batch_tokens(plan).offloaded + 0.5).astype(np.int64)
     if len(over) and over.max() > 0:
         micro_batch = int(over.argmax())
         rank, index = _place_of(plan, micro_batch)
@@ -188,37 +204,6 @@ def _check_capacity(plan: Plan) -> None:
             f"{plan.capacity_tokens[rank]} (groups {_listed(plan.groups_of(micro_batch).tolist())})",
             so="the rank would run out of memory",
         )
-
-
-def _largest_slice(plan: Plan) -> IntArray:
-    """``[G]`` tokens that no member of a group exceeds. With equal weights the last member holds exactly this."""
-    sizes = plan.group_sizes
-    weight_sums = segment_sums(plan.group_weights, plan.group_rank_offsets)
-    heaviest = np.maximum.reduceat(plan.group_weights, plan.group_rank_offsets[:-1]) if len(sizes) else weight_sums
-    repeats = np.diff(plan.group_sequence_offsets)
-    per_sequence = -(
-        -plan.lengths[plan.group_sequences] * np.repeat(heaviest, repeats) // np.repeat(weight_sums, repeats)
-    )
-    return segment_sums(per_sequence, plan.group_sequence_offsets)
-
-
-def _slice_tokens(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    """Tokens that ``ranks[i]`` holds of ``groups[i]``, exactly as ``layout.member_tokens`` cuts them."""
-    if len(groups) == 0:
-        return np.zeros(0, dtype=np.int64)
-    edges = np.zeros(len(plan.group_weights) + 1, dtype=np.int64)
-    np.cumsum(plan.group_weights, out=edges[1:])
-    starts, stops = plan.group_rank_offsets[groups], plan.group_rank_offsets[groups + 1]
-    places = concatenated_ranges(starts, stops)
-    own = np.flatnonzero(plan.group_ranks[places] == np.repeat(ranks, stops - starts))
-    member = places[own[np.searchsorted(own, np.cumsum(stops - starts) - (stops - starts))]]
-    lower, upper, whole = edges[member] - edges[starts], edges[member + 1] - edges[starts], edges[stops] - edges[starts]
-    first, last = plan.group_sequence_offsets[groups], plan.group_sequence_offsets[groups + 1]
-    lengths = plan.lengths[plan.group_sequences[concatenated_ranges(first, last)]]
-    counts = last - first
-    cut = [lengths * np.repeat(edge, counts) // np.repeat(whole, counts) for edge in (lower, upper)]
-    offsets = np.concatenate(([0], np.cumsum(counts)))
-    return segment_sums(cut[1] - cut[0], offsets)
 
 
 def _check_order(plan: Plan) -> None:
@@ -236,8 +221,41 @@ def _check_order(plan: Plan) -> None:
         )
 
 
-def _check_pipeline(plan: Plan, num_stages: int) -> None:
+def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
     """Rule 8."""
+    tokens = micro_batch_tokens(plan)
+    needed = (
+        ("device", limits.device_peak(tokens.held, tokens.offloaded, tokens.shared), limits.device_bytes),
+        ("host memory", limits.movable_bytes_per_token * tokens.offloaded, limits.host_bytes),
+    )
+    for place, sizes, room in needed:
+        if len(sizes) == 0 or sizes.max() <= room:
+            continue
+        worst = int(sizes.argmax())
+        rank, index = _place_of(plan, worst)
+        raise PlanError(
+            problem(
+                f"{_named(plan, worst)} needs {format_bytes(float(sizes[worst]))} on the {place} of rank {rank} "
+                f"(micro-batch {index}: {tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
+                f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
+                so="the rank would run out of memory",
+                fix="lower parallel.capacity_tokens (or use more ranks), set trainer.checkpointing to attention or "
+                "full, allow memory.offload, or give more with memory.device_gib or memory.host_gib",
+            )
+        )
+
+
+def _named(plan: Plan, micro_batch: int) -> str:
+    """The longest sequence of a micro-batch."""
+    sequences = np.concatenate([plan.sequences_of(group) for group in plan.groups_of(micro_batch).tolist()])
+    longest = int(sequences[plan.lengths[sequences].argmax()])
+    first = int(plan.groups_of(micro_batch)[0])
+    over = f" over {plan.group_sizes[first]} ranks" if plan.group_sizes[first] > 1 else ""
+    return f"sequence {longest} ({plan.lengths[longest]} tokens{over})"
+
+
+def _check_pipeline(plan: Plan, num_stages: int) -> None:
+    """Rule 9."""
     cycle = find_cycle(plan, num_stages)
     if cycle:
         _refuse(

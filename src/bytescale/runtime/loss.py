@@ -120,11 +120,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = logits.to(wide)
             lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
             loss += (lse - target_logits + z_loss * lse.square()).sum()
-            if d_hidden is None or d_weight is None:
-                continue
-            d_logits = rows.gradient(logits, targets, lse, z_loss).to(hidden.dtype)
-            d_hidden[chosen] = d_logits @ weight
-            _add_product(d_weight, d_logits, chunk)
+            if d_hidden is not None and d_weight is not None:
+                logits = rows.gradient(logits, targets, lse, z_loss).to(hidden.dtype)
+                d_hidden[chosen] = logits @ weight
+                _add_product(d_weight, logits, chunk)
+            del logits  # before the next chunk's are made: a loop variable would keep both
         if group is not None and d_hidden is not None:
             dist.all_reduce(d_hidden, group=group)
         ctx.weight_dtype = weight.dtype

@@ -1,0 +1,189 @@
+"""Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
+
+At any moment a rank holds its states (parameters, gradient sums, its shard of the optimizer) and what the layers have
+saved for backward. On top of that comes one of three phases, and the largest decides::
+
+    loss      gradients of hidden states and head, one chunk of logits
+    layer     backward of one layer's feed-forward part (after computing the layer again, with checkpointing)
+    ring      forward or backward of attention over a shared group: message buffers, sums in fp32
+
+Counts follow what autograd really saves (tests/cost/test_memory.py holds them against counted tensors, phase by phase).
+Letters: h hidden, f feed-forward, q and k widths of all query and of all key heads, e bytes per element, w bytes of
+sums (fp32, fp64 for fp64), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from bytescale.config import Architecture
+from bytescale.cost import flops
+from bytescale.plan.limits import MemoryLimits, Phase
+
+RESIDENT_LAYERS = 2
+_INPUT_BYTES_PER_TOKEN = 3 * 8  # token, label and position, int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """One rank without tensor or pipeline parallelism. All results in bytes."""
+
+    architecture: Architecture
+    element_bytes: int
+    """2: bf16, 4: fp32, 8: fp64."""
+    num_ranks: int
+    """Over which the optimizer's states are sharded."""
+    checkpointing: Literal["none", "full", "attention"] = "none"
+    fused_norm: bool = True
+    """Whether RMSNorm is one kernel (CUDA), which saves neither the normalised rows nor copies in fp32."""
+    loss_chunk_tokens: int = 1024
+    """Tokens whose logits exist at a time."""
+    fused_loss: bool = False
+    """Whether logits stay in the compute dtype (the Triton kernel for BF16)."""
+
+    @property
+    def _wide(self) -> int:
+        return max(4, self.element_bytes)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The weights that compute."""
+        return flops.total_parameters(self.architecture) * self.element_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradient sums of all weights, fp32 or wider."""
+        return flops.total_parameters(self.architecture) * self._wide
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """This rank's shard: two moments, the reduced gradient, and master weights where parameters are narrower.
+
+        A single rank's reduced gradient is the sum itself.
+        """
+        copies = 2 + int(self.num_ranks > 1) + int(self.element_bytes < self._wide)
+        return copies * self._wide * -(-flops.total_parameters(self.architecture) // self.num_ranks)
+
+    @property
+    def states_bytes(self) -> int:
+        """What is there between micro-batches too."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def layer_saved_bytes_per_token(self) -> int:
+        """What a layer keeps from forward to backward: everything, its input, or its input and attention's result."""
+        if self.checkpointing == "none":
+            return self._layer_bytes
+        result = self._query_bytes + self._wide * self.architecture.num_heads
+        return self._hidden_bytes + (result if self.checkpointing == "attention" else 0)
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """What all layers, the final norm and the rotary angles keep."""
+        return self.architecture.num_layers * self.layer_saved_bytes_per_token + self._beside_layers
+
+    @property
+    def movable_bytes_per_token(self) -> int:
+        """What the layers before the last two keep, which may wait in host memory."""
+        return max(0, self.architecture.num_layers - RESIDENT_LAYERS) * self.layer_saved_bytes_per_token
+
+    def phases(self) -> tuple[Phase, ...]:
+        """What comes on top of states and saved activations."""
+        shape, wide = self.architecture, self._wide
+        head = flops.head_parameters(shape) * wide
+        feed_forward = shape.ffn_hidden_size * self.element_bytes
+        again = 0
+        if self.checkpointing != "none":
+            # The layer as it is without checkpointing, less what was kept of it.
+            again = self._layer_bytes - self.layer_saved_bytes_per_token
+        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        messages = 3 * 2 * kv * self.element_bytes + 3 * 2 * kv * wide  # held, two arriving; three of gradients
+        sums = query * wide + query * self.element_bytes  # of query gradients, and a block's part
+        largest_gradient = max(shape.ffn_hidden_size * shape.hidden_size, 1) * self.element_bytes
+        return (
+            Phase(
+                name="loss",
+                fixed_bytes=head,
+                bytes_per_token=self._hidden_bytes,
+                chunk_tokens=self.loss_chunk_tokens,
+                bytes_per_chunk_token=shape.vocab_size * self._logit_bytes + 2 * self._hidden_bytes,
+            ),
+            Phase(
+                name="layer",
+                fixed_bytes=largest_gradient,
+                bytes_per_token=again + feed_forward + self._hidden_bytes,
+            ),
+            Phase(
+                name="ring",
+                fixed_bytes=largest_gradient,
+                bytes_per_token=again - self._feed_forward_saved + 2 * self._hidden_bytes,
+                bytes_per_shared_token=messages + sums,
+            ),
+        )
+
+    def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
+        """The same as plain numbers, for ``plan.verify``."""
+        return MemoryLimits(
+            states_bytes=self.states_bytes,
+            saved_bytes_per_token=self.saved_bytes_per_token,
+            movable_bytes_per_token=self.movable_bytes_per_token,
+            phases=self.phases(),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+        )
+
+    def capacity_tokens(self, device_bytes: float) -> int:
+        """Tokens that one micro-batch may hold without offloading, all of them slices of a shared group (0: none)."""
+        limits, fits, too_many = self.limits(), 0, 2**36
+        while too_many - fits > 1:
+            tokens = (fits + too_many) // 2
+            if limits.device_peak(tokens, 0, tokens) <= device_bytes:
+                fits = tokens
+            else:
+                too_many = tokens
+        return fits
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return self.architecture.hidden_size * self.element_bytes
+
+    @property
+    def _query_bytes(self) -> int:
+        return self.architecture.num_heads * self.architecture.head_dim * self.element_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        """What a layer's forward saves, all of it."""
+        counted = flops.layer_activation_bytes_per_token(self.architecture, bytes_per_element=self.element_bytes)
+        # The count has fp32 log-sum-exps and norm scales.
+        return counted + (self._wide - 4) * (self.architecture.num_heads + 2) + 2 * self._norm_extra
+
+    @property
+    def _feed_forward_saved(self) -> int:
+        """What the second half of a layer saves, which is gone when backward comes to its attention."""
+        rows = 4 * self.architecture.ffn_hidden_size + 2 * self.architecture.hidden_size
+        return rows * self.element_bytes + self._wide + self._norm_extra
+
+    @property
+    def _norm_extra(self) -> int:
+        """What an RMSNorm of several kernels saves in addition: normalised rows, in fp32 and in the compute dtype."""
+        if self.fused_norm:
+            return 0
+        upcast = self.architecture.hidden_size * 4 if self.element_bytes < 4 else 0
+        return self._hidden_bytes + upcast
+
+    @property
+    def _beside_layers(self) -> int:
+        """Rotary angles (cosine and sine of half a head), the final norm, and the inputs."""
+        angles = self.architecture.head_dim * self._wide
+        final_norm = 2 * self._hidden_bytes + self._wide + self._norm_extra
+        return angles + final_norm + _INPUT_BYTES_PER_TOKEN
+
+    @property
+    def _logit_bytes(self) -> int:
+        """Of one logit: in fp32, and while it is converted, in the compute dtype as well."""
+        if self.fused_loss or self.element_bytes == self._wide:
+            return self.element_bytes
+        return self._wide + self.element_bytes

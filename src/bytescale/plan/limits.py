@@ -1,0 +1,62 @@
+"""What a rank's memory can hold, as plain numbers that ``verify`` holds every micro-batch of a plan against."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A moment of a micro-batch, and what it needs beside the states and what is saved for backward, in bytes."""
+
+    name: str
+    fixed_bytes: float = 0.0
+    bytes_per_token: float = 0.0
+    bytes_per_shared_token: float = 0.0  # of this rank's slice of a shared group
+    chunk_tokens: float = math.inf  # what is done chunk by chunk needs the next number for one chunk at a time
+    bytes_per_chunk_token: float = 0.0
+
+    def bytes(self, tokens: ArrayLike, shared: ArrayLike) -> FloatArray:
+        """For ``tokens`` on the rank, ``shared`` of them slices. Broadcasts."""
+        tokens, shared = np.asarray(tokens, dtype=np.float64), np.asarray(shared, dtype=np.float64)
+        chunk = self.bytes_per_chunk_token * np.minimum(tokens, self.chunk_tokens)
+        return self.fixed_bytes + chunk + self.bytes_per_token * tokens + self.bytes_per_shared_token * shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """One device and its share of host memory.
+
+    A micro-batch of ``n`` tokens, ``m`` of them offloaded, ``k`` of them slices of a shared group, needs::
+
+        device    states + saved n - movable m + max over phases (fixed + per token n + per shared token k + per chunk token min(n, chunk))
+        host      movable m
+    """
+
+    states_bytes: float  # parameters, gradients, optimizer
+    saved_bytes_per_token: float  # by all layers, for backward
+    movable_bytes_per_token: float  # of these, by the layers that may offload
+    phases: tuple[Phase, ...]
+    device_bytes: float = math.inf
+    host_bytes: float = math.inf
+
+    def device_peak(self, tokens: ArrayLike, moved: ArrayLike, shared: ArrayLike) -> FloatArray:
+        """Bytes at the worst moment of each micro-batch. Broadcasts."""
+        held, moved, shared = (np.asarray(values, dtype=np.float64) for values in (tokens, moved, shared))
+        saved = self.saved_bytes_per_token * held - self.movable_bytes_per_token * moved
+        return self.states_bytes + saved + np.max([phase.bytes(held, shared) for phase in self.phases], axis=0)
+
+    def worst_phase(self, tokens: int, shared: int) -> Phase:
+        """The moment that needs most."""
+        held, sliced = np.float64(tokens), np.float64(shared)
+        return max(self.phases, key=lambda phase: float(phase.bytes(held, sliced)))
+
+    def resident_share(self) -> float:
+        """The share of what a token saves that stays on the device at r = 1."""
+        return 1.0 - self.movable_bytes_per_token / self.saved_bytes_per_token

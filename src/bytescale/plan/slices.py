@@ -1,0 +1,68 @@
+"""How many tokens each rank holds of each group, and each micro-batch in sum: array arithmetic for whole plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.plan.plan import Plan, segment_sums
+from bytescale.plan.rank_plan import concatenated_ranges
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchTokens:
+    """Tokens of every micro-batch of a plan, ``[M]`` each."""
+
+    held: IntArray
+    offloaded: IntArray  # of these, sent to host memory between forward and backward
+    shared: IntArray  # of these, slices of a group of several ranks
+
+
+def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
+    """Tokens that each micro-batch holds, offloads and shares, exactly."""
+    offsets, groups = plan.micro_batch_group_offsets, plan.micro_batch_groups
+    shared = (plan.group_sizes > 1)[groups]
+    held = plan.group_tokens[groups].copy()
+    ranks = np.repeat(plan.micro_batch_ranks, np.diff(offsets))
+    held[shared] = slice_tokens(plan, groups[shared], ranks[shared])
+    moved = np.floor(held * plan.group_offload_ratio[groups] + 1e-9).astype(np.int64)
+    return MicroBatchTokens(
+        held=segment_sums(held, offsets),
+        offloaded=segment_sums(moved, offsets),
+        shared=segment_sums(np.where(shared, held, 0), offsets),
+    )
+
+
+def largest_slice(plan: Plan) -> IntArray:
+    """``[G]`` tokens that no member of a group exceeds. With equal weights the last member holds exactly this."""
+    sizes = plan.group_sizes
+    weight_sums = segment_sums(plan.group_weights, plan.group_rank_offsets)
+    heaviest = np.maximum.reduceat(plan.group_weights, plan.group_rank_offsets[:-1]) if len(sizes) else weight_sums
+    repeats = np.diff(plan.group_sequence_offsets)
+    per_sequence = -(
+        -plan.lengths[plan.group_sequences] * np.repeat(heaviest, repeats) // np.repeat(weight_sums, repeats)
+    )
+    return segment_sums(per_sequence, plan.group_sequence_offsets)
+
+
+def slice_tokens(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
+    """Tokens that ``ranks[i]`` holds of ``groups[i]``, exactly as ``layout.member_tokens`` cuts them."""
+    if len(groups) == 0:
+        return np.zeros(0, dtype=np.int64)
+    edges = np.zeros(len(plan.group_weights) + 1, dtype=np.int64)
+    np.cumsum(plan.group_weights, out=edges[1:])
+    starts, stops = plan.group_rank_offsets[groups], plan.group_rank_offsets[groups + 1]
+    places = concatenated_ranges(starts, stops)
+    own = np.flatnonzero(plan.group_ranks[places] == np.repeat(ranks, stops - starts))
+    member = places[own[np.searchsorted(own, np.cumsum(stops - starts) - (stops - starts))]]
+    lower, upper, whole = edges[member] - edges[starts], edges[member + 1] - edges[starts], edges[stops] - edges[starts]
+    first, last = plan.group_sequence_offsets[groups], plan.group_sequence_offsets[groups + 1]
+    lengths = plan.lengths[plan.group_sequences[concatenated_ranges(first, last)]]
+    counts = last - first
+    cut = [lengths * np.repeat(edge, counts) // np.repeat(whole, counts) for edge in (lower, upper)]
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    return segment_sums(cut[1] - cut[0], offsets)

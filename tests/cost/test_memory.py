@@ -1,0 +1,148 @@
+"""The estimate of memory against counted tensors: every saved byte, and the peak of forward, loss and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bytescale.attention import PackedAttention, select_kernel
+from bytescale.common.errors import PlanError
+from bytescale.config import PRESETS, Architecture
+from bytescale.cost.memory import MemoryModel
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.plan.verify import verify
+from bytescale.runtime import Activations, FlatParameters, HdpGroup, HostPool, linear_cross_entropy
+from bytescale.runtime.loss import chunk_tokens
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.ranks import run_ranks
+from tests.helpers.steps import make_model, random_batch, slice_batch
+
+TINY = PRESETS["tiny"]
+WIDE_HEAD = replace(TINY, vocab_size=8192, num_layers=3)
+NARROW_HEAD = replace(TINY, vocab_size=256, num_layers=6, num_kv_heads=4)
+
+
+def measured(
+    shape: Architecture, dtype: torch.dtype, mode: str, tokens: int, *, ratio: float = 0.0, num_ranks: int = 1
+) -> tuple[int, int]:
+    """Bytes saved after forward, and the peak of a micro-batch, on the first member of a group of all ranks."""
+    plan = shared_plan(tokens * num_ranks, num_ranks, ratio)
+    batch = random_batch([tokens * num_ranks], shape.vocab_size, 0, masked_share=0.0)
+
+    def one_rank(hdp: HdpGroup) -> tuple[int, int]:
+        model = make_model(shape, dtype)
+        FlatParameters(model, 1)
+        pool = HostPool(2**30, pinned=False) if ratio else None
+        activations = Activations(model.layers, checkpointing=mode, pool=pool)  # type: ignore[arg-type]
+        micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]
+        data = slice_batch(batch, micro_batch)
+        kernel = select_kernel("auto", torch.device("cpu"), dtype)
+        attention = PackedAttention(micro_batch, kernel, hdp.exchange, activations.attention_memory)
+        activations.begin_step([micro_batch])
+        with LiveBytes() as live:
+            with activations.forward(0):
+                hidden = model(data.tokens, data.position_ids, attention)
+                saved = live.now
+                loss = linear_cross_entropy(hidden, model.head_weight, data.labels)
+                del hidden
+            with activations.backward(0):
+                loss.backward()
+        on_host = 0 if pool is None else pool.bytes_allocated  # pages live on this machine's one memory
+        inputs = sum(tensor.nbytes for tensor in (data.tokens, data.labels, data.position_ids))
+        return saved - on_host + inputs, live.peak - on_host + inputs
+
+    return run_ranks(num_ranks, one_rank)[0]
+
+
+def shared_plan(tokens: int, num_ranks: int, ratio: float = 0.0, capacity: int | None = None) -> Plan:
+    ranks = list(range(num_ranks))
+    return Plan.build(
+        lengths=[tokens],
+        capacity_tokens=[capacity or tokens] * num_ranks,
+        groups=[GroupSpec(sequences=[0], ranks=ranks, offload_ratio=ratio)],
+        schedule=[[[0]] for _ in ranks],
+    )
+
+
+def model_of(shape: Architecture, dtype: torch.dtype, mode: str, num_ranks: int = 1) -> MemoryModel:
+    return MemoryModel(
+        architecture=shape,
+        element_bytes=dtype.itemsize,
+        num_ranks=num_ranks,
+        checkpointing=mode,  # type: ignore[arg-type]
+        fused_norm=False,
+        loss_chunk_tokens=chunk_tokens(shape.vocab_size, "cpu"),
+    )
+
+
+CASES = [
+    *((TINY, torch.float32, mode) for mode in ("none", "full", "attention")),
+    *((NARROW_HEAD, torch.float32, mode) for mode in ("none", "full", "attention")),
+    (WIDE_HEAD, torch.float32, "none"),
+    (TINY, torch.bfloat16, "full"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "mode"), CASES)
+def test_saved_bytes_and_peak_within_ten_per_cent(shape: Architecture, dtype: torch.dtype, mode: str) -> None:
+    tokens = 1024
+    saved, peak = measured(shape, dtype, mode, tokens)
+    model = model_of(shape, dtype, mode)
+    assert model.saved_bytes_per_token * tokens == pytest.approx(saved, rel=0.02)
+    estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
+    assert estimate == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_peak_with_a_ring(mode: str) -> None:
+    tokens = 1024
+    _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, num_ranks=2)
+    model = model_of(NARROW_HEAD, torch.float32, mode)
+    estimate = float(model.limits().device_peak(tokens, 0, tokens)) - model.states_bytes
+    assert estimate == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_peak_with_offloading(ratio: float) -> None:
+    tokens = 2048
+    _, peak = measured(NARROW_HEAD, torch.float32, "none", tokens, ratio=ratio)
+    model = model_of(NARROW_HEAD, torch.float32, "none")
+    estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), 0)) - model.states_bytes
+    assert estimate == pytest.approx(peak, rel=0.1)
+
+
+def test_capacity_is_the_largest_micro_batch_that_fits() -> None:
+    model = MemoryModel(architecture=PRESETS["7b"], element_bytes=2, num_ranks=64, fused_loss=True)
+    room = 80e9
+    capacity = model.capacity_tokens(room)
+    assert float(model.limits().device_peak(capacity, 0, capacity)) <= room
+    assert float(model.limits().device_peak(capacity + 1, 0, capacity + 1)) > room
+    assert model.capacity_tokens(1e9) == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"device_bytes": 1e6}, r"Sequence 0 \(100 tokens over 2 ranks\) needs 3.* on the device of rank 0"),
+        ({"host_bytes": 1e4}, r"Sequence 0 .* on the host memory of rank 0 .*25 of them offloaded"),
+    ],
+)
+def test_verify_refuses_what_does_not_fit(limits: dict[str, float], message: str) -> None:
+    model = model_of(TINY, torch.float32, "none")
+    plan = shared_plan(100, 2, ratio=0.5)
+    verify(plan, limits=model.limits())
+    with pytest.raises(PlanError, match=message):
+        verify(plan, limits=model.limits(**limits))
+
+
+def test_offloaded_tokens_do_not_count_against_the_capacity() -> None:
+    """tiny has 4 layers, two of which may offload: 60 tokens at r = 1 leave what 60 x (1 - about half) tokens need."""
+    limits = model_of(TINY, torch.float32, "none").limits()
+    verify(shared_plan(120, 2, ratio=1.0, capacity=32), limits=limits)
+    with pytest.raises(PlanError, match="capacity"):
+        verify(shared_plan(120, 2, ratio=1.0, capacity=30), limits=limits)
+    with pytest.raises(PlanError, match="capacity"):
+        verify(shared_plan(120, 2, ratio=0.5, capacity=32), limits=limits)
