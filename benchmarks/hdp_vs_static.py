@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_architecture
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import Cluster
+from bytescale.cost.assumed import assumed_cost
 from bytescale.data import BatchSampler, prepare_corpus, read_micro_batch
 from bytescale.data.batches import GlobalBatch
 from bytescale.data.corpus import Corpus
@@ -84,6 +85,8 @@ def run_processes(num_ranks: int, data: DataConfig, rounds: int) -> dict[str, An
     sender.close()
     try:
         return receiver.recv()
+    except EOFError:
+        raise SystemExit("a rank failed: its stack trace is above") from None
     finally:
         for process in ranks:
             process.join(10)
@@ -117,7 +120,7 @@ class Worker:
 
         self.corpus = corpus
         self.num_ranks = num_ranks
-        self.shape = resolve_architecture(ModelConfig(preset="tiny"), tokenizer_vocab_size=corpus.vocab_size)
+        self.shape = resolve_architecture(ModelConfig(preset="tiny"), tokenizer_vocab_size=corpus.facts.vocab_size)
         self.model = Llama(self.shape)
         self.model.initialise(0)
         self.hdp = HdpGroup(dist.group.WORLD)
@@ -130,7 +133,7 @@ class Worker:
         sampler = BatchSampler(self.corpus, data.batch_tokens, data.shuffle_seed)
         batches = [sampler.next_batch() for _ in range(NUM_BATCHES)]
         cluster = Cluster.uniform(self.num_ranks, CONTEXT // self.num_ranks)
-        cost = CostModel.from_architecture(self.shape, flops_per_second=1e12, bytes_per_element=4)
+        cost = assumed_cost(self.shape, device="cpu", bytes_per_element=4)
         planners = {
             f"static CP={self.num_ranks}": static_plan,
             "naive HDP": naive_plan,

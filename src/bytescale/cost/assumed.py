@@ -1,0 +1,60 @@
+"""What planning believes of speed before anything was profiled: round numbers for two kinds of devices.
+
+Every rank plans for itself and all of them must come to the same plan, so nothing that a rank measures may enter.
+Balance needs the ratio of attention to the rest, which a FLOP count gives; whether a sequence is worth sharing needs
+the ratio of compute to links, for which an order of magnitude is enough. A profile (``cost.profile``) replaces both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bytescale.config import Architecture
+from bytescale.cost.model import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumedDevice:
+    """One rank's device and its links, as measured in orders of magnitude."""
+
+    flops_per_second: float
+    intra_node_bytes_per_second: float
+    inter_node_bytes_per_second: float
+    message_seconds: float  # latency of one ring transfer
+    micro_batch_seconds: float  # launch overhead of a forward and backward
+
+
+ASSUMED: dict[str, AssumedDevice] = {
+    # A core with AVX2 and gloo over loopback, whose copies take the cores' own time: nothing of a transfer is hidden
+    # for free, hence a bandwidth and a latency a few times worse than the bare link's.
+    "cpu": AssumedDevice(
+        flops_per_second=5e10,
+        intra_node_bytes_per_second=2e8,
+        inter_node_bytes_per_second=2e8,
+        message_seconds=2e-3,
+        micro_batch_seconds=3e-3,
+    ),
+    # An H100-class GPU in bf16, NVLink inside a node and one 400 Gb/s adapter a GPU across nodes, half of each usable.
+    "cuda": AssumedDevice(
+        flops_per_second=4e14,
+        intra_node_bytes_per_second=2e11,
+        inter_node_bytes_per_second=2.5e10,
+        message_seconds=1e-5,
+        micro_batch_seconds=2e-3,
+    ),
+}
+
+
+def assumed_cost(architecture: Architecture, *, device: Literal["cpu", "cuda"], bytes_per_element: int) -> CostModel:
+    """The cost model of ``architecture`` on a device of ``ASSUMED``, nothing measured."""
+    assumed = ASSUMED[device]
+    return CostModel.from_architecture(
+        architecture,
+        flops_per_second=assumed.flops_per_second,
+        micro_batch_seconds=assumed.micro_batch_seconds,
+        bytes_per_element=bytes_per_element,
+        ring_latency_seconds=assumed.message_seconds,
+        intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
+        inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
+    )
