@@ -51,7 +51,7 @@ class DataConfig:
     """Where the text comes from, how it becomes tokens, and how many make a global batch."""
 
     sources: tuple[str, ...] = ()
-    """Folders, files or globs; `python:stdlib` is the running interpreter's own standard library."""
+    """Folders, files, globs, URLs of them (s3://, hdfs://, http://), or `python:stdlib`, Python's own library."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending (.bin: Megatron .bin/.idx pair, already tokens)."""
     text_key: str = "text"
@@ -62,6 +62,10 @@ class DataConfig:
     """Vocabulary of the tokenizer that `bpe` trains."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
+    max_corrupt_records: int = 0
+    """Records that may be left out because they are no JSON or no text; one more stops the run."""
+    read_retries: int = 3
+    """How often a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     context_length: int = 8192
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"

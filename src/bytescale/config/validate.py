@@ -63,6 +63,8 @@ def _at_least_one(config: Config) -> None:
         ("data.num_workers", config.data.num_workers, 1),
         ("data.prefetch_steps", config.data.prefetch_steps, 1),
         ("data.servers", config.data.servers, 1),
+        ("data.max_corrupt_records", config.data.max_corrupt_records, 0),
+        ("data.read_retries", config.data.read_retries, 0),
         ("trainer.steps", config.trainer.steps, 1),
         ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
         ("checkpoint.every", config.checkpoint.every, 0),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +16,7 @@ from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.data.atomic import file_lock, write_atomically
 from bytescale.data.progress import Progress, ProgressCallback
 from bytescale.data.readers import ReadCounts, WorkUnit, iter_documents, plan_units
+from bytescale.data.retry import with_retries
 from bytescale.data.sources import SourceFile, fingerprint_files
 from bytescale.data.tokenizer import JsonTokenizer
 
@@ -23,6 +26,7 @@ BPE_EOS = "<|endoftext|>"
 TRAINING_BYTES = 256 * 1024**2
 """Text that training looks at. More changes a vocabulary little, and the counts of all words are held in memory."""
 _LEAST_VOCABULARY = 257
+_READ_RETRIES = 3
 _VERSION = 1
 
 
@@ -80,12 +84,18 @@ def _training_units(units: list[WorkUnit]) -> list[WorkUnit]:
     return units[::stride]
 
 
+def _texts_of(unit: WorkUnit, text_key: str) -> list[str]:
+    """Corrupt records are left out here; tokenising finds them again and counts them."""
+    counts = ReadCounts(max_corrupt=sys.maxsize)
+    return [document.text for document in iter_documents(unit, text_key, counts)]
+
+
 def _training_texts(units: list[WorkUnit], text_key: str, progress: ProgressCallback) -> Iterator[list[str]]:
     """The texts of one unit at a time: an item is counted by all cores at once."""
     total_bytes = sum(unit.num_bytes for unit in units)
     done_bytes = num_documents = 0
     for unit in units:
-        texts = [document.text for document in iter_documents(unit, text_key, ReadCounts())]
+        texts = with_retries(partial(_texts_of, unit, text_key), _READ_RETRIES)
         num_documents += len(texts)
         yield texts
         done_bytes += unit.num_bytes

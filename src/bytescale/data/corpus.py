@@ -21,7 +21,7 @@ from bytescale.data.bpe import cached_bpe
 from bytescale.data.facts import TokenFacts
 from bytescale.data.pieces import PieceCounts, PieceTable, make_pieces
 from bytescale.data.progress import ProgressCallback, ignore_progress
-from bytescale.data.shards import Shard, ShardReader, fingerprint_shards
+from bytescale.data.shards import Shard, ShardReader, check_corrupt_records, fingerprint_shards
 from bytescale.data.sources import SourceFile, expand_sources
 from bytescale.data.tokenizer import Tokenizer, load_tokenizer
 from bytescale.plan.plan import offsets_of
@@ -234,6 +234,7 @@ def assemble_index(
         DataError: nothing is left to train on, or the parts were made with different tokenizers.
     """
     check_one_tokenizer([content.facts for content in contents])
+    check_corrupt_records([content.facts for content in contents], config.max_corrupt_records)
     part_offsets = offsets_of(int(content.document_offsets[-1]) for content in contents)
     starts = [content.document_offsets[:-1] + part_offsets[i] for i, content in enumerate(contents)]
     lengths = [np.diff(content.document_offsets) for content in contents]

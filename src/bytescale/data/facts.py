@@ -44,6 +44,8 @@ class TokenFacts:
     """Documents without a token, which were left out."""
     skipped_files: tuple[str, ...] = ()
     """Files that are not text, which were left out."""
+    corrupt_records: tuple[str, ...] = ()
+    """What was wrong with each corrupt record that was left out, and where."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=2).encode()
@@ -78,7 +80,12 @@ class FactsGatherer:
         self._max_token_id = max(self._max_token_id, int(tokens.max()) if len(tokens) else -1)
 
     def finish(
-        self, tokenizer: Tokenizer | None = None, *, num_empty: int = 0, skipped_files: tuple[str, ...] = ()
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        num_empty: int = 0,
+        skipped_files: tuple[str, ...] = (),
+        corrupt_records: tuple[str, ...] = (),
     ) -> TokenFacts:
         """The facts; ``tokenizer`` is None when it is not known."""
         lengths_hash = self._lengths_hash.hexdigest()
@@ -97,6 +104,7 @@ class FactsGatherer:
             eos_id=tokenizer.eos_id if tokenizer else None,
             num_empty_documents=num_empty,
             skipped_files=skipped_files,
+            corrupt_records=corrupt_records,
         )
 
 
@@ -125,7 +133,8 @@ def _load(path: Path) -> TokenFacts | None:
         return None
     if not isinstance(content, dict) or set(content) != {spec.name for spec in fields(TokenFacts)}:
         return None
-    return TokenFacts(**{**content, "skipped_files": tuple(content["skipped_files"])})
+    lists = {name: tuple(content[name]) for name in ("skipped_files", "corrupt_records")}
+    return TokenFacts(**{**content, **lists})
 
 
 def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenFacts:

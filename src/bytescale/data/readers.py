@@ -10,17 +10,22 @@ import codecs
 import difflib
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import DataError, problem
-from bytescale.data.sources import SourceFile
+from bytescale.data.retry import unreadable
+from bytescale.data.sources import SourceFile, SourcePath
+
+logger = logging.getLogger(__name__)
 
 UNIT_BYTES = 4 * 1024**2
 """Text per unit: large enough that a process switch costs nothing, small enough that few units in flight fit memory."""
 _PARQUET_BATCH_ROWS = 1024
+_SHOWN_PLACES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +50,34 @@ class Document:
 class ReadCounts:
     """What the reader left out."""
 
+    max_corrupt: int = 0
+    """Corrupt records that may be left out; the next one is an error."""
     num_empty: int = 0
     skipped_files: list[str] = field(default_factory=list)
     """Files found in a folder or by a glob that are not UTF-8 text."""
+    corrupt: list[str] = field(default_factory=list)
+    """What was wrong with each corrupt record that was left out, and where."""
+
+    def leave_out(self, error: DataError) -> None:
+        """Count a corrupt record and log it with its place; raise ``error`` instead if none may be left out."""
+        if not self.max_corrupt:
+            raise error
+        self.corrupt.append(str(error).split(" To fix:")[0])
+        logger.warning("left out a corrupt record: %s", self.corrupt[-1])
+        if len(self.corrupt) > self.max_corrupt:
+            raise too_many_corrupt_records(len(self.corrupt), self.corrupt, self.max_corrupt) from error
+
+
+def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> DataError:
+    """The error for a corpus that is worse than the user allowed."""
+    shown = " ".join(places[:_SHOWN_PLACES]) + (" ..." if number > _SHOWN_PLACES else "")
+    return DataError(
+        problem(
+            f"{number} records are corrupt, data.max_corrupt_records is {limit}: {shown}",
+            so="leaving out more than that may bias what is learnt",
+            fix="mend the records, or raise data.max_corrupt_records",
+        )
+    )
 
 
 def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
@@ -59,15 +89,18 @@ def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNI
         DataError: a Parquet file is broken or has no text column ``text_key``.
     """
     units: list[WorkUnit] = []
-    for file_format, run in itertools.groupby(files, key=lambda file: file.format):
-        if file_format == "text":
-            units.extend(_text_units(run, unit_bytes))
-        elif file_format == "jsonl":
-            units.extend(unit for file in run for unit in _jsonl_units(file, unit_bytes))
-        elif file_format == "parquet":
-            units.extend(unit for file in run for unit in _parquet_units(file, text_key, unit_bytes))
-        else:
-            raise AssertionError(f"files of format {file_format!r} hold tokens, not text")
+    try:
+        for file_format, run in itertools.groupby(files, key=lambda file: file.format):
+            if file_format == "text":
+                units.extend(_text_units(run, unit_bytes))
+            elif file_format == "jsonl":
+                units.extend(unit for file in run for unit in _jsonl_units(file, unit_bytes))
+            elif file_format == "parquet":
+                units.extend(unit for file in run for unit in _parquet_units(file, text_key, unit_bytes))
+            else:
+                raise AssertionError(f"files of format {file_format!r} hold tokens, not text")
+    except OSError as error:
+        raise unreadable(error, "a source") from error
     return units
 
 
@@ -83,7 +116,7 @@ def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterato
             case "text":
                 documents = _text_documents(unit, counts)
             case "jsonl":
-                documents = _jsonl_documents(unit, text_key)
+                documents = _jsonl_documents(unit, text_key, counts)
             case _:
                 documents = _parquet_documents(unit, text_key)
         for document in documents:
@@ -92,9 +125,7 @@ def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterato
             else:
                 counts.num_empty += 1
     except OSError as error:
-        raise DataError(
-            problem(f"{error.filename} cannot be read ({error.strerror})", fix="mend it or take it out of data.sources")
-        ) from error
+        raise unreadable(error, unit.files[0].path) from error
 
 
 # Text: a file is a document.
@@ -127,8 +158,12 @@ def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
         if not reason:
             yield Document(text=text, place=str(file.path))
         elif file.named:
-            raise DataError(
-                problem(f"{file.path} is not text: {reason}", fix="convert it to UTF-8 or take it out of data.sources")
+            counts.leave_out(
+                DataError(
+                    problem(
+                        f"{file.path} is not text: {reason}", fix="convert it to UTF-8 or take it out of data.sources"
+                    )
+                )
             )
         else:
             counts.skipped_files.append(str(file.path))
@@ -143,7 +178,7 @@ def _jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
         yield WorkUnit(files=(file,), start=start, stop=stop, num_bytes=stop - start)
 
 
-def _jsonl_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
+def _jsonl_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterator[Document]:
     path = unit.files[0].path
     with path.open("rb") as lines:
         offset = 0
@@ -153,11 +188,16 @@ def _jsonl_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
             offset = lines.tell()
         while offset < unit.stop and (line := lines.readline()):
             if content := line.strip():
-                yield Document(text=_text_of_line(content, text_key, path, offset), place=f"{path}, byte {offset}")
+                try:
+                    text = _text_of_line(content, text_key, path, offset)
+                except DataError as error:
+                    counts.leave_out(error)
+                else:
+                    yield Document(text=text, place=f"{path}, byte {offset}")
             offset += len(line)
 
 
-def _text_of_line(line: bytes, text_key: str, path: Path, offset: int) -> str:
+def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> str:
     """The text of one JSONL line. ``null`` counts as empty. The line's number is worked out only for an error."""
     try:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8))
@@ -198,7 +238,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _line_number(path: Path, offset: int) -> int:
+def _line_number(path: SourcePath, offset: int) -> int:
     number = 1
     with path.open("rb") as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
@@ -221,14 +261,16 @@ def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
 # Parquet: a row is a document. pyarrow is imported where it is used: machines without it read everything else.
 
 
-def _open_parquet(path: Path) -> Any:
+def _open_parquet(path: SourcePath) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(problem(f"{path} needs pyarrow, which is not installed", fix="pip install pyarrow")) from error
     try:
-        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+        if isinstance(path, Path):
+            return pyarrow.parquet.ParquetFile(path, memory_map=True)
+        return pyarrow.parquet.ParquetFile(path.open("rb"))
     except pyarrow.ArrowException as error:
         raise DataError(
             problem(f"{path} is not a Parquet file ({error})", fix="mend it or take it out of data.sources")
@@ -247,7 +289,7 @@ def _parquet_units(file: SourceFile, text_key: str, unit_bytes: int) -> Iterator
             start, num_bytes = group + 1, 0
 
 
-def _check_text_column(opened: Any, text_key: str, path: Path) -> None:
+def _check_text_column(opened: Any, text_key: str, path: SourcePath) -> None:
     import pyarrow.types
 
     schema = opened.schema_arrow
@@ -280,6 +322,8 @@ def _parquet_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
                     yield Document(text=text or "", place=f"{path}, row {row}")
                     row += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # Arrow's own, for broken pages, have none
+                raise unreadable(error, path) from error
             raise DataError(
                 problem(f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out")
             ) from error

@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bytescale.config.schema import DataConfig
@@ -19,10 +20,12 @@ from bytescale.data.atomic import file_lock
 from bytescale.data.facts import TokenFacts, facts_of, load_facts
 from bytescale.data.indexed import IndexedDataset
 from bytescale.data.progress import ProgressCallback, ignore_progress
-from bytescale.data.readers import WorkUnit, plan_units
-from bytescale.data.sources import SourceFile
+from bytescale.data.readers import WorkUnit, plan_units, too_many_corrupt_records
+from bytescale.data.retry import unreadable, with_retries
+from bytescale.data.sources import SourceFile, local_path
 from bytescale.data.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
 from bytescale.data.tokenizer import Tokenizer
+from bytescale.data.urls import local_pair
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class ShardReader:
     tokenizer: Tokenizer | None
     text_key: str
     cache_dir: Path
+    max_corrupt_records: int = 0
+    read_retries: int = 0
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
@@ -72,6 +77,8 @@ class ShardReader:
             tokenizer=tokenizer,
             text_key=config.text_key,
             cache_dir=Path(config.cache_dir).expanduser(),
+            max_corrupt_records=config.max_corrupt_records,
+            read_retries=config.read_retries,
         )
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
@@ -80,7 +87,8 @@ class ShardReader:
         least_bytes = max(SHARD_BYTES, sum(file.num_bytes for file in text) // MAX_SHARDS)
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
-            units = plan_units([file for file in text if file.source == source], self.text_key)
+            own = [file for file in text if file.source == source]
+            units = with_retries(partial(plan_units, own, self.text_key), self.read_retries)
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
@@ -96,7 +104,12 @@ class ShardReader:
         if not missing:
             return
         assert self.tokenizer is not None, "text needs a tokenizer"
-        encode = UnitEncoder(tokenizer=self.tokenizer, text_key=self.text_key)
+        encode = UnitEncoder(
+            tokenizer=self.tokenizer,
+            text_key=self.text_key,
+            max_corrupt_records=self.max_corrupt_records,
+            read_retries=self.read_retries,
+        )
         total_bytes = sum(shard.num_bytes for shard in missing)
         units = [unit for shard in missing for unit in shard.units]
         encoded = report_progress(encode_units(units, encode, num_workers), total_bytes, progress)
@@ -116,8 +129,9 @@ class ShardReader:
             facts = load_facts(prefix)
             assert facts is not None, f"{prefix} is prepared before it is opened"
             return OpenShard(dataset=IndexedDataset.open(prefix), facts=facts)
-        dataset = IndexedDataset.open(shard.file.path)
-        facts = facts_of(dataset, shard.file, self.cache_dir, progress)
+        file = with_retries(partial(_fetched, shard.file, self.cache_dir), self.read_retries)
+        dataset = IndexedDataset.open(local_path(file))
+        facts = facts_of(dataset, file, self.cache_dir, progress)
         check_same_tokenizer(f"{shard.file.path}", facts, self.tokenizer)
         return OpenShard(dataset=dataset, facts=facts)
 
@@ -158,6 +172,22 @@ def check_same_tokenizer(place: str, facts: TokenFacts, tokenizer: Tokenizer | N
         raise foreign_tokens(f"{place} was made with tokenizer {facts.tokenizer!r}", tokenizer)
     if facts.max_token_id >= tokenizer.vocab_size:
         raise foreign_tokens(f"{place} holds id {facts.max_token_id}", tokenizer)
+
+
+def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
+    """Raise ``DataError`` when all shards together left out more corrupt records than ``limit``; log those allowed."""
+    places = [place for fact in facts for place in fact.corrupt_records]
+    if len(places) > limit:
+        raise too_many_corrupt_records(len(places), places, limit)
+    if places:
+        logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
+
+
+def _fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
+    try:
+        return local_pair(file, cache_dir)
+    except OSError as error:
+        raise unreadable(error, file.path) from error
 
 
 def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit]]:

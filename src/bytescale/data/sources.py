@@ -14,13 +14,25 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import IO, Literal, Protocol, cast, get_args
 
 from bytescale.common.errors import ConfigError, DataError, problem
 
 logger = logging.getLogger(__name__)
 
 FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+
+
+class SourcePath(Protocol):
+    """What is asked of a file's place: ``Path``, or ``data.urls.UrlPath`` for what lies elsewhere."""
+
+    @property
+    def suffix(self) -> str: ...
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
+
+    def read_bytes(self) -> bytes: ...
+
 
 STDLIB_SOURCE = "python:stdlib"
 _FORMAT_OF_ENDING: dict[str, FileFormat] = {
@@ -37,7 +49,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages"}
 class SourceFile:
     """One file of the corpus as it was when the sources were listed."""
 
-    path: Path
+    path: SourcePath
     format: FileFormat
     num_bytes: int
     mtime_ns: int
@@ -51,22 +63,22 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
     """The files that ``sources`` name, in corpus order, each once.
 
     Args:
-        sources: folders (searched recursively, hidden entries left out), files, globs (``**`` allowed), or
-            ``python:stdlib``, the ``*.py`` files of the running interpreter's standard library.
+        sources: folders (searched recursively, hidden entries left out), files, globs (``**`` allowed), URLs of any
+            of these that fsspec can open, or ``python:stdlib``, the ``*.py`` files of the running interpreter's
+            standard library.
         file_format: ``auto`` goes by each file's ending; anything else is taken as the format of every file.
 
     Raises:
         ConfigError: there is no source, or one does not exist or matches no file.
-        DataError: a file cannot be examined.
+        DataError: a file cannot be examined, or a URL not be reached.
     """
     if not sources:
         raise ConfigError(problem("data.sources is empty", so="there is no text", fix="name a folder, file or glob"))
-    files: dict[Path, SourceFile] = {}
+    files: dict[SourcePath, SourceFile] = {}
     for number, source in enumerate(sources):
         found = 0
-        for path, named in _paths_of(source):
-            if (file := _source_file(path, file_format, named)) is None:
-                continue
+        listed = _remote_files(source, file_format) if "://" in source else _local_files(source, file_format)
+        for file in listed:
             found += 1
             if file.path in files:
                 logger.info("%s is matched twice by data.sources; it is read once", file.path)
@@ -79,6 +91,19 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
     return list(files.values())
 
 
+def local_path(file: SourceFile) -> Path:
+    """Where a file lies on this machine. Raises ``ConfigError`` for one that does not."""
+    if isinstance(file.path, Path):
+        return file.path
+    raise ConfigError(
+        problem(
+            f"{file.path} lies elsewhere and has to be mapped into memory",
+            so="it cannot be used in place",
+            fix="copy the .bin/.idx pair here first (training does so by itself)",
+        )
+    )
+
+
 def fingerprint_files(files: Iterable[SourceFile]) -> str:
     """16 hex digits that change when a file is added, removed, moved, resized or touched."""
     content = hashlib.blake2b(digest_size=8)
@@ -86,6 +111,34 @@ def fingerprint_files(files: Iterable[SourceFile]) -> str:
         line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n"
         content.update(line.encode(errors="surrogateescape"))
     return content.hexdigest()
+
+
+def _local_files(source: str, file_format: str) -> Iterator[SourceFile]:
+    found = (_source_file(path, file_format, named) for path, named in _paths_of(source))
+    return (file for file in found if file is not None)
+
+
+def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
+    """Files of a URL; an ``.idx`` is left out: its ``.bin`` stands for both."""
+    from bytescale.data.urls import expand_url
+
+    try:
+        for path, named in expand_url(source):
+            kind = _format_of(path.suffix, file_format)
+            if path.suffix == ".idx" and file_format in ("auto", "bin"):
+                if not named:
+                    continue
+                path, kind = path.with_suffix(".bin"), "bin"
+            num_bytes, version = path.describe()
+            yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
+    except OSError as error:
+        raise DataError(
+            problem(
+                f"data source {source!r} cannot be reached ({error.strerror or error})",
+                so="its text would be missing",
+                fix="check the URL, the network and the credentials of its file system",
+            )
+        ) from error
 
 
 def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
@@ -136,16 +189,16 @@ def _source_file(path: Path, file_format: str, named: bool) -> SourceFile | None
         ) from error
     return SourceFile(
         path=path.absolute(),
-        format=_format_of(path, file_format),
+        format=_format_of(path.suffix, file_format),
         num_bytes=status.st_size,
         mtime_ns=status.st_mtime_ns,
         named=named,
     )
 
 
-def _format_of(path: Path, file_format: str) -> FileFormat:
+def _format_of(suffix: str, file_format: str) -> FileFormat:
     if file_format == "auto":
-        return _FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
+        return _FORMAT_OF_ENDING.get(suffix.lower(), "text")
     if file_format not in get_args(FileFormat):
         raise ConfigError(problem(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin"))
     return cast(FileFormat, file_format)

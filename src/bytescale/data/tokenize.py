@@ -29,7 +29,8 @@ from bytescale.data.indexed import IndexedDataset, IntArray
 from bytescale.data.indexed_writer import IndexedWriter, token_dtype
 from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
-from bytescale.data.sources import SourceFile
+from bytescale.data.retry import with_retries
+from bytescale.data.sources import SourceFile, local_path
 from bytescale.data.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 20
@@ -46,6 +47,7 @@ class EncodedUnit:
     num_bytes: int
     num_empty: int = 0
     skipped_files: tuple[str, ...] = ()
+    corrupt_records: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +56,15 @@ class UnitEncoder:
 
     tokenizer: Tokenizer
     text_key: str
+    max_corrupt_records: int = 0
+    read_retries: int = 0
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
-        """Raises ``DataError`` as ``iter_documents`` does."""
-        counts = ReadCounts()
+        """Raises ``DataError`` as ``iter_documents`` does, after ``read_retries`` where trying again may help."""
+        return with_retries(lambda: self._encode(unit), self.read_retries)
+
+    def _encode(self, unit: WorkUnit) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
         encoded: list[NDArray[np.integer]] = []
         texts: list[str] = []
         num_characters = 0
@@ -75,6 +82,7 @@ class UnitEncoder:
             num_bytes=unit.num_bytes,
             num_empty=counts.num_empty + len(encoded) - len(documents),
             skipped_files=tuple(counts.skipped_files),
+            corrupt_records=tuple(counts.corrupt),
         )
 
 
@@ -134,6 +142,7 @@ def write_units(
     gatherer = FactsGatherer(dtype)
     num_empty = 0
     skipped: list[str] = []
+    corrupt: list[str] = []
     with IndexedWriter(prefix, dtype) as writer:
         for unit in encoded:
             tokens = unit.tokens.astype(dtype, copy=False)
@@ -141,7 +150,10 @@ def write_units(
             gatherer.add(tokens, unit.lengths)
             num_empty += unit.num_empty
             skipped.extend(unit.skipped_files)
-        facts = gatherer.finish(tokenizer, num_empty=num_empty, skipped_files=tuple(skipped))
+            corrupt.extend(unit.corrupt_records)
+        facts = gatherer.finish(
+            tokenizer, num_empty=num_empty, skipped_files=tuple(skipped), corrupt_records=tuple(corrupt)
+        )
         if tokenizer is not None and facts.max_token_id >= tokenizer.vocab_size:
             raise foreign_tokens(f"the .bin files among the sources hold id {facts.max_token_id}", tokenizer)
         writer.commit(facts.to_json())
@@ -175,7 +187,7 @@ def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
 
 def _open_run(files: list[SourceFile], text_key: str, unit_bytes: int) -> list[WorkUnit] | list[IndexedDataset]:
     if files[0].format == "bin":
-        return [IndexedDataset.open(file.path) for file in files]
+        return [IndexedDataset.open(local_path(file)) for file in files]
     return plan_units(files, text_key, unit_bytes)
 
 

@@ -87,6 +87,8 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
 
 def connect(address: str) -> None:
     """Join the Ray at ``address`` as a driver. Raises ``ConfigError`` as ``ray_cluster``."""
+    # Ray's C++ side writes warnings to our console about restarts that it then makes; errors come as exceptions.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_ray()
     if address.startswith("ray://"):
         raise ConfigError(

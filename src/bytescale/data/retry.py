@@ -1,0 +1,49 @@
+"""Reads that may succeed the next time: tried again with growing pauses, then given up with the file's name."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from bytescale.common.errors import DataError, problem
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Doubled after every failure: 3 retries wait 0.5, 1 and 2 seconds."""
+_HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class UnreadableError(DataError):
+    """A file could not be read. Raised ``from`` the ``OSError``."""
+
+
+def unreadable(error: OSError, path: object) -> UnreadableError:
+    """The error for ``path``, or for the file that ``error`` names."""
+    return UnreadableError(
+        problem(
+            f"{error.filename or path} cannot be read ({error.strerror or error})",
+            fix="mend it, check the credentials, or take it out of data.sources",
+        )
+    )
+
+
+def with_retries(action: Callable[[], Result], retries: int, sleep: Callable[[float], None] = time.sleep) -> Result:
+    """``action()``, tried up to ``retries`` times more after an ``UnreadableError`` that may pass.
+
+    A missing file, or one that may not be read, is hopeless and not tried again.
+    """
+    for attempt in range(retries + 1):
+        try:
+            return action()
+        except UnreadableError as error:
+            if isinstance(error.__cause__, _HOPELESS) or attempt == retries:
+                raise
+            pause = FIRST_PAUSE_SECONDS * 2**attempt
+            logger.warning("%s Trying again in %.1f s (%d of %d).", error, pause, attempt + 1, retries)
+            sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
