@@ -139,10 +139,12 @@ def test_verify_refuses_what_does_not_fit(limits: dict[str, float], message: str
 
 
 def test_offloaded_tokens_do_not_count_against_the_capacity() -> None:
-    """tiny has 4 layers, two of which may offload: 60 tokens at r = 1 leave what 60 x (1 - about half) tokens need."""
+    """60 tokens a rank, all offloaded: what is left on the device takes the room of 60 (1 - movable share) tokens."""
     limits = model_of(TINY, torch.float32, "none").limits()
-    verify(shared_plan(120, 2, ratio=1.0, capacity=32), limits=limits)
+    left = 60 - int(60 * limits.movable_share)
+    assert 30 < left < 40  # two of four layers stay, and what the loss needs
+    verify(shared_plan(120, 2, ratio=1.0, capacity=left), limits=limits)
     with pytest.raises(PlanError, match="capacity"):
-        verify(shared_plan(120, 2, ratio=1.0, capacity=30), limits=limits)
+        verify(shared_plan(120, 2, ratio=1.0, capacity=left - 1), limits=limits)
     with pytest.raises(PlanError, match="capacity"):
-        verify(shared_plan(120, 2, ratio=0.5, capacity=32), limits=limits)
+        verify(shared_plan(120, 2, ratio=0.5, capacity=left), limits=limits)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.cost.offload import OffloadRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +21,7 @@ class Cluster:
     capacity_tokens: NDArray[np.int64]  # [R] tokens that one micro-batch of a rank may hold (the paper's C)
     speeds: NDArray[np.float64]  # [R] work per second, relative to the rank that the cost model describes
     ranks_per_node: int = 8  # consecutive ranks that share a node and its fast links
+    offload: OffloadRule | None = None  # which activations may wait in host memory; equal ranks only
 
     def __post_init__(self) -> None:
         if self.capacity_tokens.ndim != 1 or self.capacity_tokens.shape != self.speeds.shape:
@@ -38,6 +40,14 @@ class Cluster:
         for what, broken in rules:
             if broken:
                 raise ConfigError(problem(what, so="no plan could be made", fix="use positive numbers"))
+        if self.offload is not None and not self.is_uniform:
+            raise ConfigError(
+                problem(
+                    "ranks differ in capacity or speed, and offloading is planned for equal ranks only",
+                    so="some rank's memory might not hold its part",
+                    fix="leave out the offload rule, or plan for the smallest rank",
+                )
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -48,11 +58,28 @@ class Cluster:
         """Whether all ranks are equal in capacity and speed."""
         return bool((self.speeds == self.speeds[0]).all() and (self.capacity_tokens == self.capacity_tokens[0]).all())
 
+    def fewest_ranks(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``[S]`` ranks that hold each sequence (paper Eq. 3; s / C rounded up without offloading). Equal ranks."""
+        capacity = int(self.capacity_tokens.min())
+        if self.offload is None:
+            return -(-lengths // capacity)
+        return self.offload.fewest_ranks(lengths, capacity, self.num_ranks)
+
+    @property
+    def largest_sequence(self) -> int:
+        """Tokens that all ranks hold together. Equal ranks."""
+        capacity = int(self.capacity_tokens.min())
+        slice_tokens = capacity if self.offload is None else self.offload.largest_slice(capacity)
+        return self.num_ranks * slice_tokens
+
     @staticmethod
-    def uniform(num_ranks: int, capacity_tokens: int, *, ranks_per_node: int = 8) -> Cluster:
+    def uniform(
+        num_ranks: int, capacity_tokens: int, *, ranks_per_node: int = 8, offload: OffloadRule | None = None
+    ) -> Cluster:
         """``num_ranks`` equal ranks of reference speed."""
         return Cluster(
             capacity_tokens=np.full(num_ranks, capacity_tokens, dtype=np.int64),
             speeds=np.ones(num_ranks),
             ranks_per_node=ranks_per_node,
+            offload=offload,
         )

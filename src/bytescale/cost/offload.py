@@ -1,6 +1,6 @@
 """Equation 3: which share of a sequence's activations goes to host memory, and how many ranks it then needs.
 
-    D(r) = ceil( (l - r (l - 2)) s / (l C) )               ranks that s needs when a rank of l layers holds C tokens
+    D(r) = ceil( (1 - r p) s / C ),  p = (l - 2) / l       ranks that s needs when a rank of l layers holds C tokens
     minimise D over r in [0, 1] subject to  T(s) >= r Act(s) / min(B_d2h, B_h2d)
 
 Both sides of the constraint shrink by D alike, so it is written for the whole sequence. We add that host memory ends
@@ -10,6 +10,7 @@ too, ``r (l - 2) Act(s) / D <= H`` per device, and of all r that give the smalle
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,12 +20,68 @@ from bytescale.cost.profile import Profile
 from bytescale.cost.stage import RESIDENT_LAYERS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRule:
+    """Equation 3 on equal ranks, as planners ask for it. ``profile.activation_bytes`` is what a layer really keeps."""
+
+    profile: Profile
+    num_layers: int
+    movable_share: float
+    """Of what a token needs on the device, the share that the movable layers keep: (l - 2) / l in Eq. 3, less in truth
+    (``plan.limits``)."""
+    host_bytes: float = math.inf
+
+    def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> NDArray[np.int64]:
+        """``[S]`` ranks that each sequence needs, offloading what its compute hides.
+
+        A sequence that so needs more than ``num_ranks`` gets all of them, and offloads more than is hidden: slower,
+        but it runs. One that does not fit even then keeps its number, which is above ``num_ranks``.
+        """
+        lengths = np.asarray(lengths, dtype=np.float64)
+        _, degree = choose_offload(
+            self.profile,
+            lengths,
+            capacity_tokens=capacity_tokens,
+            num_layers=self.num_layers,
+            movable_share=self.movable_share,
+            host_bytes=self._whole_token_bytes,
+        )
+        fits_at_all = lengths <= num_ranks * self.largest_slice(capacity_tokens)
+        return np.where((degree > num_ranks) & fits_at_all, num_ranks, degree)
+
+    def ratio(self, slices: ArrayLike, capacity_tokens: int) -> NDArray[np.float64]:
+        """``[G]`` smallest r with which a member's slice takes no more of the device than C tokens do at r = 0."""
+        slices = np.maximum(np.asarray(slices, dtype=np.float64), 1.0)
+        if self.movable_share <= 0:
+            return np.zeros_like(slices)
+        moved = np.ceil(np.maximum(slices - capacity_tokens, 0.0) / self.movable_share - 1e-9)  # whole tokens
+        return np.minimum(moved / slices, 1.0)
+
+    def largest_slice(self, capacity_tokens: int) -> int:
+        """Tokens of one sequence that a rank can hold when it offloads all it may, hidden or not."""
+        if self.movable_share <= 0:
+            return capacity_tokens
+        by_device = capacity_tokens / (1.0 - self.movable_share)
+        by_host = capacity_tokens + self.movable_share * self._whole_token_bytes / self._moved_bytes_per_token
+        return int(min(by_device, by_host) + 1e-9)
+
+    @property
+    def _moved_bytes_per_token(self) -> float:
+        return float(self.profile.activation_bytes(1.0)) * max(self.num_layers - RESIDENT_LAYERS, 0)
+
+    @property
+    def _whole_token_bytes(self) -> float:
+        """Host memory less one token's: moved tokens are rounded up, by less than one."""
+        return max(self.host_bytes - self._moved_bytes_per_token, 0.0)
+
+
 def choose_offload(
     profile: Profile,
     lengths: ArrayLike,
     *,
     capacity_tokens: int,
     num_layers: int,
+    movable_share: float | None = None,
     host_bytes: float = math.inf,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Offload ratio r and number of ranks D of each sequence.
@@ -34,6 +91,7 @@ def choose_offload(
         lengths: ``[S]`` tokens.
         capacity_tokens: C, tokens that a rank holds without offloading.
         num_layers: l, layers on a rank.
+        movable_share: of what a token needs on the device, the share that offloading can move; None: (l - 2) / l.
         host_bytes: host memory per device.
 
     Returns:
@@ -45,15 +103,16 @@ def choose_offload(
         )
     lengths = np.asarray(lengths, dtype=np.float64)
     movable = num_layers - RESIDENT_LAYERS
-    full = lengths * num_layers / (num_layers * capacity_tokens)  # ranks at r = 0, before rounding up
+    full = lengths / capacity_tokens  # ranks at r = 0, before rounding up
     if movable <= 0:
         return np.zeros(len(lengths)), _ceil(full)
-    per_rank_bytes = np.asarray(profile.activation_bytes(capacity_tokens), dtype=np.float64) * num_layers
-    host_limit = 1.0 if math.isinf(host_bytes) else num_layers * host_bytes / (per_rank_bytes + host_bytes) / movable
+    share = movable / num_layers if movable_share is None else movable_share
+    moved_bytes = float(profile.activation_bytes(capacity_tokens)) * movable  # of C tokens
+    host_limit = 1.0 if math.isinf(host_bytes) else host_bytes / (moved_bytes + share * host_bytes)
     largest = np.minimum(np.minimum(hidden_ratio(profile, lengths), host_limit), 1.0)
     largest = np.where(lengths <= capacity_tokens, 0.0, largest)
-    degree = _ceil((num_layers - largest * movable) * lengths / (num_layers * capacity_tokens))
-    smallest = (num_layers - degree * num_layers * capacity_tokens / lengths) / movable
+    degree = _ceil((1.0 - largest * share) * full)
+    smallest = (1.0 - degree / full) / share
     return np.clip(smallest, 0.0, largest), degree
 
 

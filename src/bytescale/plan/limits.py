@@ -57,6 +57,11 @@ class MemoryLimits:
         held, sliced = np.float64(tokens), np.float64(shared)
         return max(self.phases, key=lambda phase: float(phase.bytes(held, sliced)))
 
-    def resident_share(self) -> float:
-        """The share of what a token saves that stays on the device at r = 1."""
-        return 1.0 - self.movable_bytes_per_token / self.saved_bytes_per_token
+    @property
+    def movable_share(self) -> float:
+        """Of what a token more needs on the device in the most demanding phase, the share that offloading moves away.
+
+        The paper's Eq. 3 has (l - 2) / l here: it knows layers only.
+        """
+        steepest = max(phase.bytes_per_token + phase.bytes_per_shared_token for phase in self.phases)
+        return self.movable_bytes_per_token / (self.saved_bytes_per_token + max(steepest, 0.0))

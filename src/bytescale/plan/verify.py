@@ -193,8 +193,8 @@ def _check_capacity(plan: Plan, limits: MemoryLimits | None) -> None:
     total = segment_sums(tokens, offsets)
     over = total - plan.capacity_tokens[ranks]
     if len(over) and over.max() > 0 and plan.group_offload_ratio.any():
-        kept_share = 0.0 if limits is None else limits.resident_share()
-        over = over - np.floor((1.0 - kept_share) * micro_batch_tokens(plan).offloaded + 0.5).astype(np.int64)
+        movable_share = 1.0 if limits is None else limits.movable_share
+        over = over - np.floor(movable_share * micro_batch_tokens(plan).offloaded + 1e-6).astype(np.int64)
     if len(over) and over.max() > 0:
         micro_batch = int(over.argmax())
         rank, index = _place_of(plan, micro_batch)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.errors import PlanError, problem
+from bytescale.common.units import format_bytes
 from bytescale.cost import Cluster
 
 IntArray = NDArray[np.int64]
@@ -41,11 +42,13 @@ def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = Fal
 
 def _check_fits(lengths: IntArray, cluster: Cluster, uniform: bool) -> None:
     smallest = int(cluster.capacity_tokens.min())
-    room = smallest * cluster.num_ranks if uniform else int(cluster.capacity_tokens.sum())
+    room = cluster.largest_sequence if uniform or cluster.offload else int(cluster.capacity_tokens.sum())
     sequence = int(lengths.argmax())
     longest = int(lengths[sequence])
     if longest <= room:
         return
+    if cluster.offload is not None:
+        raise PlanError(_no_room_even_offloaded(cluster, sequence, longest, room))
     counted = "the smallest capacity" if uniform and not cluster.is_uniform else "capacity"
     raise PlanError(
         problem(
@@ -55,6 +58,18 @@ def _check_fits(lengths: IntArray, cluster: Cluster, uniform: bool) -> None:
             fix=f"use {-(-longest // smallest)} ranks, a capacity of {-(-longest // cluster.num_ranks)} tokens, or "
             "shorten or split it",
         )
+    )
+
+
+def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room: int) -> str:
+    rule = cluster.offload
+    assert rule is not None, "asked only where offloading is on"
+    over = (longest - room) / cluster.num_ranks * rule.num_layers * float(rule.profile.activation_bytes(1.0))
+    return problem(
+        f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together even when they "
+        f"offload all they may (activations of {format_bytes(over)} a rank too many)",
+        so="the whole cluster could not hold it",
+        fix="use more ranks, trainer.checkpointing, more host memory (memory.host_gib), or shorten or split it",
     )
 
 

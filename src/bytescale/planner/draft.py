@@ -56,12 +56,20 @@ def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str)
         group_rank_offsets=_offsets(degrees),
         group_ranks=ranks,
         group_weights=weights,
-        group_offload_ratio=np.zeros(len(order)),
+        group_offload_ratio=_offload_ratios(lengths[sequences], draft.sequence_counts[order], degrees, cluster),
         rank_micro_batch_offsets=_offsets(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
         micro_batch_group_offsets=np.append(first_entries, len(by_rank)),
         micro_batch_groups=entry_groups,
         planner=planner,
     )
+
+
+def _offload_ratios(lengths: IntArray, counts: IntArray, degrees: IntArray, cluster: Cluster) -> NDArray[np.float64]:
+    """``[G]`` smallest r with which each group's slices fit (0 unless the cluster offloads)."""
+    if cluster.offload is None or len(degrees) == 0:
+        return np.zeros(len(degrees))
+    slices = np.add.reduceat(-(-lengths // np.repeat(degrees, counts)), np.cumsum(counts) - counts)
+    return cluster.offload.ratio(slices, int(cluster.capacity_tokens.min()))
 
 
 def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None) -> IntArray:

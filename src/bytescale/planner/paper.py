@@ -14,7 +14,6 @@ from bytescale.plan.plan import segment_sums
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.naive import minimal_groups
-from bytescale.planner.packing import smallest_capacity
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -43,7 +42,7 @@ def paper_plan(
         pipeline: PP-Balance instead of DP-Balance.
     """
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
-    buckets = _bucket_groups(lengths, smallest_capacity(cluster), cost, num_buckets)
+    buckets = _bucket_groups(lengths, cluster, cost, num_buckets)
     sequences, counts, degrees = (np.concatenate(parts) for parts in zip(*buckets, strict=True))
     bucket_of = np.repeat(np.arange(len(buckets)), [len(bucket[1]) for bucket in buckets])
     seconds = _group_seconds(lengths[sequences], counts, degrees, cost)
@@ -54,7 +53,7 @@ def paper_plan(
 
 
 def _bucket_groups(
-    lengths: IntArray, capacity: int, cost: CostModel, num_buckets: int
+    lengths: IntArray, cluster: Cluster, cost: CostModel, num_buckets: int
 ) -> list[tuple[IntArray, IntArray, IntArray]]:
     """Steps 1 and 2: per bucket, ``naive.minimal_groups`` of its sequences. Empty buckets are left out."""
     order = longest_first(lengths)
@@ -62,7 +61,7 @@ def _bucket_groups(
     shares = np.arange(1, num_buckets) / num_buckets
     edges = np.searchsorted(work, work[-1] * shares)
     parts = [part for part in np.split(order, edges) if len(part)]
-    return [minimal_groups(lengths, part, capacity) for part in parts]
+    return [minimal_groups(lengths, part, cluster) for part in parts]
 
 
 def _group_seconds(member_lengths: IntArray, counts: IntArray, degrees: IntArray, cost: CostModel) -> FloatArray:

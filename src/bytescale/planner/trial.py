@@ -36,7 +36,7 @@ class Batch:
     def of(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
         """The batch of ``lengths`` ``[S]``, longest first, on equal ranks."""
         capacity = int(cluster.capacity_tokens.min())
-        fewest = -(-lengths // capacity)
+        fewest = cluster.fewest_ranks(lengths)
         local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / capacity)
         spread_evenly = float(local_seconds.sum()) / cluster.num_ranks
         num_long = num_shared(fewest, local_seconds, spread_evenly)
@@ -83,7 +83,9 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     count = len(trial.shared)
     by_rank = np.argsort(trial.local_ranks, kind="stable")
     places, ranks = trial.local[by_rank], trial.local_ranks[by_rank]
-    index = micro_batches(batch.lengths[places], ranks, batch.cluster.capacity_tokens)
+    # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
+    capacity = batch.cluster.capacity_tokens
+    index = micro_batches(np.minimum(batch.lengths[places], capacity[ranks]), ranks, capacity)
     # One local group per micro-batch: sort by rank, then by micro-batch.
     by_pack = np.lexsort((index, ranks))
     places, ranks, index = places[by_pack], ranks[by_pack], index[by_pack]

@@ -1,0 +1,84 @@
+"""Equation 3 in the planners: fewer ranks, the smallest ratios that fit, and memory that is never exceeded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale.common.errors import ConfigError, PlanError
+from bytescale.config import PRESETS
+from bytescale.cost import Cluster, CostModel, Links, Profile
+from bytescale.cost.curve import Curve
+from bytescale.cost.memory import MemoryModel
+from bytescale.cost.offload import OffloadRule
+from bytescale.plan.slices import micro_batch_tokens
+from bytescale.plan.verify import verify
+from bytescale.planner import adaptive_plan, naive_plan, paper_plan
+
+MODEL = MemoryModel(architecture=replace(PRESETS["7b"], num_layers=8), element_bytes=2, num_ranks=8, fused_loss=True)
+CAPACITY = 1024
+HOST = 4e9
+# Attention at 100 TFLOP/s and 25 GB/s to the host: a sequence of 4K tokens can hide some 60 % of its activations.
+LINKS = Links(device_to_host_bytes_per_second=25e9, host_to_device_bytes_per_second=25e9)
+
+
+def rule(host_bytes: float = HOST) -> OffloadRule:
+    profile = Profile.from_flops(MODEL.architecture, flops_per_second=100e12, links=LINKS)
+    kept = Curve(0.0, MODEL.layer_saved_bytes_per_token, 0.0)
+    return OffloadRule(
+        profile=replace(profile, activation_bytes=kept),
+        num_layers=8,
+        movable_share=MODEL.limits().movable_share,
+        host_bytes=host_bytes,
+    )
+
+
+def cost() -> CostModel:
+    return rule().profile.cost_model()
+
+
+@pytest.mark.parametrize("planner", [naive_plan, paper_plan, adaptive_plan])
+@given(
+    lengths=st.lists(st.integers(1, 12_000), min_size=1, max_size=30),
+    num_ranks=st.sampled_from([1, 3, 8, 16]),
+    host_bytes=st.sampled_from([1e9, HOST]),
+)
+def test_plans_keep_device_and_host_memory(planner, lengths: list[int], num_ranks: int, host_bytes: float) -> None:
+    cluster = Cluster.uniform(num_ranks, CAPACITY, offload=rule(host_bytes))
+    lengths = [min(length, cluster.largest_sequence) for length in lengths]
+    plan = planner(lengths, cluster=cluster, cost=cost())
+    room = float(MODEL.limits().device_peak(CAPACITY, 0, CAPACITY))
+    limits = MODEL.limits(device_bytes=room * (1 + 1e-9), host_bytes=host_bytes * (1 + 1e-9))
+    verify(plan, limits=limits)
+    tokens = micro_batch_tokens(plan)
+    assert not tokens.offloaded[tokens.held <= CAPACITY].any()
+    assert tokens.offloaded[tokens.held > CAPACITY].all()
+
+
+def test_long_sequences_take_fewer_ranks_and_short_ones_stay() -> None:
+    lengths = [8192, 512, 700, 1024]
+    without = naive_plan(lengths, cluster=Cluster.uniform(16, CAPACITY))
+    offloaded = naive_plan(lengths, cluster=Cluster.uniform(16, CAPACITY, offload=rule()))
+    assert without.group_sizes.max() == 8
+    assert 1 < offloaded.group_sizes.max() < 8
+    assert (offloaded.group_offload_ratio > 0).tolist() == (offloaded.group_sizes > 1).tolist()
+
+
+def test_a_sequence_above_all_capacity_runs_slower_rather_than_not_at_all() -> None:
+    """On one rank even what compute does not hide is offloaded: half the layers' activations may go."""
+    cluster = Cluster.uniform(1, CAPACITY, offload=rule(host_bytes=np.inf))
+    longest = cluster.largest_sequence
+    assert longest > 2 * CAPACITY
+    plan = adaptive_plan([longest, 100], cluster=cluster, cost=cost())
+    assert plan.group_offload_ratio.max() == pytest.approx(1.0, abs=1e-2)
+    with pytest.raises(PlanError, match=rf"Sequence 1 has {longest + 50} tokens, but 1 ranks .*too many.*host_gib"):
+        adaptive_plan([100, longest + 50], cluster=cluster, cost=cost())
+
+
+def test_ranks_that_differ_do_not_offload() -> None:
+    with pytest.raises(ConfigError, match="Ranks differ"):
+        Cluster(capacity_tokens=np.array([8, 9]), speeds=np.ones(2), offload=rule())
