@@ -72,9 +72,9 @@ def read_batch(source: BatchConfig, config: Config | None) -> tuple[IntArray, st
         return read_lengths(source.lengths), str(source.lengths)
     if config is not None:
         from bytescale.data import prepare_corpus
-        from bytescale.data.batches import BatchSampler
+        from bytescale.data.mixture import make_sampler
 
-        sampler = BatchSampler(prepare_corpus(config.data), config.data.batch_tokens, config.data.shuffle_seed)
+        sampler = make_sampler(prepare_corpus(config.data), config.data)
         for _ in range(source.seed):
             sampler.next_batch()
         return sampler.next_batch().lengths, f"step {source.seed} of {', '.join(config.data.sources)}"

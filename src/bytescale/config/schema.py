@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+AUTO_CAPACITY = 0
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
@@ -62,6 +64,12 @@ class DataConfig:
     """Vocabulary of the tokenizer that `bpe` trains."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
+    weights: tuple[float, ...] = ()
+    """Share of the tokens that each source gives, one per source, together 1; empty: one shuffle of everything."""
+    min_document_tokens: int = 1
+    """Shorter documents are left out."""
+    max_document_tokens: int | None = None
+    """Longer documents are left out; unset: none is (see over_length)."""
     max_corrupt_records: int = 0
     """Records that may be left out because they are no JSON or no text; one more stops the run."""
     read_retries: int = 3
@@ -96,12 +104,25 @@ class ParallelConfig:
 
     ranks: int = 1
     """Training processes on this node; more than one starts torchrun, which is used as found when already there."""
-    capacity_tokens: int = 8192
-    """Tokens that one micro-batch of one rank may hold (the paper's C). ranks * capacity must hold the context."""
+    capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
+    """Tokens that one micro-batch of one rank may hold (the paper's C); `auto` (or 0): what its memory allows. ranks *
+    capacity must hold the context, unless activations are offloaded."""
     timeout_seconds: float = 120.0
     """A message that takes longer than this means that a rank is gone: every rank stops and says so."""
     stop_seconds: float = 30.0
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryConfig:
+    """What a rank's memory holds, and what becomes of activations that it does not."""
+
+    offload: Literal["auto", "on", "off"] = "auto"
+    """Send activations of long sequences to host memory where that is hidden (Eq. 3); auto: on a GPU."""
+    device_gib: float | None = None
+    """GiB of one rank's device that may be used; unset: 92 % of a GPU's, or of the machine's RAM over its ranks."""
+    host_gib: float | None = None
+    """GiB of host memory for one rank's offloaded activations; unset: half of the machine's RAM over its ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +183,9 @@ class TrainerConfig:
     """auto: cuda where there is a GPU for every rank of this node."""
     attention: Literal["auto", "flash", "math"] = "auto"
     """auto: flash kernels; math: the slow reference written out in matrix products."""
+    checkpointing: Literal["none", "full", "attention"] = "none"
+    """Activations computed again in backward: all (full), all but attention's (attention: O(s) to keep, O(s^2) to
+    compute), or nothing."""
     run_dir: str = ""
     """Folder of this run; empty: runs/<config name>-<date>-<time>."""
     resume: bool = False
@@ -193,6 +217,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.architecture import resolve_architecture
-from bytescale.config.schema import Config
+from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -22,16 +24,18 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         raise ConfigError(
             problem("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
         )
-    if data.context_length > ranks * parallel.capacity_tokens:
+    known = parallel.capacity_tokens != AUTO_CAPACITY and not _may_offload(config)  # else: when memory is known
+    if known and data.context_length > ranks * parallel.capacity_tokens:
         raise ConfigError(
             problem(
                 f"data.context_length = {data.context_length} exceeds {ranks} ranks x parallel.capacity_tokens = "
                 f"{parallel.capacity_tokens} (together {ranks * parallel.capacity_tokens} tokens)",
                 so="a sequence of full length could not be held by the whole cluster",
                 fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} ranks, a capacity of at "
-                f"least {-(-data.context_length // ranks)}, or a shorter context",
+                f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
             )
         )
+    _check_weights(data)
     if data.batch_tokens < data.context_length:
         raise ConfigError(
             problem(
@@ -54,15 +58,43 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         )
 
 
+def _may_offload(config: Config) -> bool:
+    return config.memory.offload == "on" or (config.memory.offload == "auto" and config.trainer.device == "cuda")
+
+
+def _check_weights(data: DataConfig) -> None:
+    """One positive weight per source, together 1."""
+    if not data.weights:
+        return
+    if len(data.weights) != len(data.sources):
+        raise ConfigError(
+            problem(
+                f"data.weights has {len(data.weights)} numbers for {len(data.sources)} sources",
+                so="some source would have no share",
+                fix="write one weight per source, or none to shuffle everything together",
+            )
+        )
+    total = math.fsum(data.weights)
+    if not min(data.weights) > 0 or abs(total - 1) > 1e-6:
+        raise ConfigError(
+            problem(
+                f"data.weights are {', '.join(map(str, data.weights))}, with the sum {total:.6g}",
+                so="it is not clear what share of the tokens each source should give",
+                fix="use numbers above 0 that sum to 1",
+            )
+        )
+
+
 def _at_least_one(config: Config) -> None:
     rules = (
         ("parallel.ranks", config.parallel.ranks, 1),
-        ("parallel.capacity_tokens", config.parallel.capacity_tokens, 1),
+        ("parallel.capacity_tokens", config.parallel.capacity_tokens, AUTO_CAPACITY),
         ("data.context_length", config.data.context_length, 1),
         ("data.batch_tokens", config.data.batch_tokens, 2),
         ("data.num_workers", config.data.num_workers, 1),
         ("data.prefetch_steps", config.data.prefetch_steps, 1),
         ("data.servers", config.data.servers, 1),
+        ("data.min_document_tokens", config.data.min_document_tokens, 1),
         ("data.max_corrupt_records", config.data.max_corrupt_records, 0),
         ("data.read_retries", config.data.read_retries, 0),
         ("trainer.steps", config.trainer.steps, 1),
@@ -77,6 +109,8 @@ def _at_least_one(config: Config) -> None:
         ("parallel.stop_seconds", config.parallel.stop_seconds),
         ("data.answer_seconds", config.data.answer_seconds),
         ("parallel.timeout_seconds", config.parallel.timeout_seconds),
+        ("memory.device_gib", 1.0 if config.memory.device_gib is None else config.memory.device_gib),
+        ("memory.host_gib", 1.0 if config.memory.host_gib is None else config.memory.host_gib),
         ("optimizer.lr", config.optimizer.lr),
         ("optimizer.eps", config.optimizer.eps),
     )

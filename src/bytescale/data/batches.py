@@ -63,14 +63,44 @@ class GlobalBatch:
         return int(self.num_targets.sum())
 
 
-def epoch_order(num_pieces: int, seed: int, epoch: int) -> IntArray:
-    """``[num_pieces]`` the permutation of one epoch.
+def epoch_order(num_pieces: int, seed: int, epoch: int, *stream: int) -> IntArray:
+    """``[num_pieces]`` the permutation of one epoch (of one ``stream``, when a corpus has several).
 
     Sorts raw 64-bit draws: NumPy promises that bit streams and ``SeedSequence`` never change, which it does not
     promise of ``Generator.permutation``. A resumed run may have another NumPy.
     """
-    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_pieces)
+    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch, *stream))).random_raw(num_pieces)
     return np.argsort(draws, kind="stable")
+
+
+def check_drawable(corpus: Drawable, batch_tokens: int, shuffle_seed: int) -> None:
+    """Raise ``ConfigError`` if some piece fits in no batch, or the seed cannot be one."""
+    longest = int(corpus.pieces.length.max())
+    if longest > batch_tokens:
+        piece = int(corpus.pieces.length.argmax())
+        raise ConfigError(
+            problem(
+                f"document {corpus.pieces.document[piece]} has a sequence of {longest} tokens, more than "
+                f"data.batch_tokens = {batch_tokens}",
+                so="it would fit in no global batch",
+                fix=f"raise data.batch_tokens to at least {longest}, or lower data.context_length",
+            )
+        )
+    if shuffle_seed < 0:
+        raise ConfigError(problem(f"data.shuffle_seed is {shuffle_seed}", fix="use 0 or more"))
+
+
+class Sampler(Protocol):
+    """An order of the corpus, cut into global batches."""
+
+    @property
+    def next_step(self) -> int: ...
+
+    def next_batch(self) -> GlobalBatch: ...
+
+    def state_dict(self) -> SamplerState: ...
+
+    def load_state_dict(self, state: SamplerState) -> None: ...
 
 
 class BatchSampler:
@@ -82,19 +112,7 @@ class BatchSampler:
         Raises:
             ConfigError: the longest piece exceeds ``batch_tokens``, or the seed is negative.
         """
-        longest = int(corpus.pieces.length.max())
-        if longest > batch_tokens:
-            piece = int(corpus.pieces.length.argmax())
-            raise ConfigError(
-                problem(
-                    f"document {corpus.pieces.document[piece]} has a sequence of {longest} tokens, more than "
-                    f"data.batch_tokens = {batch_tokens}",
-                    so="it would fit in no global batch",
-                    fix=f"raise data.batch_tokens to at least {longest}, or lower data.context_length",
-                )
-            )
-        if shuffle_seed < 0:
-            raise ConfigError(problem(f"data.shuffle_seed is {shuffle_seed}", fix="use 0 or more"))
+        check_drawable(corpus, batch_tokens, shuffle_seed)
         self._corpus = corpus
         self._batch_tokens = batch_tokens
         self._seed = shuffle_seed
@@ -154,6 +172,7 @@ class BatchSampler:
         """
         self._check_same("corpus", state, self._corpus.fingerprint, "the files, tokenizer, context_length, over_length")
         self._check_same("shuffle_seed", state, self._seed, "shuffle_seed")
+        self._check_same("weights", state, None, "weights")
         if not 0 <= state["position"] < self._corpus.pieces.num_pieces:
             raise CheckpointError(
                 problem(
@@ -167,10 +186,10 @@ class BatchSampler:
         self._enter_epoch(state["epoch"])
 
     def _check_same(self, key: str, state: SamplerState, ours: object, settings: str) -> None:
-        if state[key] != ours:
+        if state.get(key) != ours:
             raise CheckpointError(
                 problem(
-                    f"the checkpoint was made with data {key} {state[key]}, this run has {ours}",
+                    f"the checkpoint was made with data {key} {state.get(key)}, this run has {ours}",
                     so="sequences would be repeated or skipped",
                     fix=f"restore what [data] said then ({settings}), or start a new run",
                 )

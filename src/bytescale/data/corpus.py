@@ -66,6 +66,11 @@ class CorpusIndex:
         """Of the tokens and of how they are cut."""
         return self.facts.fingerprint
 
+    def piece_sources(self) -> IntArray:
+        """``[P]`` place of each piece's source in ``data.sources``."""
+        part = np.searchsorted(self.part_offsets, self.pieces.start, side="right") - 1
+        return self.part_sources[part]
+
     def locate(self, pieces: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
         """Part, and place in that part, of token ``starts[i]`` of piece ``pieces[i]``; each ``[N]``."""
         part = np.searchsorted(self.part_offsets, self.pieces.start[pieces], side="right") - 1
@@ -239,7 +244,12 @@ def assemble_index(
     starts = [content.document_offsets[:-1] + part_offsets[i] for i, content in enumerate(contents)]
     lengths = [np.diff(content.document_offsets) for content in contents]
     pieces, counts = make_pieces(
-        np.concatenate(starts), np.concatenate(lengths), config.context_length, config.over_length
+        np.concatenate(starts),
+        np.concatenate(lengths),
+        config.context_length,
+        config.over_length,
+        config.min_document_tokens,
+        config.max_document_tokens,
     )
     num_empty = counts.num_empty_documents + sum(content.facts.num_empty_documents for content in contents)
     counts = replace(counts, num_empty_documents=num_empty)
@@ -247,7 +257,8 @@ def assemble_index(
     if not pieces.num_pieces:
         raise _empty_corpus(config, counts, skipped)
     hashes = [content.facts.content_hash for content in contents]
-    identity = " ".join([*hashes, str(config.context_length), config.over_length])
+    cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
+    identity = " ".join([*hashes, *map(str, cut)])
     known = [content.facts.vocab_size or content.facts.max_token_id + 1 for content in contents]
     return CorpusIndex(
         part_offsets=part_offsets,
@@ -268,6 +279,7 @@ def assemble_index(
 def _empty_corpus(config: DataConfig, counts: PieceCounts, skipped: tuple[str, ...]) -> DataError:
     reasons = [
         f"{counts.num_dropped} documents are longer than data.context_length = {config.context_length}",
+        f"{counts.num_filtered} documents are outside data.min_document_tokens and data.max_document_tokens",
         f"{len(skipped)} files are not UTF-8 text",
     ]
     held = [reason for reason in reasons if not reason.startswith("0 ")] or ["no file holds any text"]

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import BatchSampler, GlobalBatch, SamplerState
+from bytescale.data.batches import GlobalBatch, Sampler, SamplerState
 from bytescale.data.corpus import IGNORE_INDEX, Corpus, CorpusFacts
+from bytescale.data.mixture import make_sampler
 from bytescale.data.prefetch import Prefetcher
 from bytescale.plan.plan import Plan
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
@@ -122,9 +123,9 @@ class LocalFeed:
     """Reads the corpus in this process."""
 
     def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
-        """Start at the first batch. Raises ``ConfigError`` as ``BatchSampler``."""
+        """Start at the first batch. Raises as ``make_sampler``."""
         self._corpus = corpus
-        self._sampler = BatchSampler(corpus, config.batch_tokens, config.shuffle_seed)
+        self._sampler = make_sampler(corpus, config)
         self._rank = rank
         self._prefetch_steps = config.prefetch_steps
 
@@ -163,7 +164,7 @@ class LocalLoader:
     def __init__(
         self,
         corpus: Corpus,
-        sampler: BatchSampler,
+        sampler: Sampler,
         planner: Callable[[IntArray], Plan],
         rank: int,
         prefetch_steps: int,

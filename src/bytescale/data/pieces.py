@@ -52,13 +52,20 @@ class PieceCounts:
     num_truncated: int
     """Documents whose end was cut off."""
     num_dropped: int
-    """Documents left out for their length."""
+    """Documents left out because they are longer than the context."""
+    num_filtered: int
+    """Documents left out by the length filters."""
     num_lost_tokens: int
-    """Tokens of truncated ends and of dropped documents."""
+    """Tokens of truncated ends and of documents that were left out."""
 
 
 def make_pieces(
-    starts: IntArray, lengths: IntArray, context_length: int, over_length: OverLength
+    starts: IntArray,
+    lengths: IntArray,
+    context_length: int,
+    over_length: OverLength,
+    least: int = 1,
+    most: int | None = None,
 ) -> tuple[PieceTable, PieceCounts]:
     """Apply the over-length policy.
 
@@ -68,10 +75,13 @@ def make_pieces(
         context_length: longest piece in tokens, at least 1.
         over_length: ``split`` into pieces of ``context_length`` and a rest, ``truncate`` to the first
             ``context_length`` tokens, or ``drop`` the document.
+        least: shorter documents are left out, whatever the policy.
+        most: longer documents are left out, whatever the policy; None: none is.
     """
     num_empty, num_tokens = int((lengths == 0).sum()), int(lengths.sum())
-    too_long = lengths > context_length
-    kept = (lengths > 0) & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
+    filtered = (lengths > 0) & ((lengths < least) | (lengths > (np.inf if most is None else most)))
+    too_long = (lengths > context_length) & ~filtered
+    kept = (lengths > 0) & ~filtered & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
     document = np.flatnonzero(kept)
     starts, lengths, cut = starts[kept], lengths[kept], too_long[kept]
     if over_length == "split":
@@ -85,6 +95,7 @@ def make_pieces(
         num_split=int(cut.sum()) if over_length == "split" else 0,
         num_truncated=int(cut.sum()) if over_length == "truncate" else 0,
         num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
+        num_filtered=int(filtered.sum()),
         num_lost_tokens=num_tokens - table.num_tokens,
     )
     return table, counts

@@ -77,7 +77,7 @@ class RunLog:
         self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
             f"ranks   {hdp.size} x {job.ranks.device.type} ({dtype}), capacity "
-            f"{format_count(job.config.parallel.capacity_tokens)} tokens each, context "
+            f"{format_count(job.memory.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
         )
         self.say(f"plan    {data.summary.gist}")
@@ -136,6 +136,7 @@ def describe_corpus(corpus: CorpusFacts) -> str:
             (counts.num_split, "split"),
             (counts.num_truncated, "truncated"),
             (counts.num_dropped, "dropped"),
+            (counts.num_filtered, "left out by length"),
         )
         if number
     ]

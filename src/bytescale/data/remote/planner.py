@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import BatchSampler, GlobalBatch, SamplerState
+from bytescale.data.batches import GlobalBatch, Sampler, SamplerState
 from bytescale.data.corpus import CorpusFacts, CorpusIndex, assemble_index
+from bytescale.data.mixture import make_sampler
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.server import SharedWork, owners_of
 from bytescale.data.remote.slices import IntArray, RankPart, locate_segments
@@ -60,7 +61,7 @@ class PlannerActor:
         self._owners = owners_of(self._shards, len(servers))
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
-        self._indexing: asyncio.Future[tuple[CorpusIndex, BatchSampler]] | None = None
+        self._indexing: asyncio.Future[tuple[CorpusIndex, Sampler]] | None = None
         self._planner: Planner | None = None
         self._stop_step: int | None = None
         self._steps: dict[int, asyncio.Future[PlannedStep]] = {}
@@ -75,7 +76,7 @@ class PlannerActor:
     async def check_state(self, state: SamplerState | None) -> SamplerState:
         """``state`` if steps can start there, and the first step's for None. Raises ``CheckpointError`` if not."""
         index, _ = await self._indexed()
-        sampler = self._sampler(index)
+        sampler = make_sampler(index, self._config)
         if state is not None:
             sampler.load_state_dict(state)
         return sampler.state_dict()
@@ -110,20 +111,17 @@ class PlannerActor:
         """Of the process that the planner lives in."""
         return os.getpid()
 
-    async def _indexed(self) -> tuple[CorpusIndex, BatchSampler]:
+    async def _indexed(self) -> tuple[CorpusIndex, Sampler]:
         if self._indexing is None:
             self._indexing = asyncio.get_running_loop().run_in_executor(self._thread, self._index)
         return await asyncio.shield(self._indexing)
 
-    def _index(self) -> tuple[CorpusIndex, BatchSampler]:
+    def _index(self) -> tuple[CorpusIndex, Sampler]:
         answers = wait_for([server.contents.remote() for server in self._servers], "a data server", None)
         contents = {part: content for answer in answers for part, content in answer.items()}
         ordered = [contents[part] for part in range(len(self._shards))]
         index = assemble_index(self._config, self._shards, ordered, self._reader.tokenizer)
-        return index, self._sampler(index)
-
-    def _sampler(self, index: CorpusIndex) -> BatchSampler:
-        return BatchSampler(index, self._config.batch_tokens, self._config.shuffle_seed)
+        return index, make_sampler(index, self._config)
 
     async def _step(self, state: SamplerState) -> PlannedStep:
         """The step that starts at ``state``, planned now unless it is there or under way."""
@@ -135,7 +133,7 @@ class PlannerActor:
             self._steps[step] = loop.run_in_executor(self._thread, self._plan, sampler, state)
         return await asyncio.shield(self._steps[step])
 
-    def _plan(self, sampler: BatchSampler, state: SamplerState) -> PlannedStep:
+    def _plan(self, sampler: Sampler, state: SamplerState) -> PlannedStep:
         assert self._planner is not None, "requests wait until the planner is configured"
         started = time.perf_counter()
         if sampler.state_dict() != state:

@@ -1,0 +1,95 @@
+"""Sources mixed by weights, and documents filtered by length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import CheckpointError, ConfigError, DataError
+from bytescale.config import Config, DataConfig, validate
+from bytescale.data import prepare_corpus
+from bytescale.data.batches import epoch_order
+from bytescale.data.mixture import MixtureSampler, make_sampler
+from tests.data.support import config, texts_of, write_jsonl
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DataConfig:
+    """60 short documents and 12 long ones."""
+    write_jsonl(tmp_path / "short.jsonl", [{"text": f"{n:03d}" * (n % 5 + 1)} for n in range(60)])
+    write_jsonl(tmp_path / "long.jsonl", [{"text": f"{n:03d}" * 60} for n in range(12)])
+    sources = (tmp_path / "short.jsonl", tmp_path / "long.jsonl")
+    return config(tmp_path, *sources, weights=(0.25, 0.75), batch_tokens=500, context_length=100)
+
+
+def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: DataConfig) -> None:
+    corpus = prepare_corpus(settings)
+    sampler = make_sampler(corpus, settings)
+    of_piece = corpus.index.piece_sources()
+    drawn: list[int] = []
+    for step in range(40):
+        batch = sampler.next_batch()
+        assert batch.step == step
+        assert 400 < batch.num_tokens <= 500
+        drawn.extend(batch.pieces.tolist())
+        tokens = np.bincount(of_piece[drawn], weights=corpus.pieces.length[drawn])
+        assert abs(tokens[0] - 0.25 * tokens.sum()) <= 2 * 100
+    # Each source on its own passes through its epochs in the order of (seed, epoch, source).
+    for source in (0, 1):
+        own = np.flatnonzero(of_piece == source)
+        passed = np.array([piece for piece in drawn if of_piece[piece] == source])
+        assert len(passed) > len(own)
+        expected = np.concatenate([own[epoch_order(len(own), 1234, epoch, source)] for epoch in range(20)])
+        assert np.array_equal(passed, expected[: len(passed)])
+        assert set(Counter(passed[: len(own)].tolist()).values()) == {1}
+
+
+def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
+    corpus = prepare_corpus(settings)
+    sampler = make_sampler(corpus, settings)
+    for _ in range(7):
+        sampler.next_batch()
+    state = sampler.state_dict()
+    expected = [sampler.next_batch().pieces.tolist() for _ in range(20)]
+    resumed = make_sampler(corpus, settings)
+    resumed.load_state_dict(state)
+    assert [resumed.next_batch().pieces.tolist() for _ in range(20)] == expected
+    other = make_sampler(corpus, replace(settings, weights=(0.5, 0.5)))
+    assert isinstance(other, MixtureSampler)
+    with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has \[0.5, 0.5\]"):
+        other.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has None"):
+        make_sampler(corpus, replace(settings, weights=())).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((0.5, 0.4), r"data.weights are 0.5, 0.4, with the sum 0.9"),
+        ((1.5, -0.5), r"data.weights are 1.5, -0.5, with the sum 1"),
+        ((1.0,), r"data.weights has 1 numbers for 2 sources"),
+    ],
+)
+def test_weights_that_make_no_sense(settings: DataConfig, weights: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(Config(data=replace(settings, weights=weights)))
+
+
+def test_a_source_that_gives_nothing(tmp_path: Path, settings: DataConfig) -> None:
+    filtered = replace(settings, max_document_tokens=100)  # every long document
+    with pytest.raises(DataError, match=r"long.jsonl' has weight 0.75 but holds no sequence.*length filters"):
+        make_sampler(prepare_corpus(filtered), filtered)
+
+
+def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:
+    filtered = replace(settings, min_document_tokens=5, max_document_tokens=13, weights=())
+    corpus = prepare_corpus(filtered)
+    assert {len(text) for text in texts_of(corpus)} == {6, 9, 12}  # with EOS 7, 10 and 13
+    assert corpus.facts.counts.num_filtered == 12 + 24
+    assert corpus.fingerprint != prepare_corpus(replace(filtered, max_document_tokens=None)).fingerprint
+    with pytest.raises(DataError, match=r"72 documents are outside data.min_document_tokens and data.max_document_tok"):
+        prepare_corpus(replace(filtered, min_document_tokens=1000, max_document_tokens=None))
