@@ -86,6 +86,23 @@ def test_metrics_and_run_folder(corpus: Path, tmp_path: Path) -> None:
     assert losses(folder)[0] == pytest.approx(np.log(320), rel=0.05)
 
 
+def test_tensorboard_events_hold_the_losses(corpus: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(small_run(corpus, tmp_path / "run", steps=3, tensorboard=True))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    np.testing.assert_allclose([event.value for event in events.Scalars("loss")], losses(tmp_path / "run"), rtol=1e-6)
+
+
+def test_a_batch_without_any_target_changes_nothing_but_time(tmp_path: Path) -> None:
+    """Documents cut to their first token: nothing to predict, and no division by zero."""
+    corpus = write_corpus(tmp_path / "corpus")
+    config = small_run(corpus, tmp_path / "run", steps=2)
+    config = replace(config, data=replace(config.data, context_length=1, over_length="truncate", batch_tokens=8))
+    assert run(on_ranks(config, 2)) == [0.0, 0.0]
+
+
 def test_a_run_folder_is_never_written_over(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine", encoding="utf-8")
