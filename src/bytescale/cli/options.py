@@ -64,6 +64,8 @@ def _count_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None
         return None
 
     def from_text(texts: list[str]) -> int:
+        if texts[0] == "auto":
+            return 0  # parallel.capacity_tokens; every other count has to be above 0
         try:
             return parse_count(int(texts[0])) if texts[0].lstrip("-").isdigit() else parse_count(texts[0])
         except ConfigError as error:

@@ -3,10 +3,12 @@
 from bytescale.config.architecture import PRESETS, Architecture, resolve_architecture
 from bytescale.config.load import config_from_dict, config_to_toml, load_config
 from bytescale.config.schema import (
+    AUTO_CAPACITY,
     CheckpointConfig,
     Config,
     CostConfig,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -16,12 +18,14 @@ from bytescale.config.schema import (
 from bytescale.config.validate import validate
 
 __all__ = [
+    "AUTO_CAPACITY",
     "PRESETS",
     "Architecture",
     "CheckpointConfig",
     "Config",
     "CostConfig",
     "DataConfig",
+    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

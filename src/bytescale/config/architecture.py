@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.schema import ModelConfig
@@ -10,7 +11,11 @@ from bytescale.config.schema import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Every number that defines a decoder of the Llama family. Two models of equal architecture share checkpoints."""
+    """Every number that defines a decoder of the Llama family. Two models of equal architecture share checkpoints.
+
+    With experts it is a Mixtral: every layer has ``num_experts`` feed-forward blocks and each token runs through
+    ``experts_per_token`` of them.
+    """
 
     vocab_size: int
     num_layers: int
@@ -26,6 +31,9 @@ class Architecture:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     init_std: float = 0.02
+    num_experts: int = 0
+    experts_per_token: int = 0
+    router_aux_loss_weight: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -44,6 +52,8 @@ def _llama(layers: int, heads: int, kv_heads: int, hidden: int, ffn: int, *, voc
     )
 
 
+_TOP_2_OF_8: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2, "router_aux_loss_weight": 0.02}
+
 # 7b to 70b: layers, heads, KV groups and hidden size are the paper's (section 8, table 1). It does not print the
 # feed-forward widths; these are Llama 2's and, for 7b, Llama 3 8B's / Mistral 7B's 3.5x.
 PRESETS: dict[str, Architecture] = {
@@ -55,6 +65,12 @@ PRESETS: dict[str, Architecture] = {
     "13b": _llama(40, 40, 8, 5120, 13824),
     "30b": _llama(60, 56, 8, 6656, 17920),
     "70b": _llama(80, 64, 8, 8192, 28672),
+    # The paper's mixtures: top-2 of 8 experts; feed-forward widths and vocabularies are Mixtral's.
+    "tiny-moe": replace(
+        _llama(4, 4, 2, 128, 192, vocab=4096), rope_theta=10_000.0, init_std=0.08, **_TOP_2_OF_8
+    ),
+    "mixtral-8x7b": replace(_llama(32, 32, 8, 4096, 14336, vocab=32000), rope_theta=1e6, **_TOP_2_OF_8),
+    "mixtral-8x22b": replace(_llama(56, 48, 8, 6144, 16384, vocab=32768), rope_theta=1e6, **_TOP_2_OF_8),
 }
 
 
@@ -121,3 +137,33 @@ def _check_architecture(shape: Architecture) -> None:
                 fix="make it even",
             )
         )
+    if shape.num_experts or shape.experts_per_token:
+        _check_experts(shape)
+
+
+def _check_experts(shape: Architecture) -> None:
+    if not 1 <= shape.experts_per_token <= shape.num_experts:
+        raise ConfigError(
+            problem(
+                f"model.experts_per_token is {shape.experts_per_token} and model.num_experts {shape.num_experts}",
+                so="a token could not be sent to that many experts",
+                fix="use 1 to num_experts, or 0 for both (a dense model)",
+            )
+        )
+    if shape.router_aux_loss_weight < 0:
+        raise ConfigError(
+            problem(
+                f"model.router_aux_loss_weight is {shape.router_aux_loss_weight}",
+                so="the router would learn to send all tokens to one expert",
+                fix="use 0 (off) or more; 0.02 is Mixtral's",
+            )
+        )
+    for name in ("hidden_size", "ffn_hidden_size"):
+        if getattr(shape, name) % 8:
+            raise ConfigError(
+                problem(
+                    f"model.{name} is {getattr(shape, name)}, not a multiple of 8",
+                    so="grouped matrix products need rows of whole 16 bytes",
+                    fix=f"use {-(-getattr(shape, name) // 8) * 8}",
+                )
+            )

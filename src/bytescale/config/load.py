@@ -69,6 +69,8 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
                 )
             )
         hint = hints[name]
+        if isinstance(value, str) and value in specs[name].metadata:
+            value = specs[name].metadata[value]  # a word that stands for a number
         if is_dataclass(hint):
             if not isinstance(value, dict):
                 raise ConfigError(problem(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]"))

@@ -17,7 +17,8 @@ class ModelConfig:
     """What is trained. A preset gives every number; any number set here replaces the preset's."""
 
     preset: str = "tiny"
-    """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's)."""
+    """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's), tiny-moe, mixtral-8x7b,
+    mixtral-8x22b (top-2 of 8 experts), or hf:FOLDER, the shape in a Hugging Face folder's config.json."""
     vocab_size: int | None = None
     """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
     num_layers: int | None = None
@@ -46,6 +47,12 @@ class ModelConfig:
     """Use the embedding matrix as the output head."""
     init_std: float | None = None
     """Standard deviation of the initial weights."""
+    num_experts: int | None = None
+    """Feed-forward blocks (experts) in every layer; 0: one, a dense model."""
+    experts_per_token: int | None = None
+    """Experts that each token runs through."""
+    router_aux_loss_weight: float | None = None
+    """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,6 +184,8 @@ class TrainerConfig:
     """Optimizer steps in all (a resumed run continues up to this number)."""
     seed: int = 0
     """Seed of the initial weights."""
+    init: str = ""
+    """Where the initial weights come from: hf:FOLDER, a Hugging Face folder; empty: random numbers of `seed`."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bytescale.config import Architecture
+from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
+from bytescale.cost.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class AssumedDevice:
     inter_node_bytes_per_second: float
     message_seconds: float  # latency of one ring transfer
     micro_batch_seconds: float  # launch overhead of a forward and backward
+    host_bytes_per_second: float  # to and from pinned host memory, one direction
 
 
 ASSUMED: dict[str, AssumedDevice] = {
@@ -34,6 +37,7 @@ ASSUMED: dict[str, AssumedDevice] = {
         inter_node_bytes_per_second=2e8,
         message_seconds=2e-3,
         micro_batch_seconds=3e-3,
+        host_bytes_per_second=4e9,
     ),
     # An H100-class GPU in bf16, NVLink inside a node and one 400 Gb/s adapter a GPU across nodes, half of each usable.
     "cuda": AssumedDevice(
@@ -42,6 +46,7 @@ ASSUMED: dict[str, AssumedDevice] = {
         inter_node_bytes_per_second=2.5e10,
         message_seconds=1e-5,
         micro_batch_seconds=2e-3,
+        host_bytes_per_second=2.5e10,
     ),
 }
 
@@ -57,4 +62,18 @@ def assumed_cost(architecture: Architecture, *, device: Literal["cpu", "cuda"], 
         ring_latency_seconds=assumed.message_seconds,
         intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
         inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
+    )
+
+
+def assumed_profile(architecture: Architecture, *, device: Literal["cpu", "cuda"], bytes_per_element: int) -> Profile:
+    """The same beliefs as a profile: what Equation 3 needs, layer by layer."""
+    assumed = ASSUMED[device]
+    return Profile.from_flops(
+        architecture,
+        flops_per_second=assumed.flops_per_second,
+        bytes_per_element=bytes_per_element,
+        links=Links(
+            device_to_host_bytes_per_second=assumed.host_bytes_per_second,
+            host_to_device_bytes_per_second=assumed.host_bytes_per_second,
+        ),
     )

@@ -23,6 +23,11 @@ from bytescale.cost import flops
 from bytescale.plan.limits import MemoryLimits, Phase
 
 RESIDENT_LAYERS = 2
+LOGITS_PER_CHUNK = {
+    "cpu": 2**22,  # 16 MiB in fp32, which fits the last-level cache of a server
+    "cuda": 2**28,  # 512 MiB in BF16: summing the head's gradient costs 10 bytes of traffic per weight and chunk
+}
+"""Logits that exist at a time."""
 _INPUT_BYTES_PER_TOKEN = 3 * 8  # token, label and position, int64
 
 

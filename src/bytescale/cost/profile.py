@@ -39,6 +39,8 @@ class Profile:
     tensor_parallel: int = 1
     source: str = ""
     """Where the numbers come from, for people."""
+    device: str = ""
+    """Device and dtype that were measured, as ``train.profiler`` names them; empty: published figures, for any."""
     attention_forward: Curve
     """Of one sequence on one rank: a1 s^2 + b1 s, plus g1 once per micro-batch."""
     attention_backward: Curve

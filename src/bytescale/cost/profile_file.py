@@ -85,6 +85,18 @@ def require_model(profile: Profile, architecture: Architecture) -> None:
             )
 
 
+def require_device(profile: Profile, device: str) -> None:
+    """Raise ``ConfigError`` if ``profile`` was measured on another device, or in another dtype, than ``device``."""
+    if profile.device and profile.device != device:
+        raise ConfigError(
+            problem(
+                f"profile {profile.name!r} was measured on {profile.device!r}, this run is on {device!r}",
+                so="plans would rest on times that are not this device's",
+                fix="run `bytescale profile` here, or leave cost.profile unset to count operations",
+            )
+        )
+
+
 def worst_residual(profile: Profile, curve: str) -> tuple[float, int] | None:
     """Largest relative error of a fit over its points, and the length where it is; None without points."""
     points = [point for point in profile.points if point.curve == curve]
@@ -99,7 +111,7 @@ def worst_residual(profile: Profile, curve: str) -> tuple[float, int] | None:
 def profile_to_toml(profile: Profile) -> str:
     """The file's content: header, curves with their worst residuals, traffic, links, model, raw points."""
     lines = [f"name = {_quoted(profile.name)}", f"source = {_quoted(profile.source)}"]
-    lines += [f"tensor_parallel = {profile.tensor_parallel}", ""]
+    lines += [f"device = {_quoted(profile.device)}", f"tensor_parallel = {profile.tensor_parallel}", ""]
     for name in CURVES:
         curve = getattr(profile, name)
         lines.append(f"[curves.{name}]")
@@ -141,6 +153,7 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
         return Profile(
             name=content.get("name", where),
             source=content.get("source", ""),
+            device=content.get("device", ""),
             tensor_parallel=content.get("tensor_parallel", 1),
             architecture=Architecture(**content["architecture"]),
             links=Links(**content.get("links", {})),

@@ -35,7 +35,8 @@ class MemoryLimits:
 
     A micro-batch of ``n`` tokens, ``m`` of them offloaded, ``k`` of them slices of a shared group, needs::
 
-        device    states + saved n - movable m + max over phases (fixed + per token n + per shared token k + per chunk token min(n, chunk))
+        device    states + saved n - movable m
+                  + max over phases (fixed + per token n + per shared token k + per chunk token min(n, chunk))
         host      movable m
     """
 

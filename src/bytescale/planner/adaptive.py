@@ -15,6 +15,7 @@ Shape letters: S sequences, longest first; G of them shared; R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -164,7 +165,9 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
     cluster, cost = batch.cluster, batch.cost
     end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
-    for planner in (partial(paper_plan, num_buckets=1), paper_plan, static_plan):
+    mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
+    rivals: list[Callable[..., Plan]] = [partial(paper_plan, num_buckets=1), paper_plan]
+    for planner in rivals + [static_plan] * mesh_holds:  # the mesh does not offload
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.verify import verify
 from bytescale.planner import make_planner
 
@@ -22,6 +23,7 @@ class VerifiedPlanner:
     config: PlannerConfig
     cluster: Cluster
     cost: CostModel
+    limits: MemoryLimits | None = None
 
     @cached_property
     def _plan(self) -> Callable[[ArrayLike], Plan]:
@@ -31,5 +33,5 @@ class VerifiedPlanner:
         """Raises ``PlanError`` when there is no plan, or the planner made one that breaks a rule."""
         plan = self._plan(lengths)
         if self.config.verify != "off":
-            verify(plan, level=self.config.verify)
+            verify(plan, level=self.config.verify, limits=self.limits)
         return plan

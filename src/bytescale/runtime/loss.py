@@ -23,14 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytescale.cost.memory import LOGITS_PER_CHUNK
+
 IGNORE_INDEX = -100
 """Label of a token without a target."""
-
-_CHUNK_LOGITS = 2**22
-"""Logits that exist at a time on CPU: 16 MiB in fp32, which fits the last-level cache of a server."""
-
-_GPU_CHUNK_LOGITS = 2**28
-"""On a GPU, where summing the weight's gradient costs 10 bytes of traffic per weight and chunk: 512 MiB in BF16."""
 
 
 def linear_cross_entropy(
@@ -69,7 +65,7 @@ def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, z_lo
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
     """Tokens whose logits exist at a time."""
-    return max(1, (_CHUNK_LOGITS if device_type == "cpu" else _GPU_CHUNK_LOGITS) // vocab_size)
+    return max(1, LOGITS_PER_CHUNK[device_type] // vocab_size)
 
 
 class RowKernel(Protocol):

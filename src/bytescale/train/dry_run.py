@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
-from bytescale.common.units import format_bytes, format_count, format_si
+from bytescale.common.units import format_si
 from bytescale.config import Config, resolve_architecture
-from bytescale.cost import Cluster, flops
-from bytescale.cost.assumed import assumed_cost
-from bytescale.data import BatchSampler, check_vocabulary, prepare_corpus
+from bytescale.cost import flops
+from bytescale.data import check_vocabulary, prepare_corpus
+from bytescale.data.mixture import make_sampler
 from bytescale.data.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.job import verified_planner
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.train.job import measured_profile, planning_cost
+from bytescale.train.memory import memory_budget
+from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.run_log import describe_corpus
 
 
@@ -25,23 +27,17 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         corpus = prepare_corpus(config.data, progress)
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
-    batch = BatchSampler(corpus, config.data.batch_tokens, config.data.shuffle_seed).next_batch()
-    element_bytes = {"bf16": 2, "fp64": 8}.get(config.trainer.dtype, 4)
-    cluster = Cluster.uniform(config.parallel.ranks, config.parallel.capacity_tokens)
-    device: Literal["cpu", "cuda"] = "cuda" if config.trainer.device == "cuda" else "cpu"
-    cost = assumed_cost(architecture, device=device, bytes_per_element=element_bytes)
-    plan = verified_planner(config, cluster, cost)(batch.lengths)
-    parameters = flops.total_parameters(architecture)
-    activations = config.parallel.capacity_tokens * flops.activation_bytes_per_token(
-        architecture, bytes_per_element=element_bytes
-    )
-    # Weights, fp32 gradients, and this rank's share of fp32 master weights and two Adam moments (ZeRO-1).
-    states = parameters * (element_bytes + 4) + parameters * 12 // config.parallel.ranks
-    print_line(f"model   {format_si(parameters)} parameters; {format_bytes(states)} of states a rank")
+    batch = make_sampler(corpus, config.data).next_batch()
+    device = choose_device(config.trainer.device, 0, 1)
+    dtype = choose_dtype(config.trainer.dtype, device)
+    ranks = config.parallel.ranks
+    profile = measured_profile(config, architecture, device, dtype)
+    memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
+    cost = planning_cost(profile, architecture, device, dtype)
+    plan = VerifiedPlanner(config.planner, memory.cluster(ranks), cost, memory.limits)(batch.lengths)
+    print_line(f"model   {format_si(flops.total_parameters(architecture))} parameters on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")
-    print_line(
-        f"memory  {format_bytes(activations)} of activations a rank for a full micro-batch of "
-        f"{format_count(config.parallel.capacity_tokens)} tokens"
-    )
+    for line in memory.lines():
+        print_line(line)
     print_line(f"plan    {gist(plan)}")
     print_line(f"run     {config.trainer.steps} steps into {config.trainer.run_dir} (dry run: nothing was started)")

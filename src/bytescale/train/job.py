@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.config import Architecture, Config, resolve_architecture
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.profile_file import require_device, require_model
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import Loader
 from bytescale.models import Llama
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import FlatParameters, ShardedAdamW
+from bytescale.runtime import Activations, FlatParameters, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
-from bytescale.train.peak import peak_flops_per_second
+from bytescale.train.memory import MemoryBudget, memory_budget
+from bytescale.train.peak import device_name, peak_flops_per_second
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
 
@@ -39,6 +43,8 @@ class Job:
     parameters: FlatParameters
     optimizer: ShardedAdamW
     kernel: AttentionKernel
+    activations: Activations
+    memory: MemoryBudget
     planner: Planner
     peak_flops_per_second: float  # of one rank's device
     stop: StopRequest
@@ -85,11 +91,24 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
 
     # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
-    cluster = Cluster.uniform(ranks.hdp.size, config.parallel.capacity_tokens)
-    cost = assumed_cost(
+    profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
+    cost = planning_cost(profile, architecture, ranks.device, ranks.dtype)
+
+    # 3. Memory: capacity, offloading, and what no plan may exceed, by the rank that has least.
+    memory = memory_budget(
+        config,
         architecture,
-        device="cuda" if ranks.device.type == "cuda" else "cpu",
-        bytes_per_element=ranks.dtype.itemsize,
+        device=ranks.device,
+        dtype=ranks.dtype,
+        num_ranks=ranks.hdp.size,
+        profile=profile,
+        smallest=lambda own: [min(column) for column in zip(*ranks.hdp.share(own), strict=True)],
+    )
+    activations = Activations(
+        list(model.layers),
+        checkpointing=config.trainer.checkpointing,
+        pool=memory.host_pool(ranks.device),
+        device=ranks.device,
     )
     return Job(
         config=config,
@@ -100,12 +119,31 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         parameters=parameters,
         optimizer=optimizer,
         kernel=select_kernel(config.trainer.attention, ranks.device, ranks.dtype),
-        planner=verified_planner(config, cluster, cost),
+        activations=activations,
+        memory=memory,
+        planner=VerifiedPlanner(config.planner, memory.cluster(ranks.hdp.size), cost, memory.limits),
         peak_flops_per_second=peak,
         stop=stop,
     )
 
 
-def verified_planner(config: Config, cluster: Cluster, cost: CostModel) -> Planner:
-    """The configured planner, every plan of which is checked as ``planner.verify`` says before anybody runs it."""
-    return VerifiedPlanner(config.planner, cluster, cost)
+def measured_profile(
+    config: Config, architecture: Architecture, device: torch.device, dtype: torch.dtype
+) -> Profile | None:
+    """The profile that the config names, if it is of this model and device. Raises ``ConfigError`` otherwise."""
+    if config.cost.profile is None:
+        return None
+    profile = load_profile(config.cost.profile)
+    require_model(profile, architecture)
+    require_device(profile, device_name(device, dtype))
+    return profile
+
+
+def planning_cost(
+    profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
+) -> CostModel:
+    """What planners believe of speed: the profile's times for the model's layers, or round numbers."""
+    if profile is None:
+        kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+        return assumed_cost(architecture, device=kind, bytes_per_element=dtype.itemsize)
+    return replace(profile, architecture=architecture).cost_model()

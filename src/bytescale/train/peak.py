@@ -22,6 +22,12 @@ _SIDE = 768
 _SECONDS = 0.15
 
 
+def device_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Device and dtype as profiles name them: ``NVIDIA H200, bfloat16`` or ``cpu, float32``."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name}, {str(dtype).removeprefix('torch.')}"
+
+
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float:
     """Floating-point operations per second: configured, from the data sheet (bf16 on a known GPU), or measured.
 

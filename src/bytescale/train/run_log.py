@@ -80,6 +80,8 @@ class RunLog:
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
         )
+        for line in job.memory.lines():
+            self.say(line)
         self.say(f"plan    {data.summary.gist}")
 
     def step(self, metrics: StepMetrics, data: StepData) -> None:

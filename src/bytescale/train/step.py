@@ -40,6 +40,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         num_global_targets=num_targets,
         kernel=job.kernel,
         hdp=hdp,
+        activations=job.activations,
     )
     busy_seconds = watch.elapsed() - started - (hdp.exchange.wait_seconds - waited)
 

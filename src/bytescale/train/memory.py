@@ -1,0 +1,209 @@
+"""What a rank's memory allows: the capacity in tokens, what may be offloaded, and refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.common.units import format_bytes, format_count
+from bytescale.config import AUTO_CAPACITY, Architecture, Config
+from bytescale.cost import Cluster, Profile
+from bytescale.cost.assumed import assumed_profile
+from bytescale.cost.curve import Curve
+from bytescale.cost.memory import MemoryModel
+from bytescale.cost.offload import OffloadRule
+from bytescale.plan.limits import MemoryLimits
+from bytescale.runtime import HostPool
+from bytescale.runtime.loss import chunk_tokens
+
+GIB = 2**30
+USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
+HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """One rank's memory, the same on every rank. Bytes."""
+
+    model: MemoryModel
+    capacity_tokens: int
+    device_bytes: float
+    host_bytes: float  # for offloaded activations; 0 when nothing is offloaded
+    rule: OffloadRule | None  # None: nothing is offloaded
+
+    @property
+    def limits(self) -> MemoryLimits:
+        """What ``plan.verify`` holds every plan against."""
+        return self.model.limits(device_bytes=self.device_bytes, host_bytes=self.host_bytes)
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """The ranks as planners see them."""
+        return Cluster.uniform(num_ranks, self.capacity_tokens, offload=self.rule)
+
+    def host_pool(self, device: torch.device) -> HostPool | None:
+        """Room for offloaded activations, made on demand; None when nothing is offloaded."""
+        if self.rule is None:
+            return None
+        return HostPool(int(self.host_bytes), pinned=device.type == "cuda")
+
+    def lines(self) -> list[str]:
+        """The estimate for a full micro-batch, for people."""
+        tokens, limits = self.capacity_tokens, self.limits
+        phase = limits.worst_phase(tokens, tokens)
+        peak = float(limits.device_peak(tokens, 0, tokens))
+        states = (
+            f"parameters {format_bytes(self.model.parameter_bytes)}, gradients "
+            f"{format_bytes(self.model.gradient_bytes)}, optimizer {format_bytes(self.model.optimizer_bytes)}"
+        )
+        saved = self.model.saved_bytes_per_token * tokens
+        lines = [
+            f"memory  {format_bytes(peak)} of {format_bytes(self.device_bytes)} at the peak of a full micro-batch of "
+            f"{format_count(tokens)} tokens: {states}, activations {format_bytes(saved)}, {phase.name} "
+            f"{format_bytes(float(phase.bytes(tokens, tokens)))}"
+        ]
+        if self.rule is not None:
+            largest = self.rule.largest_slice(tokens)
+            lines.append(
+                f"offload up to {format_bytes(self.host_bytes)} of host memory a rank, which makes room for slices of "
+                f"{format_count(largest)} tokens"
+            )
+        return lines
+
+
+def memory_budget(
+    config: Config,
+    architecture: Architecture,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_ranks: int,
+    profile: Profile | None = None,
+    smallest: Callable[[list[float]], list[float]] = list,
+) -> MemoryBudget:
+    """The budget of a run.
+
+    Args:
+        profile: measured times for Eq. 3; None: round numbers for the kind of device.
+        smallest: takes this rank's numbers and returns the smallest of any rank, so that all plan alike.
+
+    Raises:
+        ConfigError: the capacity does not fit into the device, or the context not into all ranks.
+    """
+    on_gpu = device.type == "cuda"
+    device_bytes, host_bytes = smallest(
+        [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
+    )
+    model = MemoryModel(
+        architecture=architecture,
+        element_bytes=dtype.itemsize,
+        num_ranks=num_ranks,
+        checkpointing=config.trainer.checkpointing,
+        fused_norm=on_gpu,
+        loss_chunk_tokens=chunk_tokens(architecture.vocab_size, device.type),
+        fused_loss=on_gpu and dtype == torch.bfloat16,
+    )
+    capacity = _fitting_capacity(config, model, device_bytes)
+    offloads = config.memory.offload == "on" or (config.memory.offload == "auto" and on_gpu)
+    rule = None
+    if offloads and model.movable_bytes_per_token:
+        kind: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
+        times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)
+        kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
+        rule = OffloadRule(
+            profile=replace(times, activation_bytes=kept, points=()),
+            num_layers=architecture.num_layers,
+            movable_share=model.limits().movable_share,
+            host_bytes=host_bytes,
+        )
+    budget = MemoryBudget(
+        model=model,
+        capacity_tokens=capacity,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes if rule else 0.0,
+        rule=rule,
+    )
+    _check_context(config, budget, num_ranks)
+    return budget
+
+
+def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) -> float:
+    """What one rank may use of its device: as configured, or most of what there is."""
+    if config.memory.device_gib is not None:
+        return config.memory.device_gib * GIB
+    if device.type == "cuda":
+        return USABLE_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return USABLE_SHARE * machine_bytes() / _ranks_here(num_ranks)
+
+
+def usable_host_bytes(config: Config, num_ranks: int) -> float:
+    """What one rank may use of host memory for activations."""
+    if config.memory.host_gib is not None:
+        return config.memory.host_gib * GIB
+    return HOST_SHARE * machine_bytes() / _ranks_here(num_ranks)
+
+
+def machine_bytes() -> float:
+    """Memory of this machine, or of the container that limits it."""
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
+    return min(total, math.inf if text == "max" else float(text))
+
+
+def _ranks_here(num_ranks: int) -> int:
+    """Ranks that share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
+def _fitting_capacity(config: Config, model: MemoryModel, device_bytes: float) -> int:
+    fits = model.capacity_tokens(device_bytes)
+    wanted = config.parallel.capacity_tokens
+    if fits == 0:
+        raise ConfigError(
+            problem(
+                f"parameters, gradients and optimizer need {format_bytes(model.states_bytes)} a rank, of "
+                f"{format_bytes(device_bytes)} that a rank may use",
+                so="not one token would fit beside them",
+                fix="use more ranks (the optimizer is sharded over them), a smaller model, or memory.device_gib",
+            )
+        )
+    if wanted == AUTO_CAPACITY:
+        return fits
+    if wanted > fits:
+        needed = float(model.limits().device_peak(wanted, 0, wanted))
+        raise ConfigError(
+            problem(
+                f"a micro-batch of parallel.capacity_tokens = {wanted} needs {format_bytes(needed)}, "
+                f"{format_bytes(needed - device_bytes)} more than the {format_bytes(device_bytes)} a rank may use",
+                so="training would run out of memory",
+                fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), trainer.checkpointing to attention '
+                "or full, or memory.device_gib",
+            )
+        )
+    return wanted
+
+
+def _check_context(config: Config, budget: MemoryBudget, num_ranks: int) -> None:
+    longest = budget.cluster(num_ranks).largest_sequence
+    context = config.data.context_length
+    if context > longest:
+        over = (context - longest) / num_ranks * budget.model.saved_bytes_per_token
+        raise ConfigError(
+            problem(
+                f"a sequence of data.context_length = {context} tokens does not fit: {num_ranks} ranks of capacity "
+                f"{budget.capacity_tokens} hold {longest} tokens together"
+                + (", all offloaded that may be" if budget.rule else "")
+                + f" ({format_bytes(over)} a rank too many)",
+                so="a document of full length could not be trained on",
+                fix=f"use {-(-context * num_ranks // longest)} ranks, a shorter context, trainer.checkpointing"
+                + ("" if budget.rule else ', memory.offload = "on"')
+                + ", or more memory (memory.device_gib, memory.host_gib)",
+            )
+        )

@@ -1,0 +1,86 @@
+"""Whole runs whose memory is the limit: the same losses with offloading and recomputation, and refusal in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config, MemoryConfig, resolve_architecture
+from bytescale.cost.memory import MemoryModel
+from bytescale.train import train
+from bytescale.train.memory import GIB, memory_budget, usable_host_bytes
+from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def deep_run(corpus: Path, run_dir: Path, num_ranks: int, capacity: int, **memory: object) -> Config:
+    config = on_ranks(small_run(corpus, run_dir, steps=4), num_ranks, capacity)
+    return replace(config, model=replace(config.model, num_layers=6), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
+
+
+def test_offloading_and_recomputation_give_the_same_losses(corpus: Path, tmp_path: Path) -> None:
+    """With a capacity of 144, two ranks hold sequences of up to 256 tokens whole only by offloading."""
+    plain = run(deep_run(corpus, tmp_path / "plain", 2, 256, offload="off"))
+    offloaded = run(deep_run(corpus, tmp_path / "offload", 2, 144, offload="on", host_gib=0.25))
+    assert offloaded == pytest.approx(plain, rel=1e-5)
+    recomputed = deep_run(corpus, tmp_path / "both", 2, 144, offload="on", host_gib=0.25)
+    assert run(with_trainer(recomputed, checkpointing="attention")) == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, tmp_path: Path) -> None:
+    plain = run(deep_run(corpus, tmp_path / "plain", 1, 256, offload="off"))
+    offloaded = run(deep_run(corpus, tmp_path / "offload", 1, 160, offload="on", host_gib=0.25))
+    assert offloaded == pytest.approx(plain, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"data.context_length = 256 exceeds 1 ranks .*memory.offload"):
+        train(deep_run(corpus, tmp_path / "refused", 1, 160, offload="off"), print_line=lambda line: None)
+
+
+def budget(config: Config, **changes: object) -> object:
+    options = {"device": torch.device("cpu"), "dtype": torch.float32, "num_ranks": config.parallel.ranks, **changes}
+    return memory_budget(config, resolve_architecture(config.model, tokenizer_vocab_size=257), **options)  # type: ignore[arg-type]
+
+
+def test_auto_capacity_fills_the_device(corpus: Path, tmp_path: Path) -> None:
+    config = deep_run(corpus, tmp_path / "run", 2, 0, device_gib=0.05)
+    chosen = budget(config)
+    model: MemoryModel = chosen.model  # type: ignore[attr-defined]
+    capacity: int = chosen.capacity_tokens  # type: ignore[attr-defined]
+    assert capacity == model.capacity_tokens(0.05 * GIB) > 256
+    assert run(config) == pytest.approx(run(deep_run(corpus, tmp_path / "plain", 2, 256)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "memory", "message"),
+    [
+        (256, {"device_gib": 0.0005}, r"gradients and optimizer need .* of 524 KiB"),
+        (
+            2**20,
+            {"device_gib": 0.01},
+            r"micro-batch of parallel.capacity_tokens = 1048576 needs .* more than the 10.2 MiB",
+        ),
+        (
+            100,
+            {"offload": "on", "host_gib": 1e-5},
+            r"context_length = 256 tokens does not fit: 2 ranks .*offloaded that",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_anything_runs(
+    corpus: Path, tmp_path: Path, capacity: int, memory: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        budget(deep_run(corpus, tmp_path / "run", 2, capacity, **memory))
+
+
+def test_ranks_share_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = Config()
+    assert usable_host_bytes(config, 4) == pytest.approx(usable_host_bytes(config, 1) / 4)
