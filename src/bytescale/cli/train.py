@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -28,6 +28,8 @@ class TrainOptions:
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
+    launch: Literal["torchrun", "ray"] = "torchrun"
+    """Who starts the ranks: torchrun, on this machine; or Ray, wherever the cluster of RAY_ADDRESS has room."""
     max_restarts: int = 0
     """How often a run whose rank died is started again from its last checkpoint."""
     elastic: bool = False
@@ -60,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 def read_options(arguments: Sequence[str]) -> TrainOptions:
     """The config file (or the resumed run's), with the command line over it and the run folder decided."""
     path, rest = leading_path(arguments)
-    check_setting_names(rest, also=("--resume", "--dry-run", "--max-restarts", "--elastic"))
+    check_setting_names(rest, also=("--resume", "--dry-run", "--launch", "--max-restarts", "--elastic"))
     resumed = _value_of(rest, "--resume")
     if path is not None and resumed is not None:
         raise ConfigError(
@@ -97,18 +99,19 @@ def prepare_and_start(options: TrainOptions) -> None:
     config = fit_to_gpus(options.config)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
-    with _data_ready(config):
-        if config.parallel.ranks == 1 and not options.max_restarts:
+    _prepare_data(config)
+    with _ray_if_needed(config, options.launch):
+        if config.parallel.ranks == 1 and not options.max_restarts and options.launch == "torchrun":
             from bytescale.train import train
 
             train(config)
             return
-        supervise(config, _start_ranks, max_restarts=options.max_restarts, elastic=options.elastic)
+        start = _start_ranks if options.launch == "torchrun" else _start_ranks_on_ray
+        supervise(config, start, max_restarts=options.max_restarts, elastic=options.elastic)
 
 
-@contextmanager
-def _data_ready(config: Config) -> Iterator[None]:
-    """Prepare the corpus, or find the sources and hold a Ray for its servers, as long as ranks are started."""
+def _prepare_data(config: Config) -> None:
+    """The corpus is prepared, or its sources are found if servers are to prepare it."""
     from bytescale.data.corpus import plan_shards, prepare_corpus
     from bytescale.data.progress import progress_bar
 
@@ -117,7 +120,12 @@ def _data_ready(config: Config) -> Iterator[None]:
             prepare_corpus(config.data, progress)
         else:
             plan_shards(config.data, progress)
-    if config.data.loader == "local" or config.parallel.ranks == 1:
+
+
+@contextmanager
+def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
+    """Hold a Ray for servers and ranks, for as long as ranks are started."""
+    if launch == "torchrun" and (config.data.loader == "local" or config.parallel.ranks == 1):
         yield
         return
     from bytescale.data.remote.cluster import ray_cluster
@@ -125,6 +133,13 @@ def _data_ready(config: Config) -> Iterator[None]:
     with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
         os.environ["RAY_ADDRESS"] = address  # for the ranks, which inherit it
         yield
+
+
+def _start_ranks_on_ray(config: Config) -> None:
+    from bytescale.train.launch_ray import launch_on_ray
+
+    print(f"starting {config.parallel.ranks} ranks on Ray ...", flush=True)
+    launch_on_ray(config)
 
 
 def _start_ranks(config: Config) -> None:

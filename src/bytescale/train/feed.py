@@ -41,11 +41,16 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
 @contextmanager
 def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
     """Join the configured Ray, or the one that the first rank starts; yields a name that this attempt alone has."""
-    from bytescale.data.remote.cluster import connect, disconnect, import_ray, keys_to_join, ray_cluster
+    from bytescale.data.remote.cluster import connect, disconnect, import_ray, is_joined, keys_to_join, ray_cluster
 
+    if is_joined():  # a rank that Ray itself has started
+        told: list[Any] = [f"bytescale-{uuid.uuid4().hex[:12]}"]
+        dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
+        yield told[0]
+        return
     starts = ray_cluster(config.data.ray_address, ranks.hdp.size) if ranks.is_first else nullcontext("")
     with starts as address:
-        told: list[Any] = [address, f"bytescale-{uuid.uuid4().hex[:12]}", keys_to_join()]
+        told = [address, f"bytescale-{uuid.uuid4().hex[:12]}", keys_to_join()]
         dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
         address, session, keys = told
         os.environ.update(keys)  # before Ray is imported, which reads them once

@@ -17,8 +17,10 @@ from bytescale.train.step import train_step
 from bytescale.train.stop import StopRequest
 
 
-def train(config: Config, print_line: Callable[[str], None] = print) -> Path:
+def train(config: Config, print_line: Callable[[str], None] = print, *, stop: StopRequest | None = None) -> Path:
     """Train as ``config`` says and return the run folder. Every rank calls it; the first one prints.
+
+    SIGTERM, or a ``stop`` that is told, ends the run after the step under way, with a checkpoint.
 
     Raises:
         ConfigError, DataError, PlanError, CheckpointError: bad input, before any work is lost.
@@ -32,7 +34,7 @@ def train(config: Config, print_line: Callable[[str], None] = print) -> Path:
         open_ranks(config) as ranks,
         RunLog(run, config, print_line if ranks.is_first else None) as log,
         open_feed(config, ranks) as feed,
-        StopRequest() as stop,
+        stop or StopRequest() as stop,
     ):
         job = build_job(config, ranks, feed, stop)
         log.open(resume=resume)

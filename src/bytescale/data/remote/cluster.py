@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,11 @@ def import_ray() -> ModuleType:
     import ray
 
     return ray
+
+
+def is_joined() -> bool:
+    """Whether this process is one of Ray's already. Does not import Ray."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def configured_address(ray_address: str) -> str:
@@ -87,8 +93,6 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
 
 def connect(address: str) -> None:
     """Join the Ray at ``address`` as a driver. Raises ``ConfigError`` as ``ray_cluster``."""
-    # Ray's C++ side writes warnings to our console about restarts that it then makes; errors come as exceptions.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_ray()
     if address.startswith("ray://"):
         raise ConfigError(

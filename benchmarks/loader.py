@@ -1,0 +1,230 @@
+"""The remote loader: what it sustains, what each rank reads, and what the planner actor takes at the paper's scale.
+
+    .venv/bin/python benchmarks/loader.py rate     # tokens/s of the loader alone, against what a run consumed
+    .venv/bin/python benchmarks/loader.py bytes    # bytes and memory per rank, against every rank reading the batch
+    .venv/bin/python benchmarks/loader.py planner  # 32M tokens for 1024 and 16384 simulated clients
+
+All three start a Ray of their own on loopback and end it. Results: docs/benchmarks.md, ``Remote dataloader``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from bytescale.config import PRESETS, DataConfig, PlannerConfig
+from bytescale.cost import Cluster, CostModel
+from bytescale.data import LocalFeed, prepare_corpus
+from bytescale.data.facts import FactsGatherer
+from bytescale.data.indexed_writer import IndexedWriter
+from bytescale.data.length_distributions import sample_lengths
+from bytescale.data.mixture import make_sampler
+from bytescale.plan import RankPlan
+from bytescale.planner.verified import VerifiedPlanner
+
+MIB = 1024**2
+_CONTEXT = 131072  # of the comparison of bytes
+
+
+def planner_for(num_ranks: int, capacity_tokens: int) -> VerifiedPlanner:
+    cost = CostModel.from_architecture(PRESETS["7b"], flops_per_second=1e14, bytes_per_element=2)
+    return VerifiedPlanner(PlannerConfig(), Cluster.uniform(num_ranks, capacity_tokens), cost)
+
+
+def write_corpus(prefix: Path, num_tokens: int, context_length: int) -> None:
+    """A ``.bin`` of random tokens whose documents are as long as the paper's GitHub set has them."""
+    random = np.random.default_rng(0)
+    lengths = sample_lengths("github", num_tokens, seed=0, max_length=context_length)
+    gatherer = FactsGatherer(np.dtype("<u2"))
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        for run in np.array_split(lengths, 32):
+            tokens = random.integers(0, 50000, int(run.sum())).astype("<u2")
+            writer.add_documents(tokens, run)
+            gatherer.add(tokens, run)
+        writer.commit(gatherer.finish().to_json())
+
+
+def config_for(folder: Path, *, context_length: int, batch_tokens: int) -> DataConfig:
+    return DataConfig(
+        sources=(str(folder / "corpus.bin"),),
+        context_length=context_length,
+        batch_tokens=batch_tokens,
+        cache_dir=str(folder / "cache"),
+        loader="ray",
+    )
+
+
+# rate: one rank takes everything, as fast as it comes.
+
+
+def rate(folder: Path) -> None:
+    from bytescale.data.remote.cluster import ray_cluster
+    from bytescale.data.remote.feed import RemoteFeed
+
+    for name, context, batch, steps in (("16K batches", 8192, 16384, 200), ("1M batches", 131072, MIB, 25)):
+        write_corpus(folder / "corpus", 32 * MIB, context)
+        config = config_for(folder, context_length=context, batch_tokens=batch)
+        planner = planner_for(1, context)
+        with ray_cluster("", 2):
+            feed = RemoteFeed(config, f"rate-{batch}", 0, 1)
+            with feed.open(planner, steps + 3) as loader:
+                for _ in range(3):
+                    next(loader)
+                started = time.perf_counter()
+                num_tokens = sum(data.summary.num_tokens for data in loader)
+                seconds = time.perf_counter() - started
+            feed.close()
+        print(
+            f"{name}: remote loader {num_tokens / seconds / 1e6:.2f}M tokens/s ({1e3 * seconds / steps:.1f} ms a step)"
+        )
+
+
+# bytes: eight ranks, each in a process of its own, three ways.
+
+
+def bytes_read(folder: Path) -> None:
+    from bytescale.data.remote.cluster import ray_cluster
+
+    write_corpus(folder / "corpus", 24 * MIB, _CONTEXT)
+    print("way     bytes a rank and step   bytes received   private memory a rank (beyond imports)")
+    for way in ("spmd", "local", "ray"):
+        with ray_cluster("", 8) as address:
+            arguments = [sys.executable, __file__, "one-rank", "--folder", str(folder), "--way", way]
+            environment = {**os.environ, "RAY_ADDRESS": address}
+            ranks = [
+                subprocess.Popen([*arguments, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
+                for rank in range(8)
+            ]
+            rows = np.array([list(map(float, rank.communicate(timeout=300)[0].split())) for rank in ranks])
+        read, received, memory = rows.mean(axis=0)
+        print(f"{way:6}  {read / MIB:>17.3f} MiB  {received / MIB:>11.3f} MiB   {memory / MIB:>10.1f} MiB")
+
+
+def one_rank(folder: Path, way: str, rank: int) -> None:
+    """Eight steps of one rank; prints bytes read, bytes received (per step) and private memory gained."""
+    from bytescale.data.remote.cluster import connect
+    from bytescale.data.remote.feed import RemoteFeed
+
+    steps = 8
+    config = config_for(folder, context_length=_CONTEXT, batch_tokens=MIB)
+    planner = planner_for(8, _CONTEXT // 4)
+    if way == "ray":
+        connect(os.environ["RAY_ADDRESS"])
+    before = psutil.Process().memory_full_info().uss
+    read = received = 0
+    if way == "ray":
+        feed = RemoteFeed(config, "bytes", rank, 8)
+        with feed.open(planner, steps) as loader:
+            for data in loader:
+                read += data.times.bytes_read
+                received += data.times.bytes_received
+            memory = psutil.Process().memory_full_info().uss - before
+        time.sleep(15 if rank == 0 else 0)  # the first rank's end would be everybody's
+    elif way == "local":
+        with LocalFeed(prepare_corpus(config), config, rank).open(planner, steps) as loader:
+            for data in loader:
+                read += data.times.bytes_read
+            memory = psutil.Process().memory_full_info().uss - before
+    else:  # every rank reads and holds the whole batch, as many steps ahead, and cuts its slices from it
+        corpus = prepare_corpus(config)
+        sampler = make_sampler(corpus, config)
+        held: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=config.prefetch_steps + 1)
+        for _ in range(steps):
+            batch = sampler.next_batch()
+            RankPlan.of(planner(batch.lengths), rank)
+            held.append(corpus.read(batch.pieces, np.zeros_like(batch.lengths), batch.lengths))
+            read += 2 * batch.num_tokens
+        memory = psutil.Process().memory_full_info().uss - before
+    print(read / steps, received / steps, memory)
+
+
+# planner: the actor's own class in this process, with every client's request answered.
+
+
+def planner_at_scale(folder: Path) -> None:
+    from bytescale.data.corpus import plan_shards
+    from bytescale.data.remote.cluster import ray_cluster
+    from bytescale.data.remote.planner import PlannerActor
+    from bytescale.data.remote.server import SharedWork
+
+    context = 2 * MIB
+    write_corpus(folder / "corpus", 200 * MIB, context)
+    config = config_for(folder, context_length=context, batch_tokens=32 * MIB)
+    print("clients   draw+plan+verify   cut and send to all   a client   bytes to all   bytes a client")
+    with ray_cluster("", 2):
+        work = SharedWork(*plan_shards(config))
+        for num_ranks in (1024, 16384):
+            actor = PlannerActor(config, num_ranks, work, [_OneServer(work)])
+            asyncio.run(_serve(actor, num_ranks))
+
+
+async def _serve(actor: object, num_ranks: int) -> None:
+    from bytescale.data.remote.planner import PlannerActor
+
+    assert isinstance(actor, PlannerActor)
+    state = await actor.check_state(None)
+    await actor.configure(planner_for(num_ranks, 8192), 3)
+    plans, sends, sizes, largest = [], [], [], 0
+    for _ in range(3):
+        first = await actor.part(0, state)
+        assert first is not None
+        part = pickle.loads(first)
+        plans.append(part.planning_seconds)
+        started, total = time.perf_counter(), 0
+        for rank in range(1, num_ranks):
+            message = await actor.part(rank, state)
+            assert message is not None
+            total += len(message)
+            largest = max(largest, len(message))
+        sends.append(time.perf_counter() - started)
+        sizes.append(total)
+        state = part.state_after
+    print(
+        f"{num_ranks:7}   {1e3 * np.mean(plans):>13.0f} ms   {1e3 * np.mean(sends):>16.0f} ms   "
+        f"{1e6 * np.mean(sends) / num_ranks:>5.0f} us   {np.mean(sizes) / MIB:>8.1f} MiB   "
+        f"{np.mean(sizes) / num_ranks:>6.0f} (largest {largest}; first rank, with the whole plan, {len(first)})"
+    )
+
+
+class _OneServer:
+    """Stands where the planner expects a server's handle."""
+
+    def __init__(self, work: object) -> None:
+        import ray
+
+        from bytescale.data.remote.server import DataServer
+
+        self.contents = ray.remote(DataServer).options(num_cpus=0).remote(0, 1, work).contents
+
+
+WAYS: dict[str, Callable[[Path], None]] = {"rate": rate, "bytes": bytes_read, "planner": planner_at_scale}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*WAYS, "one-rank"])
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--way", choices=["spmd", "local", "ray"], default="ray")
+    parser.add_argument("--rank", type=int, default=0)
+    options = parser.parse_args()
+    if options.what == "one-rank":
+        one_rank(options.folder, options.way, options.rank)
+        return
+    with tempfile.TemporaryDirectory(prefix="bytescale-loader-") as folder:
+        WAYS[options.what](Path(folder))
+
+
+if __name__ == "__main__":
+    main()

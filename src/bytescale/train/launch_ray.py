@@ -1,0 +1,190 @@
+"""Starts the ranks of a run as Ray actors, one per bundle of a placement group: ``bytescale train --launch ray``.
+
+Ray finds the nodes and notices deaths; everything else of a rank is as under torchrun: the same environment variables,
+the same process group, the same trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from bytescale.common.errors import BytescaleError, ConfigError, RankFailure, RanksRefused, problem
+from bytescale.config import Config
+from bytescale.train.stop import StopRequest
+
+_PLACE_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
+_BLAME_SECONDS = 2.0
+"""How long to wait for the cause, once one rank has complained of having lost another."""
+
+
+class RankActor:
+    """One training rank."""
+
+    def __init__(self) -> None:
+        self._stop = StopRequest()
+
+    def address(self) -> tuple[str, str, int, int]:
+        """Node, its address, a free port there, and this process's id."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, os.getpid()
+
+    def run(self, config: Config, environment: dict[str, str], console: Any) -> None:
+        """Train; the first rank's lines go to ``console``."""
+        os.environ.update(environment)
+        from bytescale.train import train
+
+        train(config, print_line=lambda line: ray.get(console.write.remote(line)), stop=self._stop)
+
+    def stop(self) -> None:
+        """Ask the rank to finish its step, save and end."""
+        self._stop.heard = True
+
+
+class Console:
+    """Lines on their way from the first rank to the terminal."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def write(self, line: str) -> None:
+        self._lines.append(line)
+
+    def take(self) -> list[str]:
+        """What was written since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) -> None:
+    """Run ``config`` as ``parallel.ranks`` actors and wait for them. Ray is joined already.
+
+    Raises:
+        ConfigError: the cluster has no room for the ranks.
+        RanksRefused: the ranks found the input bad.
+        RankFailure: a rank failed; names it and why. The other ranks are gone.
+        SystemExit: SIGTERM came; the ranks have saved and ended.
+    """
+    num_ranks = config.parallel.ranks
+    bundle = {"CPU": 1.0, **({"GPU": 1.0} if _wants_gpus(config) else {})}
+    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    ranks: list[Any] = []
+    console: Any = ray.remote(Console).options(num_cpus=0).remote()
+    try:
+        if not group.wait(_PLACE_SECONDS):
+            raise _no_room(num_ranks, bundle)
+        for index in range(num_ranks):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
+            ranks.append(ray.remote(RankActor).options(scheduling_strategy=place, **options).remote())
+        addresses = ray.get([rank.address.remote() for rank in ranks])
+        running = {
+            rank.run.remote(config, environment, console): number
+            for number, (rank, environment) in enumerate(zip(ranks, _environments(addresses), strict=True))
+        }
+        with StopRequest() as asked:
+            failures = _wait(running, ranks, console, print_line, asked)
+        if failures:
+            raise _failure(failures, [pid for *_, pid in addresses], config.trainer.run_dir)
+        if asked.heard:
+            raise SystemExit(128 + signal.SIGTERM)
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+        remove_placement_group(group)
+        ray.kill(console)
+
+
+def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, str]]:
+    """What torchrun would set. Ray shows each rank its own GPU alone, so every rank is the first of its node."""
+    _, host, port, _ = addresses[0]
+    one_node = len({node for node, *_ in addresses}) == 1
+    common = {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(addresses)),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"} if one_node else {}),
+    }
+    return [{**common, "RANK": str(rank)} for rank in range(len(addresses))]
+
+
+def _wait(
+    running: dict[Any, int], ranks: list[Any], console: Any, print_line: Callable[[str], None], asked: StopRequest
+) -> dict[int, Exception]:
+    """Until all ranks have ended, or one has failed; the errors of those that did. ``asked`` is passed on to them."""
+    failures: dict[int, Exception] = {}
+    left = list(running)
+    told = False
+    while left:
+        if asked.heard and not told:
+            told = True
+            ray.get([rank.stop.remote() for rank in ranks])
+        patience = _BLAME_SECONDS if failures else _LOOK_SECONDS
+        ended, left = ray.wait(left, num_returns=1, timeout=patience)
+        for line in ray.get(console.take.remote()):
+            print_line(line)
+        for reference in ended:
+            try:
+                ray.get(reference)
+            except Exception as error:  # of whatever kind: it is sorted out below
+                failures[running[reference]] = error
+        if failures and (not ended or any(_blame(error) == 0 for error in failures.values())):
+            break
+    return failures
+
+
+def _blame(error: Exception) -> int:
+    """0: died; 1: an error of its own; 2: lost a peer."""
+    if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+        return 0
+    return 2 if isinstance(_cause(error), RankFailure) else 1
+
+
+def _cause(error: Exception) -> Exception:
+    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+
+
+def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> RankFailure:
+    """One error that names the rank which failed first by itself."""
+    rank, error = min(failures.items(), key=lambda item: (_blame(item[1]), item[0]))
+    cause = _cause(error)
+    if isinstance(cause, BytescaleError) and not isinstance(cause, RankFailure):
+        return RanksRefused(str(cause))
+    how = "died (killed, or out of memory)" if _blame(error) == 0 else f"failed: {cause}"
+    return RankFailure(
+        problem(
+            f"rank {rank} (pid {pids[rank]}) {how}",
+            so="the other ranks were stopped; checkpoints written before are whole",
+            fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
+        )
+    )
+
+
+def _wants_gpus(config: Config) -> bool:
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= config.parallel.ranks
+    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus)
+
+
+def _no_room(num_ranks: int, bundle: dict[str, float]) -> ConfigError:
+    free = ray.available_resources()
+    held = ", ".join(f"{free.get(name, 0):.0f} {name}s" for name in bundle)
+    return ConfigError(
+        problem(
+            f"Ray has {held} free, {num_ranks} ranks need {num_ranks} of each",
+            so="some ranks would never start",
+            fix="lower parallel.ranks, or add nodes to the cluster",
+        )
+    )
