@@ -6,7 +6,7 @@ Every rank is a process with one thread. The planners take turns on the same glo
 noise of the machine falls on all of them alike; each planner's time for a batch is the median over the rounds. A step
 is what training does: agree, forward and backward of the plan, reduce-scatter, AdamW, all-gather.
 
-The last line is the price of the ring: a step on one document of the whole context by all ranks together, against the
+The last line is the price of the ring: a step on the longest document by all ranks together, against the
 same step by one process alone, whose time divided by the ranks would be perfect.
 """
 
@@ -40,13 +40,20 @@ from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
 
 CONTEXT = 8192
 BATCH_TOKENS = 32768
-NUM_BATCHES = 3
+NUM_BATCHES = 2
+NUM_LAYERS = 2
 
 
 def main() -> None:
     arguments = parse_arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
-    data = DataConfig(sources=("python:stdlib",), tokenizer="bpe", context_length=CONTEXT, batch_tokens=BATCH_TOKENS)
+    data = DataConfig(
+        sources=("python:stdlib",),
+        tokenizer="bpe",
+        context_length=CONTEXT,
+        over_length="drop",
+        batch_tokens=BATCH_TOKENS,
+    )
     prepare_corpus(data)
     results = run_processes(arguments.ranks, data, arguments.rounds)
     report = {
@@ -120,7 +127,9 @@ class Worker:
 
         self.corpus = corpus
         self.num_ranks = num_ranks
-        self.shape = resolve_architecture(ModelConfig(preset="tiny"), tokenizer_vocab_size=corpus.facts.vocab_size)
+        self.shape = resolve_architecture(
+            ModelConfig(preset="tiny", num_layers=NUM_LAYERS), tokenizer_vocab_size=corpus.facts.vocab_size
+        )
         self.model = Llama(self.shape)
         self.model.initialise(0)
         self.hdp = HdpGroup(dist.group.WORLD)
@@ -157,8 +166,8 @@ class Worker:
         return totals
 
     def price_of_the_ring(self, rounds: int) -> dict[str, float]:
-        """A step on one document of the whole context: by a ring of all ranks, and by one process alone."""
-        piece = int(np.flatnonzero(self.corpus.pieces.length == CONTEXT)[0])
+        """A step on the longest document: by a ring of all ranks, and by one process alone."""
+        piece = int(self.corpus.pieces.length.argmax())
         pieces = np.array([piece])
         batch = GlobalBatch(
             step=0,
@@ -168,13 +177,18 @@ class Worker:
             num_targets=self.corpus.pieces.num_targets[pieces],
             ends_epoch=False,
         )
-        ring, alone = (one_document_plan(ranks, self.num_ranks) for ranks in (range(self.num_ranks), [0]))
+        length = batch.num_tokens
+        ring, alone = (one_document_plan(length, ranks, self.num_ranks) for ranks in (range(self.num_ranks), [0]))
         times: dict[str, list[float]] = {"ring_seconds": [], "alone_seconds": []}
         for _ in range(rounds):
             times["ring_seconds"].append(self.step(batch, ring)[0])
             times["alone_seconds"].append(self.step(batch, alone)[0])
         medians = {name: statistics.median(values) for name, values in times.items()}
-        return {**medians, "overhead": self.num_ranks * medians["ring_seconds"] / medians["alone_seconds"] - 1}
+        return {
+            "length": length,
+            **medians,
+            "overhead": self.num_ranks * medians["ring_seconds"] / medians["alone_seconds"] - 1,
+        }
 
     def step(self, batch: GlobalBatch, plan: Plan) -> tuple[float, int]:
         """One training step; wall seconds of the slowest rank, bytes of attention traffic of all ranks."""
@@ -201,11 +215,11 @@ class Worker:
         return elapsed, int(sum(row[1] for row in rows))
 
 
-def one_document_plan(ranks: Sequence[int], num_ranks: int) -> Plan:
-    """A document of CONTEXT tokens shared by ``ranks``; the other ranks have nothing to do."""
+def one_document_plan(length: int, ranks: Sequence[int], num_ranks: int) -> Plan:
+    """A document of ``length`` tokens shared by ``ranks``; the other ranks have nothing to do."""
     return Plan.build(
-        lengths=[CONTEXT],
-        capacity_tokens=[CONTEXT] * num_ranks,
+        lengths=[length],
+        capacity_tokens=[length] * num_ranks,
         groups=[GroupSpec(sequences=[0], ranks=ranks)],
         schedule=[[[0]] if rank in ranks else [] for rank in range(num_ranks)],
     )
@@ -214,7 +228,8 @@ def one_document_plan(ranks: Sequence[int], num_ranks: int) -> Plan:
 def print_tables(report: dict[str, Any]) -> None:
     print(f"{report['date']}, {report['machine']}, {report['ranks']} ranks of one thread, {report['rounds']} rounds")
     print(
-        f"stdlib corpus, context {CONTEXT}, {NUM_BATCHES} global batches of {BATCH_TOKENS} tokens, tiny Llama, fp32\n"
+        f"stdlib corpus, context {CONTEXT}, {NUM_BATCHES} global batches of {BATCH_TOKENS} tokens, tiny Llama of "
+        f"{NUM_LAYERS} layers, fp32\n"
     )
     static = next(iter(report["planners"].values()))["tokens_per_second"]
     print(f"{'planner':<26} {'tokens/s':>9} {'ratio':>6} {'attention MiB sent':>19}")
@@ -224,7 +239,7 @@ def print_tables(report: dict[str, Any]) -> None:
         print(f"{name:<26} {numbers['tokens_per_second']:>9.0f} {ratio:>6.2f} {sent:>19.1f}")
     ring = report["ring"]
     print(
-        f"\none document of {CONTEXT} tokens: ring of {report['ranks']} {ring['ring_seconds']:.2f} s, alone "
+        f"\none document of {ring['length']} tokens: ring of {report['ranks']} {ring['ring_seconds']:.2f} s, alone "
         f"{ring['alone_seconds']:.2f} s a step; overhead against perfect division {ring['overhead']:+.1%}"
     )
 
