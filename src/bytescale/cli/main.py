@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("bytescale.cli.train", "train a model: bytescale train CONFIG.toml [--section.key value ...]"),
     "plan": ("bytescale.cli.plan", "plan one batch for any number of ranks and compare planners"),
     "simulate": ("bytescale.cli.simulate", "simulate a training step on a modelled cluster of up to 16,384 GPUs"),
+    "profile": ("bytescale.cli.profile", "measure a model's layers and links on this machine, for planning"),
     "data": ("bytescale.cli.data", "tokenise a corpus, or show its length distribution"),
 }
 

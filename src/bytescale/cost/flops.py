@@ -27,8 +27,17 @@ def attention_parameters(architecture: Architecture) -> int:
 
 
 def feed_forward_parameters(architecture: Architecture) -> int:
-    """Weights of one layer's SwiGLU block: gate, up and down."""
-    return 3 * architecture.hidden_size * architecture.ffn_hidden_size
+    """Weights of one layer's SwiGLU block, or of all its experts and their router: what memory holds."""
+    block = 3 * architecture.hidden_size * architecture.ffn_hidden_size
+    return architecture.num_experts * (block + architecture.hidden_size) if architecture.num_experts else block
+
+
+def active_feed_forward_parameters(architecture: Architecture) -> int:
+    """Weights that one token is multiplied with: those of a dense block, or of the router and the chosen experts."""
+    block = 3 * architecture.hidden_size * architecture.ffn_hidden_size
+    if not architecture.num_experts:
+        return block
+    return architecture.experts_per_token * block + architecture.num_experts * architecture.hidden_size
 
 
 def layer_parameters(architecture: Architecture) -> int:
@@ -51,9 +60,15 @@ def total_parameters(architecture: Architecture) -> int:
     )
 
 
+def active_parameters(architecture: Architecture) -> int:
+    """``total_parameters`` less the experts that a token does not run through ("12.9B of 46.7B active")."""
+    idle = feed_forward_parameters(architecture) - active_feed_forward_parameters(architecture)
+    return total_parameters(architecture) - architecture.num_layers * idle
+
+
 def layer_linear_flops_per_token(architecture: Architecture) -> int:
-    """Forward operations per token of one layer's matrices: 2 per weight."""
-    return 2 * (attention_parameters(architecture) + feed_forward_parameters(architecture))
+    """Forward operations per token of one layer's matrices: 2 per active weight."""
+    return 2 * (attention_parameters(architecture) + active_feed_forward_parameters(architecture))
 
 
 def layer_attention_flops_per_square(architecture: Architecture) -> int:
@@ -109,11 +124,28 @@ def layer_activation_bytes_per_token(architecture: Architecture, *, bytes_per_el
 
     Kept, in elements: input and output of both norms (4 h); q, k and v after rotation; attention's output; gate, up,
     silu(gate) and their product (4 f). In fp32: attention's log-sum-exp (one per head), and one scale per norm.
+    With experts see ``feed_forward_saved_bytes_per_token``.
     """
     query_width = architecture.num_heads * architecture.head_dim
     kv_width = architecture.num_kv_heads * architecture.head_dim
-    elements = 4 * architecture.hidden_size + 2 * query_width + 2 * kv_width + 4 * architecture.ffn_hidden_size
-    return elements * bytes_per_element + 4 * (architecture.num_heads + 2)
+    elements = 4 * architecture.hidden_size + 2 * query_width + 2 * kv_width
+    feed_forward = feed_forward_saved_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
+    return elements * bytes_per_element + 4 * (architecture.num_heads + 2) + feed_forward
+
+
+def feed_forward_saved_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
+    """What gate, up, silu(gate) and their product keep per token of one layer: 4 f elements.
+
+    With K of E experts per token: for each of the K the sorted copy of the token, 4 f, and the output (2 h + 4 f); of
+    the router its logits and probabilities (fp32), the K largest, their sum and weights; three int64 per token and
+    expert for the choice and the sorting.
+    """
+    if not architecture.num_experts:
+        return 4 * architecture.ffn_hidden_size * bytes_per_element
+    wide, chosen = max(4, bytes_per_element), architecture.experts_per_token
+    rows = chosen * (2 * architecture.hidden_size + 4 * architecture.ffn_hidden_size)
+    router = 2 * architecture.num_experts + 2 * chosen + 1
+    return rows * bytes_per_element + router * wide + 3 * chosen * 8
 
 
 def activation_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:

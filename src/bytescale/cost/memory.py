@@ -98,7 +98,7 @@ class MemoryModel:
         """What comes on top of states and saved activations."""
         shape, wide = self.architecture, self._wide
         head = flops.head_parameters(shape) * wide
-        feed_forward = shape.ffn_hidden_size * self.element_bytes
+        feed_forward = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes
         again = 0
         if self.checkpointing != "none":
             # The layer as it is without checkpointing, less what was kept of it.
@@ -106,7 +106,8 @@ class MemoryModel:
         query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         messages = 3 * 2 * kv * self.element_bytes + 3 * 2 * kv * wide  # held, two arriving; three of gradients
         sums = query * wide + query * self.element_bytes  # of query gradients, and a block's part
-        largest_gradient = max(shape.ffn_hidden_size * shape.hidden_size, 1) * self.element_bytes
+        matrices = max(1, shape.num_experts)  # experts' gradients come as one tensor
+        largest_gradient = matrices * shape.ffn_hidden_size * shape.hidden_size * self.element_bytes
         return (
             Phase(
                 name="loss",
@@ -168,8 +169,8 @@ class MemoryModel:
     @property
     def _feed_forward_saved(self) -> int:
         """What the second half of a layer saves, which is gone when backward comes to its attention."""
-        rows = 4 * self.architecture.ffn_hidden_size + 2 * self.architecture.hidden_size
-        return rows * self.element_bytes + self._wide + self._norm_extra
+        inner = flops.feed_forward_saved_bytes_per_token(self.architecture, bytes_per_element=self.element_bytes)
+        return inner + 2 * self._hidden_bytes + self._wide + self._norm_extra
 
     @property
     def _norm_extra(self) -> int:

@@ -1,0 +1,144 @@
+"""``bytescale profile``: measure a model's layers on this machine, for planning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from bytescale.cli.options import leading_path, parse
+from bytescale.common.errors import ConfigError, problem
+from bytescale.common.units import format_bytes, format_count
+from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config, resolve_architecture
+from bytescale.cost import Links, Profile, save_profile
+
+
+@dataclass(slots=True, kw_only=True)
+class ProfileOptions:
+    """Measure this machine: bytescale profile [CONFIG.toml] [options].
+
+    Writes a TOML file for `--cost.profile`, and a picture of the fits beside it.
+    """
+
+    out: Path = Path("profile.toml")
+    """File to write; the picture has the same name and ends in .png."""
+    max_tokens: int = 131072
+    """Longest sequence to measure."""
+    seconds: float = 60.0
+    """Time for all lengths; longer ones are left out."""
+    ranks: int = 1
+    """Ranks on this machine between which links are measured; 1: links count as ideal."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What to measure."""
+    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    """auto: bf16 on GPU, fp32 on CPU."""
+    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=ModelConfig)
+    """The model whose layers are measured."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    path, rest = leading_path(arguments)
+    default = _defaults(load_config(path)) if path else ProfileOptions()
+    options = parse(ProfileOptions, rest, prog="bytescale profile", default=default)
+    if options.ranks < 1 or options.seconds <= 0 or options.max_tokens < 1:
+        raise ConfigError(
+            problem(
+                f"ranks = {options.ranks}, seconds = {options.seconds}, max_tokens = {options.max_tokens}",
+                fix="use numbers above 0",
+            )
+        )
+    from bytescale.train.ranks import under_torchrun
+
+    if options.ranks > 1 and not under_torchrun():
+        from bytescale.train.launch import launch_ranks
+
+        launch_ranks(options.ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
+        return 0
+    return profile_command(options)
+
+
+def profile_command(options: ProfileOptions) -> int:
+    """Links with all ranks, everything else on the first, then the files."""
+    import torch
+
+    from bytescale.train.profiler import measure_links
+    from bytescale.train.ranks import choose_device, choose_dtype, open_ranks
+
+    links: Links | None = None
+    device = choose_device(options.device, 0, 1)
+    if options.ranks > 1:
+        config = Config(
+            parallel=ParallelConfig(ranks=options.ranks),
+            trainer=TrainerConfig(device=options.device, dtype=options.dtype),
+        )
+        with open_ranks(config) as ranks:
+            links, device = measure_links(ranks.hdp), ranks.device
+        if int(os.environ["RANK"]) != 0:
+            return 0
+    threads = torch.get_num_threads()
+    profile = _measure(options, device, choose_dtype(options.dtype, device), links)
+    _write(options, profile, threads)
+    return 0
+
+
+def _measure(options: ProfileOptions, device, dtype, links: Links | None) -> Profile:  # type: ignore[no-untyped-def]
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from bytescale.train.profiler import measure_profile
+
+    console = Console(stderr=True)
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("measuring", total=1.0)
+
+        def show(tokens: int, share: float) -> None:
+            bar.update(task, completed=share, description=f"measuring {format_count(tokens)} tokens")
+
+        return measure_profile(
+            resolve_architecture(options.model),
+            device=device,
+            dtype=dtype,
+            max_tokens=options.max_tokens,
+            seconds=options.seconds,
+            links=links,
+            progress=show,
+        )
+
+
+def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
+    from bytescale.train.profile_plot import draw_profile
+    from bytescale.train.profiler import fit_warnings
+
+    save_profile(profile, options.out)
+    picture = options.out.with_suffix(".png")
+    draw_profile(profile, picture)
+    console = Console()
+    longest = max(point.tokens for point in profile.points)
+    shape, host = profile.architecture, profile.links.device_to_host_bytes_per_second
+    layer = float(profile.attention_forward(longest) + profile.rest_forward(longest))
+    kept = format_bytes(float(profile.activation_bytes(1.0)))
+    console.print(
+        f"{profile.device} ({threads} threads): a layer of hidden {shape.hidden_size} takes {layer * 1e3:.3g} ms "
+        f"forward for {format_count(longest)} tokens and keeps {kept} a token; {format_bytes(host)}/s to the host",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for warning in fit_warnings(profile):
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {options.out} and {picture}", highlight=False, soft_wrap=True)
+    console.print(f"use it: bytescale train CONFIG.toml --cost.profile {options.out}", highlight=False, soft_wrap=True)
+
+
+def _defaults(config: Config) -> ProfileOptions:
+    return ProfileOptions(
+        model=config.model,
+        ranks=config.parallel.ranks,
+        device=config.trainer.device,
+        dtype=config.trainer.dtype,
+        max_tokens=config.data.context_length,
+    )

@@ -1,0 +1,318 @@
+"""Measures what one layer costs on this device, and fits the cost model's curves to it (``bytescale profile``).
+
+Each quantity is the fastest of several runs after a warm-up: other load only ever adds. Lengths
+double from ``MIN_TOKENS`` until one more would exceed the time that is left, so that the same call takes about as long
+on a laptop and on a GPU.
+
+* attention   forward and backward of the causal kernel over one sequence
+* rest        a layer whose attention is a no-op: projections, norms, rotation, feed-forward
+* head        the linear cross-entropy; what gradients add to it is counted as backward
+* activations bytes that autograd saves in a layer, each piece of memory once, without parameters and shared inputs
+* ring block  one step of a ring, n queries against n / 2 keys: the same area as the triangle of n, so that the
+              attention curve's s^2 term should tell it; kept as raw points
+* host        copies of 64 MiB to and from (pinned) host memory
+* links       the ring exchange between ranks, when there are several: one transfer over sizes, latency and bandwidth
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bytescale.attention import AttentionKernel, select_kernel
+from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.config import Architecture
+from bytescale.cost import Links, Profile, flops
+from bytescale.cost.curve import Curve, fit_curve, relative_errors
+from bytescale.cost.profile import Point
+from bytescale.models import Llama
+from bytescale.models.rope import rope_rotation
+from bytescale.runtime import HdpGroup, linear_cross_entropy
+from bytescale.train.peak import device_name
+
+MIN_TOKENS = 256
+REPEATS = 5
+HOST_COPY_BYTES = 2**26
+LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+BAD_RESIDUAL = 0.3
+"""A fit that is further than this from a point, relative to it, is worth a warning."""
+
+CURVES = (
+    "attention_forward",
+    "attention_backward",
+    "rest_forward",
+    "rest_backward",
+    "head_forward",
+    "head_backward",
+    "activation_bytes",
+)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of what runs on a device, by the host's clock around a synchronisation."""
+
+    device: torch.device
+
+    def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        """The fastest of ``REPEATS`` runs after one to warm up; ``prepare`` before each is not counted."""
+        times = []
+        for _ in range(REPEATS + 1):
+            prepare()
+            self._synchronise()
+            started = time.perf_counter()
+            work()
+            self._synchronise()
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass
+class Measurer:
+    """One device, one model, one dtype; points gather in ``points``."""
+
+    architecture: Architecture
+    device: torch.device
+    dtype: torch.dtype
+    points: list[Point] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = Stopwatch(self.device)
+        self.kernel: AttentionKernel = select_kernel("auto", self.device, self.dtype)
+        model = Llama(replace(self.architecture, num_layers=1, vocab_size=64, tie_embeddings=True))
+        model.initialise(0)
+        self.layer: nn.Module = model.layers[0].to(device=self.device, dtype=self.dtype)
+        self.head = self._random(self.architecture.vocab_size, self.architecture.hidden_size) * 0.02
+
+    def measure(self, tokens: int) -> None:
+        """Every curve at one length."""
+        self._attention(tokens)
+        self._ring_block(tokens)
+        self._rest(tokens)
+        self._head(tokens)
+        self._add("activation_bytes", tokens, float(self.activation_bytes(tokens)))
+
+    def activation_bytes(self, tokens: int) -> int:
+        """What autograd saves in one layer, attention included."""
+        hidden = self._random(tokens, self.architecture.hidden_size).requires_grad_()
+        rotation = self._rotation(tokens)
+        outside = {t.untyped_storage().data_ptr() for t in (*self.layer.parameters(), *rotation)}
+        saved: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in outside:
+                saved[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address comes twice
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.layer(hidden, rotation, _WithLse(self.kernel, causal_triangles([tokens])))
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+    def _attention(self, tokens: int) -> None:
+        shape, triangles = self.architecture, causal_triangles([tokens])
+        q = self._random(tokens, shape.num_heads, shape.head_dim)
+        k, v = (self._random(tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        scale = shape.head_dim**-0.5
+        out, lse = self.kernel.forward(q, k, v, triangles, scale)
+        forward = self.watch.seconds(lambda: self.kernel.forward(q, k, v, triangles, scale))
+        backward = self.watch.seconds(lambda: self.kernel.backward(out, q, k, v, out, lse, triangles, scale))
+        self._add("attention_forward", tokens, forward)
+        self._add("attention_backward", tokens, backward)
+
+    def _ring_block(self, tokens: int) -> None:
+        shape = self.architecture
+        q = self._random(tokens, shape.num_heads, shape.head_dim)
+        k, v = (self._random(tokens // 2, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        block = BlockSet.of(np.array([[0, tokens]]), np.array([[0, tokens // 2]]), causal=False)
+        seconds = self.watch.seconds(lambda: self.kernel.forward(q, k, v, block, shape.head_dim**-0.5))
+        self._add("ring_block_forward", tokens, seconds)
+
+    def _rest(self, tokens: int) -> None:
+        hidden = self._random(tokens, self.architecture.hidden_size).requires_grad_()
+        rotation, gradient = self._rotation(tokens), self._random(tokens, self.architecture.hidden_size)
+        outputs: list[Tensor] = []
+
+        def forward() -> None:
+            outputs[:] = [self.layer(hidden, rotation, _no_attention)]
+
+        def reset() -> None:
+            outputs.clear()
+            self.layer.zero_grad(set_to_none=True)
+            hidden.grad = None
+
+        def prepare_backward() -> None:
+            reset()
+            forward()
+
+        self._add("rest_forward", tokens, self.watch.seconds(forward, prepare=reset))
+        backward = self.watch.seconds(lambda: outputs[0].backward(gradient), prepare=prepare_backward)
+        self._add("rest_backward", tokens, backward)
+        reset()
+
+    def _head(self, tokens: int) -> None:
+        hidden = self._random(tokens, self.architecture.hidden_size).requires_grad_()
+        labels = torch.randint(self.architecture.vocab_size, (tokens,), device=self.device)
+        with torch.no_grad():
+            forward = self.watch.seconds(lambda: linear_cross_entropy(hidden, self.head, labels))
+        weight = self.head.detach().requires_grad_()
+
+        def both() -> None:
+            hidden.grad = weight.grad = None
+            linear_cross_entropy(hidden, weight, labels).backward()
+
+        self._add("head_forward", tokens, forward)
+        self._add("head_backward", tokens, max(self.watch.seconds(both) - forward, 0.1 * forward))
+
+    def host_rates(self) -> tuple[float, float]:
+        """Bytes a second to the host and from it."""
+        on_device = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, device=self.device)
+        on_host = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        to_host = self.watch.seconds(lambda: on_host.copy_(on_device, non_blocking=True))
+        to_device = self.watch.seconds(lambda: on_device.copy_(on_host, non_blocking=True))
+        return HOST_COPY_BYTES / to_host, HOST_COPY_BYTES / to_device
+
+    def _add(self, curve: str, tokens: int, value: float) -> None:
+        self.points.append(Point(curve=curve, tokens=tokens, value=value))
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def _rotation(self, tokens: int) -> tuple[Tensor, Tensor]:
+        return rope_rotation(torch.arange(tokens, device=self.device), self.architecture, self.dtype)
+
+
+def measure_profile(
+    architecture: Architecture,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    seconds: float,
+    links: Links | None = None,
+    progress: Callable[[int, float], None] = lambda tokens, share: None,
+) -> Profile:
+    """Measure lengths ``MIN_TOKENS``, twice that, and so on, and fit.
+
+    Args:
+        max_tokens: longest length.
+        seconds: time for all lengths together; one that would not fit, going by the last one's time, is left out.
+        links: of this rank to others (``measure_links``); its host rates are replaced.
+        progress: called with the next length and the share of time that is spent.
+    """
+    measurer = Measurer(architecture, device, dtype)
+    started, tokens = time.perf_counter(), MIN_TOKENS
+    while True:
+        spent = time.perf_counter() - started
+        progress(tokens, min(spent / seconds, 1.0))
+        measurer.measure(tokens)
+        last = time.perf_counter() - started - spent
+        tokens *= 2
+        # Doubling the length at most quadruples the time.
+        if tokens > max_tokens or time.perf_counter() - started + 4 * last > seconds:
+            break
+    to_host, to_device = measurer.host_rates()
+    element = dtype.itemsize
+    ring = flops.ring_bytes_per_token(
+        architecture, bytes_per_element=element, gradient_bytes_per_element=max(4, element)
+    )
+    fits: dict[str, Any] = {name: _fit(measurer.points, name) for name in CURVES}
+    return Profile(
+        name=f"measured on {device_name(device, dtype)}",
+        source=f"bytescale profile, fastest of {REPEATS} runs, torch {torch.__version__}",
+        device=device_name(device, dtype),
+        architecture=architecture,
+        ring_forward_bytes_per_token=ring[0],
+        ring_backward_bytes_per_token=ring[1],
+        links=replace(
+            links or Links(),
+            device_to_host_bytes_per_second=to_host,
+            host_to_device_bytes_per_second=to_device,
+        ),
+        layer_parameters=flops.layer_parameters(architecture),
+        points=tuple(measurer.points),
+        **fits,
+    )
+
+
+def measure_links(hdp: HdpGroup) -> Links:
+    """Latency and bandwidth of a ring over all ranks, all of them sending at once; every rank calls it."""
+    sizes, times = [], []
+    for size in LINK_BYTES:
+        send = torch.zeros(size, dtype=torch.uint8, device=hdp.device)
+        receive = torch.empty_like(send)
+
+        def transfer(send: Tensor = send, receive: Tensor = receive) -> None:
+            following, previous = (hdp.rank + 1) % hdp.size, (hdp.rank - 1) % hdp.size
+            hdp.exchange.start(send=send, to=following, receive=receive, source=previous, tag=0).wait()
+
+        sizes.append(size)
+        times.append(Stopwatch(hdp.device).seconds(transfer))
+    slowest = np.max(np.array(hdp.share(times)), axis=0)  # the ring goes at the pace of its slowest link
+    line = fit_curve(sizes, slowest, quadratic=False)
+    rate = 1.0 / max(line.linear, 1e-15)
+    return Links(intra_node_bytes_per_second=rate, inter_node_bytes_per_second=rate, latency_seconds=line.constant)
+
+
+def fit_warnings(profile: Profile) -> list[str]:
+    """One line per curve that misses one of its points by more than ``BAD_RESIDUAL``, with the worst point."""
+    warnings = []
+    for name in CURVES:
+        points = [point for point in profile.points if point.curve == name]
+        if not points:
+            continue
+        errors = relative_errors(
+            getattr(profile, name), [point.tokens for point in points], [point.value for point in points]
+        )
+        worst = int(np.abs(errors).argmax())
+        if abs(errors[worst]) > BAD_RESIDUAL:
+            warnings.append(
+                f"{name} fits badly: {errors[worst]:+.0%} at {points[worst].tokens} tokens (bound {BAD_RESIDUAL:.0%}); "
+                "take the profile again on an idle machine, or expect plans that are off around that length"
+            )
+    return warnings
+
+
+def _fit(points: list[Point], name: str) -> Curve:
+    """Fit, leave out what is far off (a burst of other load), fit again, while most points stay."""
+    chosen = [point for point in points if point.curve == name]
+    tokens, values = (np.array(column) for column in zip(*((p.tokens, p.value) for p in chosen), strict=True))
+    quadratic = name.startswith("attention")
+    curve = fit_curve(tokens, values, quadratic=quadratic)
+    errors = np.abs(relative_errors(curve, tokens, values))
+    kept = errors <= max(3 * float(np.median(errors)), 0.1)
+    if kept.all() or kept.sum() < max(3, 0.7 * len(kept)):
+        return curve
+    return fit_curve(tokens[kept], values[kept], quadratic=quadratic)
+
+
+class _WithLse:
+    """Local attention that saves what ring attention saves: inputs, output and LSE."""
+
+    def __init__(self, kernel: AttentionKernel, triangles: BlockSet) -> None:
+        self.kernel, self.triangles = kernel, triangles
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _SaveAttention.apply(q, k, v, self)
+
+
+class _SaveAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, attention: _WithLse) -> Tensor:  # type: ignore[no-untyped-def]
+        out, lse = attention.kernel.forward(q, k, v, attention.triangles, q.shape[-1] ** -0.5)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+
+def _no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Reads its inputs, so that their gradients exist, and computes next to nothing."""
+    return q + k[:, :1] + v[:, :1]

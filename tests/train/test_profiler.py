@@ -1,0 +1,82 @@
+"""The profiler on a tiny model: what it writes is what planning reads, and every rank plans alike from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bytescale.cli.main import main
+from bytescale.common.errors import ConfigError
+from bytescale.config import CostConfig, MemoryConfig
+from bytescale.cost import Profile, load_profile
+from bytescale.cost.memory import MemoryModel
+from bytescale.cost.profile import Point
+from bytescale.train import train
+from bytescale.train.profiler import CURVES, fit_warnings, measure_links, measure_profile
+from tests.helpers.ranks import run_ranks
+from tests.helpers.steps import small_shape
+from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
+
+SHAPE = small_shape(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return measure_profile(SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=1024, seconds=20.0)
+
+
+def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
+    for name in CURVES:
+        points = [point for point in profile.points if point.curve == name]
+        assert [point.tokens for point in points] == [256, 512, 1024]
+        assert all(point.value > 0 for point in points)
+        assert float(getattr(profile, name)(512)) > 0
+    assert profile.attention_forward.quadratic > 0
+    assert profile.links.device_to_host_bytes_per_second > 1e6
+    assert profile.device == "cpu, float32"
+
+
+def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
+    model = MemoryModel(architecture=SHAPE, element_bytes=4, num_ranks=1, fused_norm=False)
+    assert profile.activation_bytes.linear == pytest.approx(model.layer_saved_bytes_per_token, rel=1e-3)
+
+
+def test_a_bad_fit_is_named_with_its_worst_point(profile: Profile) -> None:
+    other = Point(curve="rest_forward", tokens=512, value=9.0)
+    points = tuple(other if (p.curve, p.tokens) == ("rest_forward", 512) else p for p in profile.points)
+    warnings = fit_warnings(replace(profile, points=points))
+    assert any(line.startswith("rest_forward fits badly: -100% at 512 tokens") for line in warnings)
+
+
+def test_links_between_ranks() -> None:
+    first, second = run_ranks(2, measure_links)
+    assert first == second
+    assert 1e6 < first.intra_node_bytes_per_second < 1e12
+    assert 0 <= first.latency_seconds < 1
+
+
+def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> None:
+    """One file for all ranks; a model or dtype that it is not of is refused."""
+    corpus = write_corpus(tmp_path / "data" / "corpus")
+    out = tmp_path / "tiny.toml"
+    shape = {"hidden-size": 32, "num-heads": 4, "num-kv-heads": 2, "ffn-hidden-size": 48}
+    model = [text for name, value in shape.items() for text in (f"--model.{name}", str(value))]
+    assert main(["profile", "--out", str(out), "--max-tokens", "512", "--seconds", "5", "--device", "cpu", *model]) == 0
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    assert load_profile(out).architecture.hidden_size == 32
+    config = on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128)
+    config = replace(config, cost=CostConfig(profile=str(out)), memory=MemoryConfig(offload="on", host_gib=0.1))
+    assert len(run(config)) == 2
+    wider = replace(config, model=replace(config.model, ffn_hidden_size=64))
+    with pytest.raises(ConfigError, match="is of another model: its ffn_hidden_size is 48, the model's 64"):
+        train(with_trainer(wider, run_dir=str(tmp_path / "wider")), print_line=lambda line: None)
+    with pytest.raises(ConfigError, match="was measured on 'cpu, float32', this run is on 'cpu, float64'"):
+        train(with_trainer(config, run_dir=str(tmp_path / "fp64"), dtype="fp64"), print_line=lambda line: None)
+
+
+def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--seconds", "0"]) == 2
+    assert "To fix: use numbers above 0" in capsys.readouterr().err
