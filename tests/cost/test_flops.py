@@ -1,5 +1,7 @@
 """Counts against hand computations and published sizes."""
 
+from dataclasses import replace
+
 import pytest
 
 from bytescale.config import PRESETS, Architecture
@@ -35,3 +37,20 @@ def test_ring_and_activation_bytes_by_hand() -> None:
     elements = 4 * 8 + 2 * 8 + 2 * 4 + 4 * 20
     assert flops.layer_activation_bytes_per_token(TOY) == 2 * elements + 4 * 6
     assert flops.activation_bytes_per_token(TOY) == 3 * (2 * elements + 4 * 6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"), [("mixtral-8x7b", 46.70, 12.88), ("mixtral-8x22b", 140.63, 39.16)]
+)
+def test_parameters_of_mixtures_are_the_published_ones(preset: str, total: float, active: float) -> None:
+    assert flops.total_parameters(PRESETS[preset]) / 1e9 == pytest.approx(total, rel=1e-3)
+    assert flops.active_parameters(PRESETS[preset]) / 1e9 == pytest.approx(active, rel=1e-3)
+
+
+def test_a_token_pays_for_the_experts_that_it_runs_through() -> None:
+    mixture = replace(TOY, num_experts=6, experts_per_token=2)
+    blocks, router = 2 * 480, 6 * 8
+    linear = 2 * (2 * 64 + 2 * 32 + blocks + router)
+    assert flops.layer_linear_flops_per_token(mixture) == linear
+    assert flops.feed_forward_parameters(mixture) == 6 * (480 + 8)
+    assert flops.active_parameters(TOY) == flops.total_parameters(TOY)

@@ -22,6 +22,7 @@ from tests.helpers.steps import make_model, random_batch, slice_batch
 
 TINY = PRESETS["tiny"]
 WIDE_HEAD = replace(TINY, vocab_size=8192, num_layers=3)
+MIXTURE = replace(PRESETS["tiny-moe"], vocab_size=256, num_layers=6)
 NARROW_HEAD = replace(TINY, vocab_size=256, num_layers=6, num_kv_heads=4)
 
 
@@ -83,6 +84,8 @@ CASES = [
     *((NARROW_HEAD, torch.float32, mode) for mode in ("none", "full", "attention")),
     (WIDE_HEAD, torch.float32, "none"),
     (TINY, torch.bfloat16, "full"),
+    (MIXTURE, torch.float32, "full"),
+    (MIXTURE, torch.bfloat16, "none"),
 ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bytescale.attention import reference_attention, select_kernel
 from bytescale.config import Architecture
-from bytescale.models import Llama
+from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.runtime import IGNORE_INDEX, FlatParameters, HdpGroup, run_rank_plan
 from bytescale.runtime.loss import reference_cross_entropy
@@ -34,7 +34,7 @@ def small_shape(**changes: object) -> Architecture:
 
 
 def make_model(shape: Architecture, dtype: torch.dtype, seed: int = 0) -> Llama:
-    model = Llama(shape).to(dtype)
+    model = build_model(shape).to(dtype)
     model.initialise(seed)
     return model
 

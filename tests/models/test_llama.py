@@ -8,7 +8,7 @@ import torch
 from bytescale.attention import reference_attention
 from bytescale.config import PRESETS
 from bytescale.cost import flops
-from bytescale.models import Llama
+from bytescale.models import build_model
 from bytescale.models.rope import apply_rope, rope_frequencies, rope_rotation
 from tests.helpers.steps import make_model, small_shape
 
@@ -16,7 +16,7 @@ from tests.helpers.steps import make_model, small_shape
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_parameter_counts_are_exact(preset: str) -> None:
     with torch.device("meta"):
-        model = Llama(PRESETS[preset])
+        model = build_model(PRESETS[preset])
     assert sum(p.numel() for p in model.parameters()) == flops.total_parameters(PRESETS[preset])
 
 

@@ -66,9 +66,7 @@ PRESETS: dict[str, Architecture] = {
     "30b": _llama(60, 56, 8, 6656, 17920),
     "70b": _llama(80, 64, 8, 8192, 28672),
     # The paper's mixtures: top-2 of 8 experts; feed-forward widths and vocabularies are Mixtral's.
-    "tiny-moe": replace(
-        _llama(4, 4, 2, 128, 192, vocab=4096), rope_theta=10_000.0, init_std=0.08, **_TOP_2_OF_8
-    ),
+    "tiny-moe": replace(_llama(4, 4, 2, 128, 192, vocab=4096), rope_theta=10_000.0, init_std=0.08, **_TOP_2_OF_8),
     "mixtral-8x7b": replace(_llama(32, 32, 8, 4096, 14336, vocab=32000), rope_theta=1e6, **_TOP_2_OF_8),
     "mixtral-8x22b": replace(_llama(56, 48, 8, 6144, 16384, vocab=32768), rope_theta=1e6, **_TOP_2_OF_8),
 }

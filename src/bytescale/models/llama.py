@@ -32,7 +32,7 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Layer(shape, self.make_feed_forward()) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.lm_head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
@@ -49,6 +49,10 @@ class Llama(nn.Module):
         """``[V, C]`` weight that turns hidden states into logits."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def make_feed_forward(self) -> nn.Module:
+        """What each layer has behind its attention; families that differ there replace it."""
+        return FeedForward(self.shape)
+
     def initialise(self, seed: int) -> None:
         """Fill every parameter, the same values for the same seed whatever the number of ranks.
 
@@ -62,19 +66,20 @@ class Llama(nn.Module):
                 if parameter.dim() == 1:
                     parameter.fill_(1.0)
                     continue
-                std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else self.shape.init_std
+                residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))  # the last: of experts
+                std = residual_std if residual else self.shape.init_std
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
 class Layer(nn.Module):
     """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, shape: Architecture) -> None:
+    def __init__(self, shape: Architecture, feed_forward: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = feed_forward
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionCallable) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention)

@@ -4,6 +4,7 @@ Works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imp
 """
 
 from bytescale.runtime.activations import Activations
+from bytescale.runtime.auxiliary import HasBatchLoss
 from bytescale.runtime.executor import StepResult, TrainableModel, run_rank_plan
 from bytescale.runtime.flat import FlatParameters
 from bytescale.runtime.hdp import HdpGroup
@@ -15,6 +16,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Activations",
     "FlatParameters",
+    "HasBatchLoss",
     "HdpGroup",
     "HostMemoryError",
     "HostPool",

@@ -14,6 +14,7 @@ from torch import Tensor
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.plan import RankPlan
 from bytescale.runtime.activations import Activations
+from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
 from bytescale.runtime.hdp import HdpGroup
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 
@@ -48,6 +49,7 @@ class StepResult:
 
     loss_sum: float  # sum of the tokens' cross-entropies, in nats
     num_targets: int
+    batch_loss: float = 0.0  # of the whole global batch, in the gradients but not in loss_sum (runtime.auxiliary)
 
 
 def run_rank_plan(
@@ -67,13 +69,14 @@ def run_rank_plan(
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
         activations: checkpointing and offloading of the model's layers; None: autograd keeps everything.
 
-    A rank without micro-batches does nothing; one whose slice holds no target, or no token at all, still takes its
+    A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
     """
     losses: list[Tensor] = []
     num_targets = 0
     activations = activations or Activations([])
     activations.begin_step(rank_plan.micro_batches)
+    begin_batch_loss(model)
     for micro_batch, data in zip(rank_plan.micro_batches, micro_batches, strict=True):
         tokens, labels, position_ids = (
             torch.as_tensor(array).to(hdp.device, non_blocking=True)
@@ -87,4 +90,8 @@ def run_rank_plan(
             (loss_sum / num_global_targets).backward()
         losses.append(loss_sum.detach())
         num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
-    return StepResult(loss_sum=float(torch.stack(losses).double().sum()) if losses else 0.0, num_targets=num_targets)
+    return StepResult(
+        loss_sum=float(torch.stack(losses).double().sum()) if losses else 0.0,
+        num_targets=num_targets,
+        batch_loss=finish_batch_loss(model, hdp),
+    )

@@ -18,7 +18,7 @@ from bytescale.cost.profile_file import require_device, require_model
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import Loader
-from bytescale.models import Llama
+from bytescale.models import Llama, build_model
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, FlatParameters, ShardedAdamW
@@ -83,7 +83,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     # 1. Model: the same initial weights on every rank; parameters move into flat buffers.
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
     check_vocabulary(feed.facts, architecture.vocab_size)
-    model = Llama(architecture)
+    model = build_model(architecture)
     model.initialise(config.trainer.seed)
     model.to(device=ranks.device, dtype=ranks.dtype)
     parameters = FlatParameters(model, num_shards=ranks.hdp.size)

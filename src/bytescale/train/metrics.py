@@ -23,6 +23,7 @@ class StepMetrics:
 
     step: int
     loss: float  # mean cross-entropy per token with a target, nats
+    batch_loss: float  # load balance of experts, weighted; 0 for dense models
     grad_norm: float  # before clipping
     learning_rate: float
     num_tokens: int
@@ -46,9 +47,10 @@ class StepMetrics:
     def line(self, total_steps: int) -> str:
         """For the console."""
         groups = " ".join(f"{degree}x{count}" for degree, count in self.group_sizes.items())
+        balance = f"balance {self.batch_loss:.4f}  " if self.batch_loss else ""
         restarts = f"  loader restarts {self.data_restarts}" if self.data_restarts else ""
         return (
-            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.4f}  "
+            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.4f}  {balance}"
             f"grad {self.grad_norm:.2f}  {format_count(self.tokens_per_second)} tok/s  MFU {self.mfu:.1%}  "
             f"mem {format_bytes(self.memory_bytes)}  imbalance {self.imbalance:.2f}  waiting {self.waiting_share:.0%}  "
             f"data wait {format_seconds(self.data_wait_seconds)}, {self.data_steps_ready} ready{restarts}  "

@@ -59,14 +59,24 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     check_targets(step, sum(other.num_targets for other in reports), data)
     loss = sum(other.loss_sum for other in reports) / num_targets
     grad_norm = sum(other.norm_share for other in reports) ** 0.5
-    check_finite(step, loss, grad_norm, checkpoints.latest())
+    check_finite(step, loss + sums.batch_loss, grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its slice of the weights, then all gather them.
     rate = learning_rate(step, config.trainer.steps, config.optimizer)
     job.optimizer.update(rate, grad_norm)
 
     seconds = watch.elapsed() + data.times.wait_seconds
-    return step_metrics(job, step, data, reports, loss=loss, grad_norm=grad_norm, learning_rate=rate, seconds=seconds)
+    return step_metrics(
+        job,
+        step,
+        data,
+        reports,
+        loss=loss,
+        batch_loss=sums.batch_loss,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        seconds=seconds,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ def step_metrics(
     reports: Sequence[RankReport],
     *,
     loss: float,
+    batch_loss: float,
     grad_norm: float,
     learning_rate: float,
     seconds: float,
@@ -129,6 +140,7 @@ def step_metrics(
     return StepMetrics(
         step=step,
         loss=loss,
+        batch_loss=batch_loss,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
         num_tokens=summary.num_tokens,

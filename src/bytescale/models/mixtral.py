@@ -1,0 +1,42 @@
+"""Mixtral: the Llama decoder with a mixture of experts in place of each feed-forward block.
+
+Shape letters: T tokens, C hidden size, E experts, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bytescale.config import Architecture
+from bytescale.models.balance import BalanceLoss
+from bytescale.models.llama import Llama
+from bytescale.models.moe import MixtureOfExperts
+
+
+class Mixtral(Llama):
+    """A Llama whose layers are sparse. Fits ``runtime.auxiliary.HasBatchLoss``: see ``models.balance``."""
+
+    def __init__(self, shape: Architecture) -> None:
+        super().__init__(shape)
+        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        balanced = [(mixture.balance, mixture.router.weight) for mixture in mixtures if mixture.balance is not None]
+        self._balance = BalanceLoss(shape, balanced) if balanced else None
+
+    def make_feed_forward(self) -> nn.Module:
+        """One layer's mixture."""
+        return MixtureOfExperts(self.shape)
+
+    def begin_batch(self) -> None:
+        """Before the first forward of a step."""
+        if self._balance is not None:
+            self._balance.reset()
+
+    def batch_sums(self) -> Tensor | None:
+        """What the load-balancing loss needs of this rank's tokens, fp64; None when it is off."""
+        return None if self._balance is None else self._balance.sums()
+
+    def batch_loss(self, total: Tensor) -> Tensor:
+        """The weighted loss from all ranks' sums, with this rank's part of its gradient."""
+        if self._balance is None:
+            raise RuntimeError("batch_loss() of a model whose router_aux_loss_weight is 0")
+        return self._balance.loss(total)
