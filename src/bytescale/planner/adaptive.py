@@ -4,7 +4,8 @@
     2. Degrees   each sequence takes the fewest ranks that hold it and end it within the target
     3. Blocks    shared sequences go to consecutive ranks that are free at the same moment, widest first (``blocks``)
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
-    5. Again     while the end is not close to the target: other settings of steps 2 and 3, least traffic first
+    5. Again     while the end is not close to the target: other settings of steps 2 to 4, least traffic first; one of them
+                 fills low gaps with shared short sequences (``gaps``)
     6. Trim      groups that grew in step 3 go back to their degree where the end allows it
     7. Small     few sequences on few ranks: local search over the degrees (``small``)
     8. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
@@ -26,9 +27,10 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner import small
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.blocks import place_blocks
+from bytescale.planner.blocks import Blocks, place_blocks
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.fill import deal
+from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.paper import paper_plan
 from bytescale.planner.static import static_plan
@@ -42,9 +44,6 @@ GOOD_ENOUGH = 1.009
 """An end within this factor of the target ends the search."""
 CLEARLY_BETTER = 0.998
 """An attempt replaces an earlier one only if it is better by this factor."""
-TRAFFIC_PRICE = 0.01
-"""Between attempts, a token's K/V that passes a link counts as this share of the token's linear work, beside what the
-cost model says: no model is so sure of free links that many short sequences should be shared for a 2 % earlier end."""
 TRIMS = 12
 """Groups that step 6 tries to put back to their degree."""
 MAX_RIVAL_SEQUENCES = 4096
@@ -57,15 +56,22 @@ class Attempt(NamedTuple):
     slack: float  # target over the ideal one
     snap: float  # how readily a group takes a whole plateau (``blocks``)
     floors: int = 1  # degrees are chosen so that this many of the longest sequences fit above each other
+    fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
 
 
+FIRST = Attempt(1.004, 0.0)
 ATTEMPTS = (
-    Attempt(1.004, 0.0),
     Attempt(1.009, 0.0),
+    Attempt(1.009, 0.0, fills=True),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
 )
+"""Below ``LARGE`` ranks."""
+LARGE = 512
+"""Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
+LATE_BLOCKS = (Attempt(1.004, 0.3), Attempt(1.01, 0.3, 8))
+LATE_WHOLE = (Attempt(1.009, 0.0), Attempt(1.009, 0.0, fills=True))
 
 
 def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> Plan:
@@ -94,20 +100,18 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> P
 
 def _search(batch: Batch) -> Trial:
     """Steps 2 to 6: the best trial."""
-    best, chosen = None, ATTEMPTS[0]
-    for attempt in ATTEMPTS:
-        trial = _try(batch, attempt)
-        if best is None or _score(batch, trial) < CLEARLY_BETTER * _score(batch, best):
-            best, chosen = trial, attempt
-        if best.end <= GOOD_ENOUGH * batch.target:
+    best, chosen = _try(batch, FIRST), FIRST
+    enough = GOOD_ENOUGH * batch.target
+    attempts = ATTEMPTS
+    if batch.cluster.num_ranks >= LARGE:
+        attempts = LATE_BLOCKS if best.blocks.free_at.max() > enough else LATE_WHOLE
+    for attempt in attempts:
+        if best.end <= enough:
             break
-    assert best is not None, "there is at least one attempt"
-    return _trim(batch, chosen, best) if chosen.snap > 0 else best
-
-
-def _score(batch: Batch, trial: Trial) -> float:
-    """Seconds, a little for traffic included."""
-    return trial.end + TRAFFIC_PRICE * batch.cost.token_seconds * trial.traffic(batch) / batch.cluster.num_ranks
+        trial = _try(batch, attempt)
+        if trial.end < CLEARLY_BETTER * best.end:
+            best, chosen = trial, attempt
+    return _trim(batch, chosen, best) if chosen.snap > 0 and batch.cluster.num_ranks < LARGE else best
 
 
 def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Trial:
@@ -130,14 +134,20 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
         narrow_work=np.cumsum(narrow_work),
         may_snap=may_snap,
     )
-    local_ranks, free_at = deal(batch.local_seconds[count:], blocks.free_at)
+    shared, asked, local = widest_first, degrees[widest_first], np.arange(count, len(batch.lengths))
+    if attempt.fills:
+        fillers = fill_gaps(batch, count, blocks.free_at, target)
+        shared = np.append(shared, local[fillers.places])
+        asked = np.append(asked, fillers.degrees)
+        local = np.delete(local, fillers.places)
+        blocks = Blocks(
+            first=np.append(blocks.first, fillers.first),
+            degrees=np.append(blocks.degrees, fillers.degrees),
+            free_at=fillers.free_at,
+        )
+    local_ranks, free_at = deal(batch.local_seconds[local], blocks.free_at)
     return Trial(
-        shared=widest_first,
-        asked=degrees[widest_first],
-        blocks=blocks,
-        local=np.arange(count, len(batch.lengths)),
-        local_ranks=local_ranks,
-        end=float(free_at.max()),
+        shared=shared, asked=asked, blocks=blocks, local=local, local_ranks=local_ranks, end=float(free_at.max())
     )
 
 
