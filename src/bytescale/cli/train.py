@@ -14,7 +14,7 @@ import tyro
 
 from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import Config, config_to_toml, load_config, validate
+from bytescale.config import Config, ModelConfig, config_to_toml, load_config, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class TrainOptions:
 
     resume: Path | None = None
     """Continue this run folder from its last checkpoint, on any number of ranks."""
+    init: str | None = None
+    """hf:FOLDER: start from a Hugging Face folder's weights; its config.json takes the place of the [model] section."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
     launch: Literal["torchrun", "ray"] = "torchrun"
@@ -44,6 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())
     if options.dry_run:
+        _check_initial_weights(config)
         from bytescale.train.dry_run import dry_run
 
         dry_run(config)
@@ -62,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
 def read_options(arguments: Sequence[str]) -> TrainOptions:
     """The config file (or the resumed run's), with the command line over it and the run folder decided."""
     path, rest = leading_path(arguments)
-    check_setting_names(rest, also=("--resume", "--dry-run", "--launch", "--max-restarts", "--elastic"))
+    check_setting_names(rest, also=("--resume", "--init", "--dry-run", "--launch", "--max-restarts", "--elastic"))
     resumed = _value_of(rest, "--resume")
     if path is not None and resumed is not None:
         raise ConfigError(
@@ -80,14 +83,31 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
         raise ConfigError(
             problem("no config file is given", fix="bytescale train configs/stdlib-tiny.toml, or see --help")
         )
-    trainer = options.config.trainer
+    if resumed is not None and options.init is not None:
+        raise ConfigError(problem(f"both --resume and --init {options.init} are given", fix="leave one of them out"))
+    config = _started_from(options.init, options.config)
+    trainer = config.trainer
     if resumed is not None:
         trainer = replace(trainer, run_dir=str(resumed), resume=True)
     if not trainer.run_dir:
         from bytescale.train.run_folder import default_run_dir
 
         trainer = replace(trainer, run_dir=default_run_dir(path.stem))
-    return replace(options, config=replace(options.config, trainer=trainer))
+    return replace(options, config=replace(config, trainer=trainer))
+
+
+def _started_from(init: str | None, config: Config) -> Config:
+    """``--init``: weights and shape from one folder."""
+    if init is None:
+        return config
+    if config.trainer.init not in ("", init):
+        raise ConfigError(
+            problem(
+                f"--init {init} is given, but trainer.init is {config.trainer.init}",
+                fix="leave one of them out",
+            )
+        )
+    return replace(config, model=ModelConfig(preset=init), trainer=replace(config.trainer, init=init))
 
 
 def prepare_and_start(options: TrainOptions) -> None:
@@ -99,6 +119,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     config = fit_to_gpus(options.config)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
+    _check_initial_weights(config)
     _prepare_data(config)
     with _ray_if_needed(config, options.launch):
         if config.parallel.ranks == 1 and not options.max_restarts and options.launch == "torchrun":
@@ -108,6 +129,13 @@ def prepare_and_start(options: TrainOptions) -> None:
             return
         start = _start_ranks if options.launch == "torchrun" else _start_ranks_on_ray
         supervise(config, start, max_restarts=options.max_restarts, elastic=options.elastic)
+
+
+def _check_initial_weights(config: Config) -> None:
+    if config.trainer.init:
+        from bytescale.train.initial_weights import check_initial_weights
+
+        check_initial_weights(config)
 
 
 def _prepare_data(config: Config) -> None:

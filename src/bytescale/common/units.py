@@ -7,6 +7,7 @@ import re
 from bytescale.common.errors import ConfigError, problem
 
 KIBI = 1024
+GIBI = 1024**3
 _FACTORS = {"": 1, "K": KIBI, "M": KIBI**2, "G": KIBI**3, "T": KIBI**4}
 
 

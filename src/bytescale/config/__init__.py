@@ -1,7 +1,8 @@
 """Floor 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
 
-from bytescale.config.architecture import PRESETS, Architecture, resolve_architecture
+from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.load import config_from_dict, config_to_toml, load_config
+from bytescale.config.resolve import HF_PREFIX, resolve_architecture
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     CheckpointConfig,
@@ -19,6 +20,7 @@ from bytescale.config.validate import validate
 
 __all__ = [
     "AUTO_CAPACITY",
+    "HF_PREFIX",
     "PRESETS",
     "Architecture",
     "CheckpointConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config.architecture import resolve_architecture
+from bytescale.config.resolve import resolve_architecture
 from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig
 
 

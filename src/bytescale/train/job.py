@@ -23,6 +23,7 @@ from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, FlatParameters, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
+from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.memory import MemoryBudget, memory_budget
 from bytescale.train.peak import device_name, peak_flops_per_second
 from bytescale.train.ranks import Ranks
@@ -88,6 +89,8 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     model.to(device=ranks.device, dtype=ranks.dtype)
     parameters = FlatParameters(model, num_shards=ranks.hdp.size)
     optimizer = ShardedAdamW(parameters, config.optimizer, ranks.hdp)
+    if config.trainer.init:
+        load_initial_weights(config.trainer.init, architecture, parameters, optimizer)
 
     # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)

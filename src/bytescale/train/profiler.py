@@ -31,7 +31,7 @@ from bytescale.config import Architecture
 from bytescale.cost import Links, Profile, flops
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Point
-from bytescale.models import Llama
+from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
 from bytescale.runtime import HdpGroup, linear_cross_entropy
 from bytescale.train.peak import device_name
@@ -89,7 +89,7 @@ class Measurer:
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.device)
         self.kernel: AttentionKernel = select_kernel("auto", self.device, self.dtype)
-        model = Llama(replace(self.architecture, num_layers=1, vocab_size=64, tie_embeddings=True))
+        model = build_model(replace(self.architecture, num_layers=1, vocab_size=64, tie_embeddings=True))
         model.initialise(0)
         self.layer: nn.Module = model.layers[0].to(device=self.device, dtype=self.dtype)
         self.head = self._random(self.architecture.vocab_size, self.architecture.hidden_size) * 0.02

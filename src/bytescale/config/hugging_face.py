@@ -1,0 +1,150 @@
+"""Hugging Face's config.json to ``Architecture`` and back. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config.architecture import Architecture
+
+FAMILIES = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
+"""Supported architectures and their ``model_type``."""
+
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+}
+_EXPERT_NAMES = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def architecture_of_folder(folder: Path) -> Architecture:
+    """The model in a Hugging Face folder. Raises ``ConfigError`` when it has no config.json, or one of another kind."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            problem(f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()")
+        ) from error
+    return architecture_from_hf(content, where=str(path))
+
+
+def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture:
+    """Raises ``ConfigError`` for other architectures, and for features of these that our models do not have."""
+    named = content.get("architectures") or [f"model_type {content.get('model_type')}"]
+    if named[0] not in FAMILIES:
+        raise ConfigError(
+            problem(
+                f"{where} is of a {named[0]}, which is not supported",
+                so="its weights have no place in our models",
+                fix="use one of " + ", ".join(FAMILIES),
+            )
+        )
+    _refuse_unknown_features(content, where)
+    missing = [name for name in _NAMES.values() if name not in content]
+    if missing:
+        raise ConfigError(problem(f"{where} lacks {', '.join(missing)}", fix="save the model anew"))
+    numbers: dict[str, Any] = {ours: content[theirs] for ours, theirs in _NAMES.items()}
+    heads = numbers["num_heads"]
+    numbers["num_kv_heads"] = content.get("num_key_value_heads") or heads
+    numbers["head_dim"] = content.get("head_dim") or numbers["hidden_size"] // heads
+    mixture = named[0] == "MixtralForCausalLM"
+    if mixture:
+        # What transformers takes where the file is silent: Mixtral 8x7B's.
+        numbers |= {
+            ours: content.get(theirs, size) for (ours, theirs), size in zip(_EXPERT_NAMES.items(), (8, 2), strict=True)
+        }
+        numbers["router_aux_loss_weight"] = float(content.get("router_aux_loss_coef", 0.001))
+    return Architecture(
+        **numbers,
+        **_rope_from_hf(content, where, default_theta=1e6 if mixture else 1e4),
+        norm_eps=float(content.get("rms_norm_eps", 1e-5 if mixture else 1e-6)),
+        tie_embeddings=bool(content.get("tie_word_embeddings", False)),
+        init_std=float(content.get("initializer_range", 0.02)),
+    )
+
+
+def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: int | None = None) -> dict[str, Any]:
+    """What ``config.json`` has to say; versions 4 and 5 of transformers read it.
+
+    Args:
+        shape: the model.
+        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
+        max_position_embeddings: longest context; None: RoPE's original context. Nothing is computed from it.
+    """
+    family = "MixtralForCausalLM" if shape.num_experts else "LlamaForCausalLM"
+    content: dict[str, Any] = {
+        "architectures": [family],
+        "model_type": FAMILIES[family],
+        **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "initializer_range": shape.init_std,
+        "max_position_embeddings": max_position_embeddings or shape.rope_original_context,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "torch_dtype": dtype,
+    }
+    if shape.rope_scaling != "none":
+        content["rope_scaling"] = {"rope_type": shape.rope_scaling, "factor": shape.rope_scaling_factor}
+    if shape.rope_scaling == "llama3":
+        original = {"original_max_position_embeddings": shape.rope_original_context}
+        content["rope_scaling"] |= {**_LLAMA3_FACTORS, **original}
+    if shape.num_experts:
+        content |= {theirs: getattr(shape, ours) for ours, theirs in _EXPERT_NAMES.items()}
+        content |= {"router_aux_loss_coef": shape.router_aux_loss_weight, "sliding_window": None}
+    return content
+
+
+def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) -> dict[str, Any]:
+    """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``."""
+    rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    numbers: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", content.get("rope_theta", default_theta)))}
+    if kind == "default":
+        return numbers
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            problem(
+                f"{where} stretches rotary positions by {kind!r}",
+                so="attention would see other angles than the model was trained with",
+                fix="use a model with none, linear or llama3",
+            )
+        )
+    numbers |= {"rope_scaling": kind, "rope_scaling_factor": float(rope["factor"])}
+    if kind == "llama3":
+        for name, ours in _LLAMA3_FACTORS.items():
+            if float(rope[name]) != ours:
+                raise ConfigError(
+                    problem(f"{where}: llama3 scaling with {name} = {rope[name]}", fix=f"only {ours} is supported")
+                )
+        numbers["rope_original_context"] = int(rope["original_max_position_embeddings"])
+    return numbers
+
+
+def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
+    """Features whose weights or mathematics our models do not have, if they are switched on."""
+    on = {
+        "attention_bias": bool(content.get("attention_bias")),
+        "mlp_bias": bool(content.get("mlp_bias")),
+        "sliding_window": content.get("sliding_window") is not None,
+        "hidden_act": content.get("hidden_act", "silu") not in ("silu", "swish"),
+    }
+    for name, present in on.items():
+        if present:
+            raise ConfigError(
+                problem(
+                    f"{where} has {name} = {content[name]!r}, which our models do not have",
+                    so="they would compute something else from its weights",
+                    fix="use a model without it",
+                )
+            )

@@ -1,0 +1,43 @@
+"""Our parameter names and shapes against those of Hugging Face's safetensors files, piece by piece.
+
+A ``Piece`` is one tensor of such a file, and where its numbers lie inside one of our parameters. Llama's map one to
+one; Mixtral's experts are tensors of their own there, and slices of one parameter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+_EXPERT_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor in Hugging Face's naming."""
+
+    hf_name: str
+    name: str
+    """Our parameter."""
+    expert: int | None
+    """Its slice ``parameter[expert]``; None: all of it."""
+    shape: tuple[int, ...]
+    """Of the tensor, the same on both sides."""
+
+
+def pieces_of(model: nn.Module) -> list[Piece]:
+    """Every tensor of ``model`` (which may live on the meta device), in the order of its parameters."""
+    return [piece for name, value in model.named_parameters() for piece in _pieces(name, tuple(value.shape))]
+
+
+def _pieces(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    if ".mlp.experts." in name:
+        layer, part = name.split(".mlp.experts.")
+        for expert in range(shape[0]):
+            hf_name = f"model.{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_PARTS[part]}.weight"
+            yield Piece(hf_name, name, expert, shape[1:])
+        return
+    hf_name = name if name == "lm_head.weight" else f"model.{name}"
+    yield Piece(hf_name.replace(".mlp.router.", ".block_sparse_moe.gate."), name, None, shape)

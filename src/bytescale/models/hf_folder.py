@@ -1,0 +1,169 @@
+"""Hugging Face folders on disk: safetensors shards with their index, read and written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.units import format_bytes
+from bytescale.models.hf import Piece
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Files that belong to a model and that training does not change."""
+_SHOWN = 8
+
+
+def check_pieces(folder: Path, pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
+    """Which file holds which pieces. Reads headers only.
+
+    Raises:
+        ConfigError: there are no weights.
+        CheckpointError: with the names of the tensors that are missing or of another shape.
+    """
+    files = _files_by_tensor(folder)
+    missing = [piece.hf_name for piece in pieces if piece.hf_name not in files]
+    if missing:
+        raise CheckpointError(
+            problem(
+                f"{folder} lacks {len(missing)} of {len(pieces)} tensors: {_some(missing)}",
+                so="these weights would be random numbers",
+                fix="download or save the model again, or use the config.json that belongs to it",
+            )
+        )
+    by_file: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(files[piece.hf_name], []).append(piece)
+    _check_shapes(folder, by_file)
+    return by_file
+
+
+def read_pieces(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+    """Every piece with its tensor, file by file; files are memory-mapped, so that one tensor at a time is in memory.
+
+    Raises what ``check_pieces`` raises, before anything is read.
+    """
+    for file, own in check_pieces(folder, pieces).items():
+        with safe_open(file, framework="pt") as tensors:
+            for piece in own:
+                yield piece, tensors.get_tensor(piece.hf_name)
+
+
+def write_pieces(
+    folder: Path, pieces: Sequence[Piece], value: Callable[[Piece], Tensor], *, dtype: torch.dtype, shard_bytes: int
+) -> list[Path]:
+    """Write shards of at most ``shard_bytes`` (one tensor at least) and, if there are several, their index.
+
+    ``value`` gives a piece's numbers; at most one shard of them is in memory.
+    """
+    shards: list[list[Piece]] = [[]]
+    filled = 0
+    for piece in pieces:
+        size = _num_elements(piece) * dtype.itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(piece)
+        filled += size
+    total = len(shards)
+    names = [SINGLE] if total == 1 else [f"model-{n + 1:05d}-of-{total:05d}.safetensors" for n in range(total)]
+    for name, own in zip(names, shards, strict=True):
+        tensors = {piece.hf_name: value(piece).to(dtype).reshape(piece.shape).clone() for piece in own}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    if total > 1:
+        sizes = sum(_num_elements(piece) * dtype.itemsize for piece in pieces)
+        weight_map = {piece.hf_name: name for name, own in zip(names, shards, strict=True) for piece in own}
+        write_json(folder / INDEX, {"metadata": {"total_size": sizes}, "weight_map": weight_map})
+    return [folder / name for name in names]
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy tokenizer and generation settings; returns the names of what was there."""
+    found = [name for name in COMPANIONS if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Two spaces, as Hugging Face does."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
+    index, single = folder / INDEX, folder / SINGLE
+    try:
+        if index.exists():
+            return {n: folder / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        with safe_open(single, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), single)
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise ConfigError(
+            problem(
+                f"{folder} has no weights that can be read ({error})",
+                fix=f"name a folder with {SINGLE}, or with {INDEX} and the files that it names",
+            )
+        ) from error
+
+
+def _check_shapes(folder: Path, by_file: dict[Path, list[Piece]]) -> None:
+    wrong = []
+    for file, own in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                stored = set(tensors.keys())
+                for piece in own:
+                    shape = tuple(tensors.get_slice(piece.hf_name).get_shape()) if piece.hf_name in stored else None
+                    if shape != piece.shape:
+                        wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                problem(f"{file} cannot be read ({error})", fix="download or save the model again")
+            ) from error
+    if wrong:
+        raise CheckpointError(
+            problem(
+                f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
+                so="they do not fit",
+                fix="use the config.json that belongs to these weights",
+            )
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _times(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else "x".join(map(str, shape))
+
+
+def _num_elements(piece: Piece) -> int:
+    return torch.Size(piece.shape).numel()
+
+
+def describe_size(pieces: Sequence[Piece], dtype: torch.dtype) -> str:
+    """``"291 tensors, 15 GiB"``."""
+    return f"{len(pieces)} tensors, {format_bytes(sum(map(_num_elements, pieces)) * dtype.itemsize)}"

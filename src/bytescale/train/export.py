@@ -1,0 +1,112 @@
+"""A checkpoint of ours as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.config import Architecture, Config
+from bytescale.config.hugging_face import hf_config_of
+from bytescale.models.hf import Piece
+from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
+from bytescale.train.checkpoint import read_run_state
+from bytescale.train.initial_weights import architecture_pieces, folder_of
+from bytescale.train.ranks import DTYPES
+
+_MASTER = "master"
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    target: Path,
+    *,
+    dtype: str = "fp32",
+    shard_bytes: int = 5 * 2**30,
+    run_config: Config | None = None,
+) -> list[Path]:
+    """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
+
+    The master weights lie in a memory-mapped file beside ``target`` meanwhile: the process holds one shard, and one
+    rank's slice of the checkpoint while it is read. ``target`` appears when it is complete.
+
+    Args:
+        dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
+        run_config: of the run, for tokenizer, generation settings and context length.
+
+    Returns:
+        The shards written.
+
+    Raises:
+        ConfigError: ``target`` exists.
+        CheckpointError: ``checkpoint`` is none, or is incomplete.
+    """
+    state = read_run_state(checkpoint)
+    if target.exists():
+        raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
+    shape = Architecture(**state.architecture)
+    starts = {str(entry["name"]): int(entry["start"]) for entry in state.layout}
+    hidden = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        with _mapped_master(checkpoint, hidden.parent) as master:
+
+            def value(piece: Piece) -> Tensor:
+                size = torch.Size(piece.shape).numel()
+                start = starts[piece.name] + (piece.expert or 0) * size
+                return master[start : start + size]
+
+            shards = write_pieces(
+                hidden, architecture_pieces(shape), value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
+            )
+        write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
+        _copy_tokenizer(hidden, run_config)
+        hidden.replace(target)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return [target / shard.name for shard in shards]
+
+
+@contextmanager
+def _mapped_master(checkpoint: Path, folder: Path) -> Iterator[Tensor]:
+    """The flat master weights as a file-backed tensor, whose memory the system may take back at any time."""
+    try:
+        stored: Any = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata[_MASTER]
+    except (OSError, KeyError) as error:
+        raise CheckpointError(
+            problem(f"{checkpoint} has no master weights ({error})", fix="name a complete checkpoint")
+        ) from error
+    count, dtype = stored.size.numel(), stored.properties.dtype
+    with NamedTemporaryFile(dir=folder, prefix=".bytescale-", suffix=".tmp") as file:
+        file.truncate(count * dtype.itemsize)
+        master = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
+        dcp.load({_MASTER: master}, checkpoint_id=str(checkpoint), no_dist=True)
+        yield master
+
+
+def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:
+    context = None if run_config is None else run_config.data.context_length
+    torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    return hf_config_of(shape, dtype=torch_name, max_position_embeddings=context)
+
+
+def _copy_tokenizer(target: Path, run_config: Config | None) -> None:
+    """From the folder that the run began with, then over it from where the run took its tokenizer."""
+    if run_config is None:
+        return
+    if run_config.trainer.init:
+        copy_companions(folder_of(run_config.trainer.init), target)
+    tokenizer = Path(run_config.data.tokenizer).expanduser()
+    if tokenizer.is_dir():
+        copy_companions(tokenizer, target)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, target / "tokenizer.json")

@@ -1,0 +1,56 @@
+"""Weights to start from: a Hugging Face folder, read by every rank into its flat buffers, tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import HF_PREFIX, Architecture, Config, resolve_architecture
+from bytescale.models import build_model
+from bytescale.models.hf import Piece, pieces_of
+from bytescale.models.hf_folder import check_pieces, read_pieces
+from bytescale.runtime import FlatParameters, ShardedAdamW
+
+
+def check_initial_weights(config: Config) -> None:
+    """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
+    if config.trainer.init:
+        check_pieces(folder_of(config.trainer.init), architecture_pieces(resolve_architecture(config.model)))
+
+
+def load_initial_weights(
+    source: str, architecture: Architecture, parameters: FlatParameters, optimizer: ShardedAdamW
+) -> None:
+    """Fill parameters, and master weights in their full precision. The same on every rank, without a message.
+
+    Raises:
+        ConfigError: ``source`` is not ``hf:FOLDER``, or there are no weights in it.
+        CheckpointError: tensors are missing or of other shapes; none was loaded.
+    """
+    entries = {entry.name: entry for entry in parameters.entries}
+    first = optimizer.hdp.rank * parameters.shard_size
+    master = optimizer.states()["master"]
+    for piece, tensor in read_pieces(folder_of(source), architecture_pieces(architecture)):
+        start = entries[piece.name].start + (piece.expert or 0) * tensor.numel()
+        flat = tensor.flatten()
+        parameters.values[start : start + len(flat)] = flat.to(parameters.values)
+        low, high = max(start, first), min(start + len(flat), first + parameters.shard_size)
+        if low < high:
+            master[low - first : high - first] = flat[low - start : high - start].to(master)
+
+
+def architecture_pieces(architecture: Architecture) -> list[Piece]:
+    """All tensors of a model, without making it."""
+    with torch.device("meta"):
+        return pieces_of(build_model(architecture))
+
+
+def folder_of(source: str) -> Path:
+    """``hf:FOLDER`` -> the folder."""
+    if not source.startswith(HF_PREFIX):
+        raise ConfigError(
+            problem(f"trainer.init is {source!r}", fix=f"write {HF_PREFIX}FOLDER, or leave it empty for random weights")
+        )
+    return Path(source.removeprefix(HF_PREFIX)).expanduser()
