@@ -112,10 +112,11 @@ def test_triton_rows_equal_torch_rows(vocab: int, z_loss: float) -> None:
     targets[0], targets[1] = -3, vocab + 2  # another rank's words
     wide = logits.double()
     lse, picked = TritonRows().statistics(logits, targets)
-    expected_lse, expected_picked = TorchRows().statistics(wide, targets)
+    rows = TorchRows()
+    expected_lse, expected_picked = rows.statistics(wide, targets)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(picked.double(), expected_picked, rtol=0, atol=0)
-    expected = TorchRows().gradient(wide, targets, expected_lse, z_loss)
+    expected = rows.gradient(wide, targets, expected_lse, z_loss)
     # bf16 keeps 8 bits: half a unit in the last place of a gradient of at most 1 is 2^-9 of it.
     torch.testing.assert_close(
         TritonRows().gradient(logits, targets, lse, z_loss).double(), expected, rtol=2**-8, atol=1e-9

@@ -274,3 +274,43 @@ def test_pages_are_shared_by_neighbours_and_reused() -> None:
     assert (pool.bytes_in_use, pool.bytes_allocated) == (0, 512)
     assert len(PageWriter(pool).reserve(512)) == 2
     assert pool.bytes_allocated == 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
+def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing: str) -> None:
+    """Pinned pages and two side streams; kernels that are deterministic, every token id once (embedding gradients)."""
+    tokens, device = 4096, torch.device("cuda")
+    shape = small_shape(
+        num_layers=8, vocab_size=tokens, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_hidden_size=1536
+    )
+
+    def step(ratio: float) -> tuple[torch.Tensor, int]:
+        model = make_model(shape, torch.bfloat16).to(device)
+        flat = FlatParameters(model, 1)
+        pool = HostPool(2**31, pinned=True, page_bytes=2**20) if ratio else None
+        activations = Activations(list(model.layers), checkpointing=checkpointing, pool=pool, device=device)  # type: ignore[arg-type]
+        rank_plan = RankPlan.of(local_plan([tokens], [ratio]), 0)
+        batch = random_batch([tokens], tokens, 0)
+        batch.tokens[0] = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
+        data = [slice_batch(batch, rank_plan.micro_batches[0])]
+        for _ in range(3):  # pages and blocks of device memory are reused from the second step on
+            flat.zero_gradients()
+            torch.cuda.reset_peak_memory_stats()
+            run_rank_plan(
+                model,
+                rank_plan,
+                data,
+                num_global_targets=batch.num_targets,
+                kernel=select_kernel("math", device, torch.bfloat16),
+                hdp=HdpGroup(device=device),
+                activations=activations,
+            )
+            torch.cuda.synchronize()
+        return flat.gradients.clone(), torch.cuda.max_memory_allocated()
+
+    plain, plain_bytes = step(0.0)
+    for ratio in (0.5, 1.0):
+        gradients, offloaded_bytes = step(ratio)
+        assert torch.equal(gradients, plain)
+        assert checkpointing != "none" or offloaded_bytes < plain_bytes

@@ -69,7 +69,10 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 class RowKernel(Protocol):
-    """What is done to a chunk of logits. Targets outside ``[0, V)`` are other ranks' words."""
+    """What is done to a chunk of logits, first ``statistics``, then, where a gradient is wanted, ``gradient``.
+
+    Both may overwrite the logits. Targets outside ``[0, V)`` are other ranks' words.
+    """
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """LSE ``[n]`` of each row of ``logits [n, V]``, and the target's logit ``[n]`` (0 where it is not here)."""
@@ -81,17 +84,25 @@ class RowKernel(Protocol):
 
 
 class TorchRows:
-    """Plain PyTorch; logits in fp32 or wider."""
+    """Plain PyTorch; logits in fp32 or wider. One instance serves one chunk at a time.
+
+    Exponentials, the dearest part on a CPU, are taken once: ``statistics`` leaves ``exp(logit - largest)`` behind, and
+    ``gradient`` only scales it.
+    """
+
+    def __init__(self) -> None:
+        self._largest: Tensor | None = None  # [n, 1]
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         here = (targets >= 0) & (targets < logits.shape[1])
         picked = logits.gather(1, targets.where(here, 0)[:, None]).squeeze(1)
-        return logits.logsumexp(dim=1), picked.where(here, 0)
+        self._largest = logits.amax(dim=1, keepdim=True)
+        lse = logits.sub_(self._largest).exp_().sum(dim=1).log_() + self._largest.squeeze(1)
+        return lse, picked.where(here, 0)
 
     def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
-        probabilities = logits.sub_(lse[:, None]).exp_()
-        if z_loss:
-            probabilities.mul_(1 + 2 * z_loss * lse[:, None])
+        assert self._largest is not None, "gradient() comes after statistics()"
+        probabilities = logits.mul_((self._largest - lse[:, None]).exp_() * (1 + 2 * z_loss * lse[:, None]))
         here = (targets >= 0) & (targets < logits.shape[1])
         return probabilities.scatter_add_(1, targets.where(here, 0)[:, None], -here.to(logits.dtype)[:, None])
 
