@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import bytescale.data.remote  # noqa: F401  sets what Ray reads when it is imported, before any test module imports it
+
 # A Ray that a program starts lets in only those who know its token. The starter's children inherit this variable; the
 # test process is none, and reads it when it imports Ray.
 os.environ.setdefault("RAY_AUTH_MODE", "token")

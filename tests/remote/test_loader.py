@@ -36,11 +36,11 @@ def corpus(tmp_path: Path) -> int:
 def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> None:
     """Text of two kinds over several servers, documents split by the context, several epochs."""
     (tmp_path / "a.txt").write_text("a text of its own " * 20)
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * (n % 37 + 1)} for n in range(60)])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * (n % 37 + 1)} for n in range(25)])
     config = numbered_config(tmp_path, sources=(str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")), servers=3)
     with feeds(config, "ray", num_ranks) as remote, feeds(config, "local", num_ranks) as local:
         assert [feed.facts for feed in remote] == [feed.facts for feed in local]
-        for ours, theirs in zip(take_steps(remote, 40)[0], take_steps(local, 40)[0], strict=True):
+        for ours, theirs in zip(take_steps(remote, 14)[0], take_steps(local, 14)[0], strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 assert_same_data(mine, other)
             # The whole plan goes to the first rank alone, bit for bit the local planner's.
@@ -61,7 +61,7 @@ def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int)
                 assert data.times.bytes_received > data.times.bytes_read
 
 
-@pytest.mark.parametrize("kinds", [("ray", "ray", "ray"), ("local", "ray", "local"), ("ray", "local", "ray")])
+@pytest.mark.parametrize("kinds", [("ray", "ray", "ray"), ("ray", "local", "ray")])
 def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
     tmp_path: Path, corpus: int, kinds: tuple[str, ...]
 ) -> None:

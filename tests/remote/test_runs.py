@@ -140,3 +140,33 @@ def test_sigterm_saves_and_another_loader_goes_on(
     assert saved.name == f"step-{steps_done(config):06d}"
     local = replace(with_trainer(config, resume=True), data=replace(config.data, loader="local"))
     np.testing.assert_allclose(run(on_ranks(local, 2, 128)), undisturbed, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_ranks_that_ray_starts_survive_a_kill(
+    folder: Path, tmp_path: Path, ray_address: str, undisturbed: list[float]
+) -> None:
+    """``--launch ray``: the same losses, one message for the rank that died, and a run that goes on."""
+    config = ray_config(folder, tmp_path / "run")
+    with started(config, ray_address, "--launch", "ray", "--max-restarts", "1") as launcher:
+        wait_until(lambda: steps_done(config) >= 4)
+        actors("RankActor")[0].kill()
+        output, _ = launcher.communicate(timeout=80)
+    assert launcher.returncode == 0, output
+    assert output.count("died (killed, or out of memory)") == 1
+    assert "restarting on 3 ranks; 0 restarts are left" in output
+    np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
+    wait_until(lambda: not actors("RankActor") and not actors("PlannerActor"), 20)
+
+
+@pytest.mark.slow
+def test_sigterm_reaches_ranks_that_ray_has_started(folder: Path, tmp_path: Path, ray_address: str) -> None:
+    config = ray_config(folder, tmp_path / "run")
+    config = replace(config, checkpoint=replace(config.checkpoint, every=0))
+    with started(config, ray_address, "--launch", "ray") as launcher:
+        wait_until(lambda: steps_done(config) >= 2)
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, output
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == f"step-{steps_done(config):06d}"

@@ -1,0 +1,92 @@
+"""What Ray's absence, silence and failures say to a user."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from pathlib import Path
+
+import pytest
+import ray
+import ray.exceptions
+
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.data.remote import cluster
+from bytescale.data.remote.calls import translated, wait_for
+from tests.remote.support import feeds, numbered_config, take_steps, write_numbered_corpus
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"Ray, which is not installed.*pip install 'bytescale\[ray\]'"):
+        cluster.check_installed()
+
+
+def test_an_address_where_nobody_listens() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"Ray at 127.0.0.1:{port} does not answer .*ray start --head"):
+        cluster.connect(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("address", ["somewhere", "host:port"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Ray address '{address}' is not host:port"):
+        cluster.connect(address)
+
+
+def test_a_ray_client_address() -> None:
+    with pytest.raises(ConfigError, match=r"ray://host:10001 is one of Ray Client.*port 6379"):
+        cluster.connect("ray://host:10001")
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.51.0\n    Python: 3.12.1")
+
+    monkeypatch.setattr(cluster, "_check_answers", lambda *_: None)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"has other versions than this process: .*Ray: 2.51.0 .*same versions"):
+        cluster.connect("127.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.ObjectStoreFullError("full"), ray.exceptions.OutOfDiskError("no space")]
+)
+def test_no_room_left(error: Exception) -> None:
+    told = translated(error, "data server 1")
+    assert isinstance(told, DataError)
+    assert "Ray has no room left for what data server 1 sent" in str(told)
+    assert "--object-store-memory" in str(told)
+
+
+@pytest.mark.usefixtures("ray_joined")
+def test_an_actor_that_does_not_answer(tmp_path: Path) -> None:
+    class Sleeper:
+        def sleep(self) -> None:
+            import time
+
+            time.sleep(30)
+
+    sleeper = ray.remote(Sleeper).options(num_cpus=0).remote()
+    with pytest.raises(
+        DataError, match=r"Data server 0 did not answer within 1 s.*checkpoints written before are whole"
+    ):
+        wait_for(sleeper.sleep.remote(), "data server 0", 0.6)
+    ray.kill(sleeper)
+    with pytest.raises(DataError, match=r"Data server 0 is gone \(Actor"):
+        wait_for(sleeper.sleep.remote(), "data server 0", 30)
+
+
+@pytest.mark.usefixtures("ray_joined")
+def test_a_source_that_goes_away_after_the_start(tmp_path: Path) -> None:
+    """What was tokenised stays; a ``.bin`` that is mapped survives being unlinked, as the kernel keeps it."""
+    write_numbered_corpus(tmp_path / "numbers")
+    with feeds(numbered_config(tmp_path), "ray", 1) as opened:
+        before, state = take_steps(opened, 1)
+        (tmp_path / "numbers.bin").unlink()
+        after, _ = take_steps(opened, 1, state=state)
+        assert after[0][0].step == before[0][0].step + 1
+    with pytest.raises(ConfigError, match=r"numbers.bin' does not exist"), feeds(numbered_config(tmp_path), "ray", 1):
+        pass
