@@ -12,6 +12,9 @@ from bytescale.config.architecture import Architecture
 FAMILIES = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
 """Supported architectures and their ``model_type``."""
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Written as unknown: left out, transformers would take 1 and 2, whatever the tokenizer."""
+
 _NAMES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -25,14 +28,19 @@ _LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 def architecture_of_folder(folder: Path) -> Architecture:
     """The model in a Hugging Face folder. Raises ``ConfigError`` when it has no config.json, or one of another kind."""
+    return architecture_from_hf(read_hf_config(folder), where=str(folder / "config.json"))
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json. Raises ``ConfigError`` when there is none."""
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(content)
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             problem(f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()")
         ) from error
-    return architecture_from_hf(content, where=str(path))
 
 
 def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture:
@@ -93,6 +101,7 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
         "torch_dtype": dtype,
+        **dict.fromkeys(SPECIAL_TOKENS),
     }
     if shape.rope_scaling != "none":
         content["rope_scaling"] = {"rope_type": shape.rope_scaling, "factor": shape.rope_scaling_factor}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import Architecture, Config
-from bytescale.config.hugging_face import hf_config_of
+from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.models.hf import Piece
 from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
 from bytescale.train.checkpoint import read_run_state
@@ -89,14 +90,22 @@ def _mapped_master(checkpoint: Path, folder: Path) -> Iterator[Tensor]:
     with NamedTemporaryFile(dir=folder, prefix=".bytescale-", suffix=".tmp") as file:
         file.truncate(count * dtype.itemsize)
         master = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
-        dcp.load({_MASTER: master}, checkpoint_id=str(checkpoint), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+            dcp.load({_MASTER: master}, checkpoint_id=str(checkpoint), no_dist=True)
         yield master
 
 
 def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:
-    context = None if run_config is None else run_config.data.context_length
+    """``config.json``; what only the folder that the run began with knows is taken from there."""
+    context = 0 if run_config is None else run_config.data.context_length
+    before: dict[str, Any] = {}
+    if run_config is not None and run_config.trainer.init:
+        before = read_hf_config(folder_of(run_config.trainer.init))
+        context = max(context, int(before.get("max_position_embeddings", 0)))
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
-    return hf_config_of(shape, dtype=torch_name, max_position_embeddings=context)
+    content = hf_config_of(shape, dtype=torch_name, max_position_embeddings=context or None)
+    return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
 
 
 def _copy_tokenizer(target: Path, run_config: Config | None) -> None:

@@ -1,0 +1,144 @@
+"""Weights in and out of a run: ``train --init hf:FOLDER``, ``bytescale convert``, and what bad folders say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from bytescale.cli.main import main
+from bytescale.cli.train import read_options
+from bytescale.config import Config, ModelConfig, config_to_toml, resolve_architecture
+from bytescale.train import train
+from bytescale.train.initial_weights import check_initial_weights
+from tests.helpers.forks import run_forked
+from tests.helpers.steps import make_model
+from tests.models.test_hugging_face import write_folder
+from tests.train.runs import losses, on_ranks, small_run, with_trainer, write_corpus
+
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.02}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("convert") / "corpus")
+
+
+def hf_folder(folder: Path, **changes: object) -> Path:
+    """A small random model with a vocabulary of bytes, a tokenizer's file and generation settings."""
+    model = ModelConfig(
+        preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, vocab_size=320,
+        **changes,  # type: ignore[arg-type]
+    )  # fmt: skip
+    write_folder(folder, make_model(resolve_architecture(model), torch.float32), shard_bytes=40_000)
+    (folder / "generation_config.json").write_text('{"temperature": 0.7}', encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def run_from(folder: Path, corpus: Path, run_dir: Path, num_ranks: int, **trainer: object) -> Config:
+    config = with_trainer(on_ranks(small_run(corpus, run_dir), num_ranks), init=f"hf:{folder}", **trainer)
+    return replace(config, model=ModelConfig(preset=f"hf:{folder}"))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def train_on(config: Config) -> None:
+    run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=lambda line: None)))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "changes"),
+    [(1, "fp32", {"tie_embeddings": True}), (3, "bf16", MIXTURE)],
+    ids=["tied llama", "mixtral"],
+)
+def test_weights_go_through_a_checkpoint_bit_for_bit(
+    corpus: Path, tmp_path: Path, num_ranks: int, dtype: str, changes: dict[str, object]
+) -> None:
+    """With a learning rate of nearly 0 the checkpoint has what the folder had: fp32, though bf16 trains."""
+    source = hf_folder(tmp_path / "source", **changes)
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"eos_token_id": 256}), encoding="utf-8")
+    config = run_from(source, corpus, tmp_path / "run", num_ranks, steps=1, dtype=dtype)
+    train_on(replace(config, optimizer=replace(config.optimizer, lr=1e-30, weight_decay=0.0)))
+    target = tmp_path / "target"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert main(["convert", str(checkpoint), str(target), "--shard-bytes", "40000"]) == 0
+    before, after = tensors_of(source), tensors_of(target)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert json.loads((target / "generation_config.json").read_text()) == {"temperature": 0.7}
+    assert (target / "tokenizer.json").read_text() == "{}"
+    written, original = (json.loads((folder / "config.json").read_text()) for folder in (target, source))
+    assert written == original
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_trained_mixture_runs_in_transformers(corpus: Path, tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source", **MIXTURE)
+    config = run_from(source, corpus, tmp_path / "run", 2, steps=6)
+    train_on(config)
+    curve = losses(tmp_path / "run")
+    assert curve[-1] < curve[0]
+    alone = run_from(source, corpus, tmp_path / "alone", 1, steps=6)
+    train_on(alone)
+    assert losses(tmp_path / "alone") == pytest.approx(curve, rel=1e-4)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000006"
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    tokens = torch.tensor([list(b"the ring moves keys around and every rank waits for none of them")])
+    with torch.no_grad():
+        assert float(model(tokens, labels=tokens).loss) < curve[0]
+
+
+def test_init_on_the_command_line_takes_the_shape_too(corpus: Path, tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source", **MIXTURE)
+    config = tmp_path / "config.toml"
+    config.write_text(config_to_toml(small_run(corpus, tmp_path / "run")), encoding="utf-8")
+    options = read_options([str(config), "--init", f"hf:{source}"])
+    shape = resolve_architecture(options.config.model, tokenizer_vocab_size=9999)
+    assert (shape.num_experts, shape.vocab_size, shape.hidden_size) == (4, 320, 32)
+    assert options.config.trainer.init == f"hf:{source}"
+    check_initial_weights(options.config)
+
+
+def test_bad_folders_are_refused_before_ranks_start(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_folder(tmp_path / "source")
+    config = tmp_path / "config.toml"
+    config.write_text(config_to_toml(small_run(corpus, tmp_path / "run")), encoding="utf-8")
+    arguments = ["train", str(config), "--init", f"hf:{source}"]
+    first = sorted(source.glob("*.safetensors"))[0]
+    kept = load_file(first)
+    save_file({name: tensor[:1].clone() for name, tensor in kept.items()}, first)
+    assert main(arguments) == 1
+    assert "model.embed_tokens.weight 1x32 instead of 320x32" in capsys.readouterr().err
+    (source / "config.json").write_text('{"architectures": ["FalconForCausalLM"]}', encoding="utf-8")
+    assert main(arguments) == 2
+    assert "LlamaForCausalLM, MixtralForCausalLM" in capsys.readouterr().err
+    assert main(["train", str(config), "--init", "somewhere"]) == 2
+    assert "hf:FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_folder(tmp_path / "source")
+    assert main(["convert", str(source), str(tmp_path / "out")]) == 2
+    assert f"bytescale train CONFIG.toml --init hf:{source}" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "is not a checkpoint of bytescale" in capsys.readouterr().err
+
+
+def test_the_vocabulary_of_a_folder_is_kept(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source")
+    assert resolve_architecture(ModelConfig(preset=f"hf:{source}"), tokenizer_vocab_size=257).vocab_size == 320
