@@ -15,10 +15,10 @@ from rich.console import Console
 
 from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, read_batch, read_profile
 from bytescale.cli.options import leading_path, parse
-from bytescale.cli.plan_report import Planned, print_comparison, print_details
-from bytescale.common.errors import PlanError
+from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
+from bytescale.common.errors import ConfigError, PlanError, problem
 from bytescale.common.units import format_count
-from bytescale.config import Config, ModelConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, load_config
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
@@ -72,6 +72,14 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
     console = Console()
+    if options.capacity_tokens == AUTO_CAPACITY:
+        raise ConfigError(
+            problem(
+                'parallel.capacity_tokens is "auto", which follows the memory of the machine that trains',
+                so="a plan for other ranks would have no capacity",
+                fix="give --capacity-tokens (bytescale train CONFIG.toml --dry-run prints this machine's)",
+            )
+        )
     lengths, origin = read_batch(options.batch, config)
     profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node)
@@ -93,6 +101,8 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
+        if options.tp == 1:
+            console.print(memory_in_words(planned[chosen].plan, profile.architecture), highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
     if options.png is not None:

@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bytescale.common.units import format_bytes, format_count, format_seconds
+from bytescale.config import Architecture
 from bytescale.cost import CostModel
+from bytescale.cost.memory import LOGITS_PER_CHUNK, MemoryModel
 from bytescale.plan import Plan
+from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import degree_histogram
 from bytescale.simulator import SimulatedStep
 
@@ -94,6 +97,30 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
     console.print("  what would help:", highlight=False)
     for line in what_would_help(item, critical, cost):
         console.print("    - " + line, highlight=False, soft_wrap=True)
+
+
+def memory_in_words(plan: Plan, architecture: Architecture) -> str:
+    """Peak memory of the plan's fullest micro-batch in bf16 on a GPU, part by part (``cost.memory``)."""
+    chunk = max(1, LOGITS_PER_CHUNK["cuda"] // architecture.vocab_size)
+    model = MemoryModel(
+        architecture=architecture,
+        element_bytes=2,
+        num_ranks=plan.num_ranks,
+        loss_chunk_tokens=chunk,
+        fused_loss=True,
+    )
+    tokens, limits = micro_batch_tokens(plan), model.limits()
+    peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared)
+    worst = int(peaks.argmax())
+    held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
+    phase = limits.worst_phase(held, shared)
+    return (
+        f"memory in bf16: {format_bytes(float(peaks[worst]))} a rank at the peak of its fullest micro-batch "
+        f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
+        f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
+        f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "
+        f"{format_bytes(float(phase.bytes(held, shared)))}"
+    )
 
 
 def degrees_in_words(plan: Plan, *, most: int = 8) -> str:
