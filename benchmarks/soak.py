@@ -94,17 +94,25 @@ def victims(launcher: psutil.Process) -> dict[str, list[psutil.Process]]:
     return found
 
 
-def kill_at_random(launcher: psutil.Process, kills: int, dice: random.Random) -> Counter[str]:
-    """Mostly actors: a rank costs a restart of all ranks, some ten seconds."""
+def kill_at_random(launcher: psutil.Process, kills: int, dice: random.Random, run: Path) -> Counter[str]:
+    """Mostly actors: a rank costs a restart of all ranks, some ten seconds, and the run then gets a step to recover."""
     done: Counter[str] = Counter()
+    steps = 0
     while sum(done.values()) < kills and launcher.is_running():
-        time.sleep(dice.uniform(0.1, 2.0))
+        time.sleep(dice.uniform(0.1, 1.3))
+        if done["rank"] and num_lines(run / "metrics.jsonl") <= steps:
+            continue
         kind = dice.choices(["server", "planner", "rank"], weights=[5, 3, 1])[0]
         candidates = victims(launcher)[kind]
         if candidates:
             dice.choice(candidates).kill()
             done[kind] += 1
+            steps = num_lines(run / "metrics.jsonl") if kind == "rank" else 0
     return done
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
 def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict[str, object]]:
@@ -132,9 +140,9 @@ def main() -> int:
         launcher = psutil.Process(run.pid)
         family: set[psutil.Process] = set()
         try:
-            while not victims(launcher)["server"]:
+            while not num_lines(folder / "ray" / "metrics.jsonl"):
                 time.sleep(0.2)
-            killed = kill_at_random(launcher, options.kills, random.Random(options.seed))
+            killed = kill_at_random(launcher, options.kills, random.Random(options.seed), folder / "ray")
             family = set(launcher.children(recursive=True)) if run.poll() is None else set()
             code = run.wait(options.limit_seconds - (time.perf_counter() - started))
         finally:
