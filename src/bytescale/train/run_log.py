@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TextIO
 
 from bytescale.common.units import format_bytes, format_count, format_si
-from bytescale.config import Config
+from bytescale.config import Architecture, Config
 from bytescale.cost import flops
 from bytescale.data import CorpusFacts, StepData
 from bytescale.plan.io import save_plan
@@ -71,8 +71,9 @@ class RunLog:
         shape, hdp = job.architecture, job.ranks.hdp
         dtype = str(job.ranks.dtype).removeprefix("torch.")
         self.say(
-            f"model   {format_si(flops.total_parameters(shape))} parameters, {shape.num_layers} layers, hidden "
-            f"{shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, vocabulary {shape.vocab_size}"
+            f"model   {format_si(flops.total_parameters(shape))} parameters{_active(shape)}, "
+            f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, "
+            f"vocabulary {shape.vocab_size}"
         )
         self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
@@ -126,6 +127,13 @@ class RunLog:
         if self._text is not None:
             self._text.write(line + "\n")
             self._text.flush()
+
+
+def _active(shape: Architecture) -> str:
+    if not shape.num_experts:
+        return ""
+    active = format_si(flops.active_parameters(shape))
+    return f" ({active} active: {shape.experts_per_token} of {shape.num_experts} experts)"
 
 
 def describe_corpus(corpus: CorpusFacts) -> str:
