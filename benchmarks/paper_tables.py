@@ -28,9 +28,8 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload import choose_offload
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, LoaderConfig, simulate
-from paper_algorithm_1 import algorithm_1
 
 PLANNERS = ("static", "naive", "paper", "adaptive")
 CASE = "7B"
@@ -72,7 +71,7 @@ class Setting:
         )
         if not offload:
             ratios, degrees = np.zeros(len(lengths)), -(-lengths // self.capacity_tokens)
-        return algorithm_1(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
+        return naive_plan(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
 
     def seconds(self, plan: Plan, *, remote_loader: bool) -> float:
         """Simulated step time."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster
+from bytescale.planner import naive_plan
 from bytescale.planner.batch import longest_first
 from bytescale.planner.blocks import place_blocks, timer
 from bytescale.planner.fill import deal, micro_batches
@@ -174,3 +175,10 @@ def test_shares_follow_speed_within_capacity(data: st.DataObject, count: int) ->
 def test_shares_of_equal_members_and_of_a_full_one() -> None:
     assert shares(10, np.ones(4), np.full(4, 100)).tolist() == [3, 3, 2, 2]
     assert shares(90, np.array([1.0, 2.0, 6.0]), np.array([100, 100, 30])).tolist() == [20, 40, 30]
+
+
+def test_naive_deals_in_the_order_of_arrival() -> None:
+    """Algorithm 1 by hand: capacity 10 on 3 ranks; 4 and 6 share a pack, which comes when 4 does."""
+    plan = naive_plan([4, 15, 8, 6, 25], cluster=Cluster.uniform(3, 10))
+    groups = [(plan.sequences_of(group).tolist(), plan.ranks_of(group).tolist()) for group in range(plan.num_groups)]
+    assert groups == [([0, 3], [0]), ([1], [1, 2]), ([2], [0]), ([4], [1, 2, 0])]

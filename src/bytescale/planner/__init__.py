@@ -13,6 +13,7 @@ from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive import adaptive_plan
+from bytescale.planner.aligned import align, is_aligned
 from bytescale.planner.evaluate import Outcome, evaluate
 from bytescale.planner.naive import naive_plan
 from bytescale.planner.paper import paper_plan
@@ -21,8 +22,10 @@ from bytescale.planner.static import static_plan
 __all__ = [
     "Outcome",
     "adaptive_plan",
+    "align",
     "balanced_plan",
     "evaluate",
+    "is_aligned",
     "make_planner",
     "naive_plan",
     "paper_plan",
@@ -39,7 +42,7 @@ def balanced_plan(
 
 
 def make_planner(
-    config: PlannerConfig, cluster: Cluster, cost: CostModel, *, context_length: int = 0
+    config: PlannerConfig, cluster: Cluster, cost: CostModel, *, context_length: int = 0, num_stages: int = 1
 ) -> Callable[[ArrayLike], Plan]:
     """The planner that ``config`` names, as a function of the batch's lengths alone.
 
@@ -48,6 +51,7 @@ def make_planner(
         cluster: the ranks.
         cost: tells times.
         context_length: the longest sequence that may come; sizes the static mesh when ``static_cp`` is not set.
+        num_stages: of the pipeline; above 1 plans are aligned, so that 1F1B cannot hang.
 
     Raises:
         ConfigError: for a planner that does not exist.
@@ -55,9 +59,12 @@ def make_planner(
     if config.name == "static":
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
     if config.name == "naive":
-        return partial(naive_plan, cluster=cluster, cost=cost)
-    if config.name == "balanced" and config.balance in ("adaptive", "paper"):
-        return partial(balanced_plan, cluster=cluster, cost=cost, mode=config.balance)
+        planner = partial(naive_plan, cluster=cluster, cost=cost)
+        return planner if num_stages == 1 else lambda lengths: align(planner(lengths), cluster=cluster, cost=cost)
+    if config.name == "balanced" and config.balance == "adaptive":
+        return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
+    if config.name == "balanced" and config.balance == "paper":
+        return partial(paper_plan, cluster=cluster, cost=cost, pipeline=num_stages > 1, aligned=num_stages > 1)
     raise ConfigError(
         problem(
             f"planner.name = {config.name!r} with planner.balance = {config.balance!r} does not exist",

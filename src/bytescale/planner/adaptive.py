@@ -4,8 +4,8 @@
     2. Degrees   each sequence takes the fewest ranks that hold it and end it within the target
     3. Blocks    shared sequences go to consecutive ranks that are free at the same moment, widest first (``blocks``)
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
-    5. Again     while the end is not close to the target: other settings of steps 2 to 4, least traffic first; one of them
-                 fills low gaps with shared short sequences (``gaps``)
+    5. Again     while the end is not close to the target: other settings of steps 2 to 4, least traffic first; some of
+                 them fill low gaps with shared short sequences (``gaps``)
     6. Trim      groups that grew in step 3 go back to their degree where the end allows it
     7. Small     few sequences on few ranks: local search over the degrees (``small``)
     8. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner import small
+from bytescale.planner.aligned import align, is_aligned
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.blocks import Blocks, place_blocks
 from bytescale.planner.evaluate import evaluate
@@ -70,17 +71,18 @@ ATTEMPTS = (
 """Below ``LARGE`` ranks."""
 LARGE = 512
 """Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
-LATE_BLOCKS = (Attempt(1.004, 0.3), Attempt(1.01, 0.3, 8))
+LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
 LATE_WHOLE = (Attempt(1.009, 0.0), Attempt(1.009, 0.0, fills=True))
 
 
-def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> Plan:
+def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Plan:
     """Plan one global batch so that all ranks end as early as possible, with little traffic.
 
     Args:
         lengths: ``[S]`` tokens per sequence.
         cluster: the ranks.
         cost: tells the time of a group.
+        num_stages: of the pipeline; above 1 the plan is one that cannot hang under 1F1B (``aligned``).
 
     Raises:
         PlanError: for an empty batch, lengths below 1, or a sequence that the whole cluster cannot hold.
@@ -89,13 +91,18 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> P
     order = longest_first(lengths)
     if not cluster.is_uniform:
         batch = mixed_batch(lengths[order], cluster, cost)
-        return trial_plan(batch, mixed_search(batch, GOOD_ENOUGH), order, lengths, "balanced/adaptive")
+        plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH), order, lengths, "balanced/adaptive")
+        if num_stages == 1 or is_aligned(plan):
+            return plan
+        return paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
     batch = Batch.of(lengths[order], cluster, cost)
     trial = _search(batch)
     if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
         trial = small.improve(batch, trial, GOOD_ENOUGH * batch.target)
     plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
-    return _best_of_rivals(plan, batch)
+    if num_stages > 1:
+        plan = align(plan, cluster=cluster, cost=cost)
+    return _best_of_rivals(plan, batch, aligned=num_stages > 1)
 
 
 def _search(batch: Batch) -> Trial:
@@ -109,7 +116,7 @@ def _search(batch: Batch) -> Trial:
         if best.end <= enough:
             break
         trial = _try(batch, attempt)
-        if trial.end < CLEARLY_BETTER * best.end:
+        if trial.end < CLEARLY_BETTER * best.end or trial.end <= enough:
             best, chosen = trial, attempt
     return _trim(batch, chosen, best) if chosen.snap > 0 and batch.cluster.num_ranks < LARGE else best
 
@@ -168,7 +175,7 @@ def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
     return best
 
 
-def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
+def _best_of_rivals(plan: Plan, batch: Batch, *, aligned: bool) -> Plan:
     """Step 8. With free communication the mesh always balances and never pays: then only what is close counts."""
     if plan.num_sequences > MAX_RIVAL_SEQUENCES:
         return plan
@@ -176,8 +183,11 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     cluster, cost = batch.cluster, batch.cost
     end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
-    rivals: list[Callable[..., Plan]] = [partial(paper_plan, num_buckets=1), paper_plan]
-    for planner in rivals + [static_plan] * mesh_holds:  # the mesh does not offload
+    rivals: list[Callable[..., Plan]] = [
+        partial(paper_plan, num_buckets=1, aligned=aligned),
+        partial(paper_plan, aligned=aligned),
+    ]
+    for planner in rivals + [static_plan] * mesh_holds:  # the mesh is aligned, and does not offload
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)

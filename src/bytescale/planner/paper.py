@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
+from bytescale.planner.aligned import align
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.naive import minimal_groups
@@ -20,7 +21,13 @@ FloatArray = NDArray[np.float64]
 
 
 def paper_plan(
-    lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_buckets: int = 8, pipeline: bool = False
+    lengths: ArrayLike,
+    *,
+    cluster: Cluster,
+    cost: CostModel,
+    num_buckets: int = 8,
+    pipeline: bool = False,
+    aligned: bool = False,
 ) -> Plan:
     """Equal tokens per micro-batch, more micro-batches for ranks whose micro-batches are cheap (paper section 6).
 
@@ -40,6 +47,8 @@ def paper_plan(
         cost: tells the time of a group.
         num_buckets: the paper leaves it open.
         pipeline: PP-Balance instead of DP-Balance.
+        aligned: put the groups on other ranks if a pipeline could hang (``aligned.align``), which the published rule
+            does not exclude.
     """
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     buckets = _bucket_groups(lengths, cluster, cost, num_buckets)
@@ -49,7 +58,8 @@ def paper_plan(
     slots, ranks = _serve_furthest_behind(bucket_of, degrees, seconds, 1.0 / cluster.speeds, pipeline)
     draft = Draft(sequences=sequences, sequence_counts=counts, ranks=ranks, degrees=degrees, slots=slots)
     name = "balanced/paper-pp" if pipeline else "balanced/paper"
-    return assemble(draft, lengths=lengths, cluster=cluster, planner=name)
+    plan = assemble(draft, lengths=lengths, cluster=cluster, planner=name)
+    return align(plan, cluster=cluster, cost=cost) if aligned else plan
 
 
 def _bucket_groups(

@@ -1,0 +1,84 @@
+"""Plans that cannot hang in a pipeline: the members of every shared group meet at the same micro-batch index.
+
+That is enough under 1F1B, whatever else the ranks run and however many micro-batches each has. With p stages, give
+
+    forward of micro-batch i on stage s     the number  2 i + s
+    backward                                the number  2 i + 2 p - 1 - s
+
+Every action waits for smaller numbers only. On one stage, with W = p - 1 - s warm-up forwards, backward i follows
+forward i + W (2 i + 2 p - 2 - s) and comes before forward i + W + 1 (2 i + 2 p - s); forwards rise with the stage,
+backwards fall with it. And the members of a group, having one index, have one number: no cycle can close.
+(``plan.pipeline_order`` finds the cycles of plans that are not aligned; tests run it over thousands of these.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost import Cluster, CostModel
+from bytescale.plan import Plan
+from bytescale.plan.plan import segment_sums
+from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.planner.blocks import place_blocks
+from bytescale.planner.draft import Draft, assemble, consecutive
+from bytescale.planner.fill import deal
+
+IntArray = NDArray[np.int64]
+
+
+def is_aligned(plan: Plan) -> bool:
+    """Whether all members of every shared group have it at one index."""
+    heads = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
+    shared = plan.group_sizes[heads] > 1
+    index = np.arange(plan.num_micro_batches) - np.repeat(
+        plan.rank_micro_batch_offsets[:-1], np.diff(plan.rank_micro_batch_offsets)
+    )
+    lowest, highest = np.full(plan.num_groups, np.iinfo(np.int64).max), np.full(plan.num_groups, -1)
+    np.minimum.at(lowest, heads[shared], index[shared])
+    np.maximum.at(highest, heads[shared], index[shared])
+    return bool((lowest >= highest).all())
+
+
+def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
+    """``plan`` if it is aligned, else the same groups on other ranks.
+
+    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``blocks``). A block stands on one
+       other, or beside it: all its ranks have the same groups below them, hence the same number of them.
+    2. Local groups follow, longest first on the rank that is free first, each a micro-batch.
+
+    Args:
+        plan: of any planner that gives all members of a group equal shares.
+        cluster: its equal ranks.
+        cost: tells times, to choose ranks; the result is aligned whatever it says.
+    """
+    if is_aligned(plan):
+        return plan
+    assert bool((plan.group_weights == 1).all()), "unequal shares belong to their ranks: such plans cannot be moved"
+    squares = segment_sums(plan.lengths[plan.group_sequences].astype(np.float64) ** 2, plan.group_sequence_offsets)
+    shared, local = np.flatnonzero(plan.group_sizes > 1), np.flatnonzero(plan.group_sizes == 1)
+    shared = shared[np.lexsort((-plan.group_tokens[shared], -plan.group_sizes[shared]))]
+    degrees = plan.group_sizes[shared]
+    blocks = place_blocks(
+        plan.group_tokens[shared],
+        degrees,
+        cost=cost,
+        num_ranks=plan.num_ranks,
+        target=np.inf,
+        snap=0.0,
+        narrow_work=np.zeros(plan.num_ranks + 1),
+    )
+    seconds = cost.compute_seconds(plan.group_tokens[local], squares[local]) + cost.micro_batch_seconds
+    longest_first = np.argsort(-seconds, kind="stable")
+    local = local[longest_first]
+    local_ranks, _ = deal(seconds[longest_first], blocks.free_at)
+    groups = np.concatenate((shared, local))
+    offsets = plan.group_sequence_offsets
+    draft = Draft(
+        sequences=plan.group_sequences[concatenated_ranges(offsets[groups], offsets[groups + 1])],
+        sequence_counts=np.diff(offsets)[groups],
+        ranks=np.concatenate((consecutive(blocks.first, degrees), local_ranks)),
+        degrees=plan.group_sizes[groups],
+        slots=np.arange(len(groups)),
+    )
+    return assemble(draft, lengths=plan.lengths, cluster=cluster, planner=f"{plan.planner}/aligned")
