@@ -1,6 +1,6 @@
 """Planners side by side: the same batches, the same evaluation, one run.
 
-    python benchmarks/planners.py [--ranks 64,256,1024] [--tokens 32M] [--seeds 5] [--first-seed 3000] [--cost ideal] [--out FOLDER]
+    python benchmarks/planners.py [--ranks 64,256,1024] [--tokens 32M] [--seeds 5] [--first-seed 3000] [--out FOLDER]
 
 Prints, per data set and number of ranks, the median over seeds of: milliseconds to plan (CPU time of one core), end
 time over all work spread evenly (waiting for group members counted), and traffic over that of the fewest ranks.
@@ -151,11 +151,13 @@ def _run_peer(
 
 def _line(row: dict[str, Any]) -> str:
     text = (
-        f"{row['data']:7} {row['ranks']:6} ranks  {row['planner']:15} {row['milliseconds']:10.1f} ms   "
-        f"(worst {row['worst_milliseconds']:.1f})   end / ideal {row['end_over_ideal']:7.3f} (worst {row['worst_end_over_ideal']:7.3f})"
+        f"{row['data']:7} {row['ranks']:6} ranks  {row['planner']:15} {row['milliseconds']:10.1f} ms "
+        f"(worst {row['worst_milliseconds']:.1f})   "
+        f"end / ideal {row['end_over_ideal']:7.3f} (worst {row['worst_end_over_ideal']:7.3f})"
     )
     if "traffic_over_fewest" in row:
-        text += f"   traffic {row['traffic_over_fewest']:6.2f}   verify {row['verify_milliseconds']:.1f} ms"
+        text += f"   traffic {row['traffic_over_fewest']:6.3f} (worst {row['worst_traffic_over_fewest']:.3f})"
+        text += f"   verify {row['verify_milliseconds']:.1f} ms"
     elif row["end_without_barriers_over_ideal"] != row["end_over_ideal"]:
         text += f"   without its barriers {row['end_without_barriers_over_ideal']:.3f}"
     return text

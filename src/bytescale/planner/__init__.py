@@ -59,8 +59,7 @@ def make_planner(
     if config.name == "static":
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
     if config.name == "naive":
-        planner = partial(naive_plan, cluster=cluster, cost=cost)
-        return planner if num_stages == 1 else lambda lengths: align(planner(lengths), cluster=cluster, cost=cost)
+        return partial(naive_plan if num_stages == 1 else _aligned_naive_plan, cluster=cluster, cost=cost)
     if config.name == "balanced" and config.balance == "adaptive":
         return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
     if config.name == "balanced" and config.balance == "paper":
@@ -71,3 +70,7 @@ def make_planner(
             fix='use "static", "naive" or "balanced", the latter with "adaptive" or "paper"',
         )
     )
+
+
+def _aligned_naive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> Plan:
+    return align(naive_plan(lengths, cluster=cluster), cluster=cluster, cost=cost)

@@ -69,9 +69,15 @@ def naive_plan(
 
 
 def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tuple[IntArray, IntArray, IntArray]:
-    """Steps 1 and 2 for sequences that are longest first (Algorithm 2's buckets): groups as (sequences group by group ``[S]``, sequences per group ``[G]``, degrees ``[G]``).
+    """Steps 1 and 2 for Algorithm 2's buckets, longest first.
 
-    ``order`` holds the sequence numbers, longest first; long sequences' groups come first.
+    Args:
+        lengths: ``[S]`` of the whole batch.
+        order: the bucket's sequence numbers, longest first.
+        cluster: the ranks.
+
+    Returns:
+        sequences group by group, long ones first; sequences per group ``[G]``; degrees ``[G]``.
     """
     capacity = smallest_capacity(cluster)
     num_long = int((lengths[order] > capacity).sum())
