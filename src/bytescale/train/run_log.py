@@ -72,8 +72,8 @@ class RunLog:
         dtype = str(job.ranks.dtype).removeprefix("torch.")
         self.say(
             f"model   {format_si(flops.total_parameters(shape))} parameters{_active(shape)}, "
-            f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, "
-            f"vocabulary {shape.vocab_size}"
+            f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads over "
+            f"{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         )
         self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
