@@ -195,6 +195,7 @@ def _check_context(config: Config, budget: MemoryBudget, num_ranks: int) -> None
     context = config.data.context_length
     if context > longest:
         over = (context - longest) / num_ranks * budget.model.saved_bytes_per_token
+        may_start_to = budget.rule is None and budget.model.movable_bytes_per_token > 0  # the last two layers stay
         raise ConfigError(
             problem(
                 f"a sequence of data.context_length = {context} tokens does not fit: {num_ranks} ranks of capacity "
@@ -203,7 +204,7 @@ def _check_context(config: Config, budget: MemoryBudget, num_ranks: int) -> None
                 + f" ({format_bytes(over)} a rank too many)",
                 so="a document of full length could not be trained on",
                 fix=f"use {-(-context * num_ranks // longest)} ranks, a shorter context, trainer.checkpointing"
-                + ("" if budget.rule else ', memory.offload = "on"')
+                + (', memory.offload = "on"' if may_start_to else "")
                 + ", or more memory (memory.device_gib, memory.host_gib)",
             )
         )
