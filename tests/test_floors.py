@@ -21,7 +21,8 @@ sys.meta_path.insert(0, NoTorch())
 package = importlib.import_module("bytescale." + sys.argv[1])
 modules = [package.__name__]
 if hasattr(package, "__path__"):
-    modules += [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".") if ".remote" not in m.name]
+    found = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    modules += [module.name for module in found if ".remote" not in module.name]
 for name in modules:
     importlib.import_module(name)
 print(len(modules))
