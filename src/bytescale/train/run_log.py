@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from types import TracebackType
 from typing import TextIO
 
@@ -30,6 +32,7 @@ class RunLog:
         self._introduced = False
         self._first: StepMetrics | None = None
         self._last: StepMetrics | None = None
+        self._last_losses: deque[float] = deque(maxlen=5)  # one batch's loss depends on its documents
         self._seconds = 0.0
 
     def __enter__(self) -> RunLog:
@@ -89,6 +92,7 @@ class RunLog:
         """One line for people, one for programs, and the plan."""
         self._first = self._first or metrics
         self._last = metrics
+        self._last_losses.append(metrics.loss)
         self._seconds += metrics.step_seconds
         if self._metrics is None:
             return
@@ -104,7 +108,8 @@ class RunLog:
             return
         self.say(
             f"done    steps {self._first.step} to {self._last.step} in {self._seconds:.0f} s: loss "
-            f"{self._first.loss:.3f} -> {self._last.loss:.3f}; peak memory of a rank "
+            f"{self._first.loss:.3f} -> {mean(self._last_losses):.3f} (mean of the last "
+            f"{len(self._last_losses)}); peak memory of a rank "
             f"{format_bytes(self._last.memory_bytes)}"
         )
         self.say(f"run     {self.run.path}  (config.toml, metrics.jsonl, plans/, checkpoints/)")
