@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,7 +142,3 @@ def worst_relative_error(ours: dict[str, Tensor], reference: dict[str, Tensor]) 
     return max(
         float((ours[name] - reference[name]).norm() / reference[name].norm().clamp_min(1e-300)) for name in reference
     )
-
-
-def lengths_array(lengths: Sequence[int]) -> np.ndarray:
-    return np.asarray(lengths, dtype=np.int64)

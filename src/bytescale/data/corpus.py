@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.bpe import cached_bpe
@@ -27,9 +28,6 @@ from bytescale.data.tokenizer import Tokenizer, load_tokenizer
 from bytescale.plan.plan import offsets_of
 
 IntArray = NDArray[np.int64]
-
-IGNORE_INDEX = -100
-"""Label of a token that has no target: what ``torch.nn.functional.cross_entropy`` ignores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

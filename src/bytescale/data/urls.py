@@ -26,11 +26,6 @@ Result = TypeVar("Result")
 _COPY_BYTES = 8 * 1024**2
 
 
-def is_url(source: str) -> bool:
-    """Whether ``source`` is for fsspec; ``file://`` too."""
-    return "://" in source
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class UrlPath:
     """One remote file, with the few methods of ``Path`` that readers use."""

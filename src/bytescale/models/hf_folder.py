@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.common.units import format_bytes
 from bytescale.models.hf import Piece
 
 INDEX = "model.safetensors.index.json"
@@ -162,8 +161,3 @@ def _times(shape: tuple[int, ...] | None) -> str:
 
 def _num_elements(piece: Piece) -> int:
     return torch.Size(piece.shape).numel()
-
-
-def describe_size(pieces: Sequence[Piece], dtype: torch.dtype) -> str:
-    """``"291 tensors, 15 GiB"``."""
-    return f"{len(pieces)} tensors, {format_bytes(sum(map(_num_elements, pieces)) * dtype.itemsize)}"

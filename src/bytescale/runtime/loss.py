@@ -23,10 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import LOGITS_PER_CHUNK
-
-IGNORE_INDEX = -100
-"""Label of a token without a target."""
 
 
 def linear_cross_entropy(

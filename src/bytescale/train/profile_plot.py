@@ -9,7 +9,7 @@ import numpy as np
 from bytescale.common.errors import BytescaleError, problem
 from bytescale.common.units import format_count
 from bytescale.cost import Profile
-from bytescale.train.profiler import CURVES
+from bytescale.cost.profile_file import CURVES
 
 
 def draw_profile(profile: Profile, path: Path) -> None:

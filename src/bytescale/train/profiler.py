@@ -31,6 +31,7 @@ from bytescale.config import Architecture
 from bytescale.cost import Links, Profile, flops
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Point
+from bytescale.cost.profile_file import CURVES
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
 from bytescale.runtime import HdpGroup, linear_cross_entropy
@@ -42,16 +43,6 @@ HOST_COPY_BYTES = 2**26
 LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 BAD_RESIDUAL = 0.3
 """A fit that is further than this from a point, relative to it, is worth a warning."""
-
-CURVES = (
-    "attention_forward",
-    "attention_backward",
-    "rest_forward",
-    "rest_backward",
-    "head_forward",
-    "head_backward",
-    "activation_bytes",
-)
 
 
 @dataclass
