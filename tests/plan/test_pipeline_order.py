@@ -69,9 +69,7 @@ def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
     queues = {
         (rank, stage): [
             (bool(backward), int(chunk) * num_stages + stage, int(plan.micro_batches_of(rank)[index]))
-            for backward, chunk, index in stage_actions(
-                len(plan.micro_batches_of(rank)), num_stages, stage, num_chunks
-            )
+            for backward, chunk, index in stage_actions(len(plan.micro_batches_of(rank)), num_stages, stage, num_chunks)
         ]
         for rank in range(plan.num_ranks)
         for stage in range(num_stages)
@@ -138,9 +136,7 @@ def test_a_pipeline_alone_never_hangs(num_stages: int, num_chunks: int) -> None:
         assert find_cycle(plan, num_stages, num_chunks) == []
 
 
-@given(
-    count=st.integers(0, 12), num_stages=st.integers(1, 5), stage=st.integers(0, 4), num_chunks=st.integers(1, 3)
-)
+@given(count=st.integers(0, 12), num_stages=st.integers(1, 5), stage=st.integers(0, 4), num_chunks=st.integers(1, 3))
 def test_every_action_stands_in_the_schedule_once(count: int, num_stages: int, stage: int, num_chunks: int) -> None:
     actions = stage_actions(count, num_stages, min(stage, num_stages - 1), num_chunks)
     assert len(actions) == 2 * count * num_chunks

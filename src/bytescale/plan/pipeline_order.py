@@ -4,8 +4,8 @@ An *action* is (part of the model, forward or backward, micro-batch of a rank). 
 one of its chunks. An action waits for
 
 1. the action before it on its rank and stage (``plan.schedule``, which the runtime follows to the letter);
-2. for a forward, the same micro-batch's forward on the part of the model before; for a backward, its backward on the part
-   after, and on the last part its own forward;
+2. for a forward, the same micro-batch's forward on the part before; for a backward, its backward on the part after, and
+   on the last part its own forward;
 3. all members of its shared group: ring attention needs every one of them, so their actions are ONE node here.
 
 A plan cannot hang if and only if this graph has no cycle::
@@ -105,9 +105,7 @@ def _walk_back(before: IntArray, after: IntArray, left: NDArray[np.bool_]) -> li
     return [*path[seen[node] :], node][::-1]
 
 
-def _words(
-    plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int, node: int
-) -> str:
+def _words(plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int, node: int) -> str:
     action, unit = divmod(node, num_units)
     chunk, stage = divmod(action // 2, num_stages)
     where = f"stage {stage}" if num_chunks == 1 else f"chunk {chunk} of stage {stage}"

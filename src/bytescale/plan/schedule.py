@@ -8,9 +8,9 @@ them from here. With v chunks of layers a rank (virtual stages), chunk c of stag
     steady     one forward, one backward, in turn
     cool-down  the backwards that are left
 
-Forwards come micro-batch by micro-batch; interleaved in rounds of p micro-batches, a round through chunk 0, then through
-chunk 1, and so on (Megatron-LM, Narayanan et al. 2021, section 2.2); the first round takes what is over (up to 2 p - 1),
-so that any number of micro-batches will do. Backwards take the same rounds with the chunks in reverse.
+Forwards come micro-batch by micro-batch; interleaved in rounds of p micro-batches, a round through chunk 0, then
+through chunk 1, and so on (Megatron-LM, Narayanan et al. 2021, section 2.2); the first round takes what is over (up to
+2 p - 1), so that any number of micro-batches will do. Backwards take the same rounds with the chunks in reverse.
 """
 
 from __future__ import annotations

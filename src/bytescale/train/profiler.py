@@ -34,7 +34,7 @@ from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import CURVES
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
-from bytescale.runtime import HdpGroup, linear_cross_entropy
+from bytescale.runtime import RankGroup, linear_cross_entropy
 from bytescale.train.peak import device_name
 
 MIN_TOKENS = 256
@@ -235,7 +235,7 @@ def measure_profile(
     )
 
 
-def measure_links(hdp: HdpGroup) -> Links:
+def measure_links(hdp: RankGroup) -> Links:
     """Latency and bandwidth of a ring over all ranks, all of them sending at once; every rank calls it."""
     sizes, times = [], []
     for size in LINK_BYTES:
