@@ -111,9 +111,15 @@ class ParallelConfig:
 
     ranks: int = 1
     """Training processes on this node; more than one starts torchrun, which is used as found when already there."""
+    tp: int = 1
+    """Tensor parallelism: ranks, next to each other, that share every layer's matrices and a micro-batch's tokens."""
+    pp: int = 1
+    """Pipeline parallelism: stages, each with some of the layers. HDP has what remains, ranks / (tp * pp)."""
+    virtual_stages: int = 1
+    """Chunks of layers on each stage; above 1 they are interleaved: a smaller bubble for more messages."""
     capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
-    """Tokens that one micro-batch of one rank may hold (the paper's C); `auto` (or 0): what its memory allows. ranks *
-    capacity must hold the context, unless activations are offloaded."""
+    """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what memory allows. HDP
+    ranks * capacity must hold the context, unless activations are offloaded."""
     timeout_seconds: float = 120.0
     """A message that takes longer than this means that a rank is gone: every rank stops and says so."""
     stop_seconds: float = 30.0

@@ -1,4 +1,4 @@
-"""Weights to start from: a Hugging Face folder, read by every rank into its flat buffers, tensor by tensor."""
+"""Weights to start from: a Hugging Face folder, of which every rank reads what it holds, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_initial_weights(config: Config) -> None:
 def load_initial_weights(
     source: str, architecture: Architecture, parameters: FlatParameters, optimizer: ShardedAdamW
 ) -> None:
-    """Fill parameters, and master weights in their full precision. The same on every rank, without a message.
+    """Fill parameters, and master weights in their full precision, from the tensors of which this rank has a part.
 
     Raises:
         ConfigError: ``source`` is not ``hf:FOLDER``, or there are no weights in it.
@@ -32,13 +32,18 @@ def load_initial_weights(
     entries = {entry.name: entry for entry in parameters.entries}
     first = optimizer.hdp.rank * parameters.shard_size
     master = optimizer.states()["master"]
-    for piece, tensor in read_pieces(folder_of(source), architecture_pieces(architecture)):
-        start = entries[piece.name].start + (piece.expert or 0) * tensor.numel()
-        flat = tensor.flatten()
+    pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
+    for piece, tensor in read_pieces(folder_of(source), pieces):
+        entry = entries[piece.name]
+        cut = entry.cut if piece.expert is None else entry.cut.of_row()
+        flat = cut.of(tensor).flatten()
+        start = entry.start + (piece.expert or 0) * len(flat)
         parameters.values[start : start + len(flat)] = flat.to(parameters.values)
         low, high = max(start, first), min(start + len(flat), first + parameters.shard_size)
         if low < high:
             master[low - first : high - first] = flat[low - start : high - start].to(master)
+    if optimizer.tied_head is not None:
+        optimizer.tied_head.lend()
 
 
 def architecture_pieces(architecture: Architecture) -> list[Piece]:
