@@ -113,7 +113,11 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         ModelPart(
             model=chunk,
             activations=Activations(
-                list(chunk.layers), checkpointing=config.trainer.checkpointing, pool=pool, device=ranks.device
+                list(chunk.layers),
+                checkpointing=config.trainer.checkpointing,
+                pool=pool,
+                device=ranks.device,
+                tp=mesh.tp,
             ),
         )
         for chunk in model.chunks
