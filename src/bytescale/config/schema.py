@@ -18,7 +18,7 @@ class ModelConfig:
 
     preset: str = "tiny"
     """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's), tiny-moe, mixtral-8x7b,
-    mixtral-8x22b (top-2 of 8 experts), or hf:FOLDER, the shape in a Hugging Face folder's config.json."""
+    mixtral-8x22b (top-2 of 8 experts), hf:FOLDER or checkpoint:FOLDER, the shape of the model in that folder."""
     vocab_size: int | None = None
     """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
     num_layers: int | None = None
@@ -191,7 +191,8 @@ class TrainerConfig:
     seed: int = 0
     """Seed of the initial weights."""
     init: str = ""
-    """Where the initial weights come from: hf:FOLDER, a Hugging Face folder; empty: random numbers of `seed`."""
+    """Where the initial weights come from: hf:FOLDER (Hugging Face's), checkpoint:FOLDER (ours, of any ranks); empty:
+    random numbers of `seed`."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

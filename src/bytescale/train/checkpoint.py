@@ -11,12 +11,13 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from bytescale.common.errors import CheckpointError, problem
@@ -27,7 +28,7 @@ from bytescale.train.stored_state import PieceReader, PieceWriter, host_copies, 
 
 FORMAT = 2
 """Of checkpoints: 1 stored flat buffers, and was never released."""
-_STATE_FILE = "run_state.json"
+STATE_FILE = "run_state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class Checkpointer:
         if self.ranks.is_first:
             shutil.rmtree(final, ignore_errors=True)  # a resumed run may pass the same step again
             hidden.mkdir(parents=True, exist_ok=True)
-            (hidden / _STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-        torch.distributed.barrier(group=self.ranks.checkpoint_group)
+            (hidden / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
+        dist.barrier(group=self.ranks.checkpoint_group)
         writing = self._thread.submit(
             dcp.save,
             stored_pieces(optimizer, host_copies(optimizer)),
@@ -96,16 +97,8 @@ class Checkpointer:
         Raises ``CheckpointError`` when the checkpoint is of another model.
         """
         state = read_run_state(path)
-        _check_same_model(path, state, expected)
-        loaded = host_copies(optimizer)
-        dcp.load(
-            stored_pieces(optimizer, loaded),
-            checkpoint_id=str(path),
-            planner=PieceReader(),
-            process_group=self.ranks.checkpoint_group,
-        )
-        for name, own in optimizer.states().items():
-            own.copy_(loaded[name])
+        check_same_model(path, state.architecture, expected.architecture)
+        load_states(path, optimizer, self.ranks.checkpoint_group)
         optimizer.restore(state.step)
         return state
 
@@ -147,7 +140,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def read_run_state(path: Path) -> RunState:
     """What a checkpoint says of itself."""
     try:
-        content = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
             raise ValueError(f"format {content.get('format', 1)}, this version reads {FORMAT}")
         return RunState(**content)
@@ -157,13 +150,25 @@ def read_run_state(path: Path) -> RunState:
         ) from error
 
 
-def _check_same_model(path: Path, state: RunState, expected: RunState) -> None:
-    if state.architecture != expected.architecture:
-        different = [
-            f"{key} {state.architecture.get(key)} there, {expected.architecture.get(key)} here"
-            for key in sorted({*state.architecture, *expected.architecture})
-            if state.architecture.get(key) != expected.architecture.get(key)
-        ]
+def load_states(
+    path: Path, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
+) -> None:
+    """Fill this rank's slices from a checkpoint of any mesh; ``only`` some of the states (``optimizer.states``)."""
+    own = optimizer.states()
+    loaded = {name: copy for name, copy in host_copies(optimizer).items() if only is None or name in only}
+    dcp.load(stored_pieces(optimizer, loaded), checkpoint_id=str(path), planner=PieceReader(), process_group=group)
+    for name, values in loaded.items():
+        own[name].copy_(values)
+
+
+def check_same_model(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` when two architectures differ, with what differs."""
+    different = [
+        f"{key} {there.get(key)} there, {here.get(key)} here"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]
+    if different:
         raise CheckpointError(
             problem(
                 f"{path} is a checkpoint of another model ({'; '.join(different)})",

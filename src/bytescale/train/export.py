@@ -57,6 +57,7 @@ def export_checkpoint(
             hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
         )
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
+        copy_companions(checkpoint, hidden)  # where it was made of a Hugging Face folder
         _copy_tokenizer(hidden, run_config)
         hidden.replace(target)
     finally:

@@ -91,7 +91,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     )
     optimizer = ShardedAdamW(model.parameters, config.optimizer, mesh, model.tied_head)
     if config.trainer.init:
-        load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer)
+        load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
 
     # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
