@@ -1,7 +1,7 @@
 """A profile: what one layer costs on one HDP rank, measured or counted; the full cost model stands on it.
 
 All curves are per LAYER and per RANK of ``tensor_parallel`` devices; bytes are per DEVICE. ``cost.stage`` turns them
-into the times of a pipeline stage, ``Profile.cost_model`` folds them into the planner's eight numbers, and
+into the times of a pipeline stage, ``Profile.cost_model`` folds them into the planner's few numbers, and
 ``cost.profile_file`` reads and writes them as TOML.
 """
 
@@ -167,6 +167,7 @@ class Profile:
             micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest),
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
             ring_step_seconds=2 * layers * self.links.latency_seconds,
+            ring_message_seconds=2 * layers * self.links.message_seconds,
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.links.inter_node_bytes_per_second,
             ranks_per_node=ranks_per_node,

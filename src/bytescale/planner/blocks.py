@@ -109,7 +109,7 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     launch = cost.micro_batch_seconds
     if is_ideal(cost):
         return lambda work, length, degree: work / degree + launch
-    latency, squares = cost.ring_step_seconds, cost.attention_seconds_per_pair
+    latency, message, squares = cost.ring_step_seconds, cost.ring_message_seconds, cost.attention_seconds_per_pair
     intra = cost.ring_bytes_per_token / cost.intra_node_bytes_per_second
     inter = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second
     node = cost.ranks_per_node
@@ -117,7 +117,7 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     def seconds_on(work: float, length: int, degree: int) -> float:
         transfer = (inter if degree > node else intra) * length / degree + latency
         block = squares * length * length / (degree * degree)
-        return work / degree + (degree - 1) * max(transfer - block, 0.0) + launch
+        return work / degree + (degree - 1) * (max(transfer - block, 0.0) + message) + launch
 
     return seconds_on
 
