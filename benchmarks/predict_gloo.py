@@ -1,15 +1,16 @@
 """Does the simulator predict what training takes here? The whole chain: profile, train, simulate the same plans.
 
-    .venv/bin/python benchmarks/predict_gloo.py [--rounds 3] [--steps 4] [--ranks 1,2] [--out FOLDER] [--again]
+    .venv/bin/python benchmarks/predict_gloo.py [--rounds 3] [--steps 4] [--ranks 1,2] [--out FOLDER]
 
 1. ``bytescale profile`` on 1 and on 2 ranks of one thread: costs of a layer of the tiny model, links of gloo.
 2. ``bytescale train`` of the demo's model on every mix of documents by every planner, with the profile; the runs take
    turns, round after round, so that noise of the machine falls on all of them alike.
-3. The plans of every run folder are simulated and compared with its metrics.jsonl, step by step. The first step of a run
-   (fresh memory) is left out.
+3. The plans of every run folder are simulated and compared with its metrics.jsonl, step by step. The first step of a
+   run (fresh memory) is left out; each other step's time is the median over the rounds, the fastest is shown too.
 
-Times of other people's work are in the measured ones and not in the predicted: each step's time is the median over the
-rounds, and the fastest is shown beside it. ``--again`` only repeats step 3 on the folder's runs.
+Other people's work is in measured times and not in predicted ones. So each run waits until the machine is idle
+(``--quiet-seconds``), and one during which others took more than ``--others`` of the machine is done again, at most
+``--tries`` times; then it counts as it is. ``--again`` only repeats step 3 on the folder's runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +68,10 @@ def main() -> None:
     cases = [Case(ranks, mix, planner) for ranks in all_ranks for mix in MIXES for planner in PLANNERS]
     if not arguments.again:
         for ranks in all_ranks:
-            take_profile(out, ranks, arguments.profile_seconds)
+            in_quiet(arguments, f"profile on {ranks}", lambda ranks=ranks: take_profile(out, ranks, arguments))
         for number in range(arguments.rounds):
             for case in cases:
-                train(case, out, number, arguments.steps)
-            print(f"round {number + 1} of {arguments.rounds} done, load {os.getloadavg()[0]:.1f}", flush=True)
+                in_quiet(arguments, str(case), lambda case=case, number=number: train(case, out, number, arguments))
     profiles = {ranks: load_profile(profile_path(out, ranks)) for ranks in all_ranks}
     rows = [row for case in cases for row in compare(case, out, profiles[case.ranks])]
     print_table(rows)
@@ -80,25 +84,59 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of each run; the first one is not counted")
     parser.add_argument("--profile-seconds", type=float, default=100.0)
+    parser.add_argument("--quiet-seconds", type=float, default=600.0, help="how long a run waits for an idle machine")
+    parser.add_argument("--others", type=float, default=0.05, help="share of the machine that others may take")
+    parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/predict_gloo"))
     parser.add_argument("--again", action="store_true", help="train nothing, only compare")
     return parser.parse_args()
+
+
+def in_quiet(arguments: argparse.Namespace, what: str, work: Callable[[], None]) -> None:
+    """Run ``work`` in a quiet moment, again if others disturbed it."""
+    for attempt in range(arguments.tries):
+        deadline = time.monotonic() + arguments.quiet_seconds
+        while others_share(lambda: time.sleep(2.0)) > arguments.others and time.monotonic() < deadline:
+            pass
+        share = others_share(work)
+        print(f"{what}: others took {share:.0%} of the machine", flush=True)
+        if share <= arguments.others or attempt == arguments.tries - 1:
+            return
+
+
+def others_share(work: Callable[[], None]) -> float:
+    """Share of all cores that other processes take while ``work`` runs (Linux)."""
+
+    def busy() -> float:
+        ticks = [int(text) for text in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]
+        return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+
+    def own() -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+    started, before = time.monotonic(), busy() - own()
+    work()
+    return (busy() - own() - before) / ((time.monotonic() - started) * (os.cpu_count() or 1))
 
 
 def profile_path(out: Path, ranks: int) -> Path:
     return out / f"profile-{ranks}.toml"
 
 
-def take_profile(out: Path, ranks: int, seconds: float) -> None:
+def take_profile(out: Path, ranks: int, arguments: argparse.Namespace) -> None:
     bytescale(
-        *("profile", str(CONFIG), "--ranks", str(ranks), "--seconds", str(seconds)),
+        *("profile", str(CONFIG), "--ranks", str(ranks), "--seconds", str(arguments.profile_seconds)),
         *("--max-tokens", str(max(CAPACITY.values())), "--device", "cpu", "--out", str(profile_path(out, ranks))),
     )
 
 
-def train(case: Case, out: Path, number: int, steps: int) -> None:
+def train(case: Case, out: Path, number: int, arguments: argparse.Namespace) -> None:
+    folder = case.folder(out, number)
+    shutil.rmtree(folder, ignore_errors=True)
     bytescale(
-        *("train", str(CONFIG), "--trainer.run-dir", str(case.folder(out, number)), "--trainer.steps", str(steps)),
+        *("train", str(CONFIG), "--trainer.run-dir", str(folder), "--trainer.steps", str(arguments.steps)),
         *("--parallel.ranks", str(case.ranks), "--parallel.capacity-tokens", str(CAPACITY[case.ranks])),
         *("--data.cache-dir", str(out / "cache"), "--trainer.device", "cpu", "--checkpoint.every", "0"),
         *("--cost.profile", str(profile_path(out, case.ranks)), *MIXES[case.mix], *PLANNERS[case.planner]),
@@ -123,7 +161,10 @@ def compare(case: Case, out: Path, profile: Profile) -> list[dict[str, object]]:
         measured = [run[place]["step_seconds"] for run in runs]
         rows.append(
             {
-                **{"ranks": case.ranks, "mix": case.mix, "planner": case.planner, "step": metrics["step"]},
+                "ranks": case.ranks,
+                "mix": case.mix,
+                "planner": case.planner,
+                "step": metrics["step"],
                 "shared": int((plan.group_sizes > 1).sum()),
                 "predicted": simulate(plan, profile, ClusterConfig(num_gpus=plan.num_ranks)).step_seconds,
                 "median": statistics.median(measured),
@@ -150,8 +191,8 @@ def print_table(rows: list[dict[str, object]]) -> None:
         ratios = [float(str(row["predicted"])) / float(str(row[name])) for row in rows]
         good = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
         print(
-            f"predicted / {name}: {good} of {len(ratios)} steps within {WITHIN:.0%}, median {statistics.median(ratios):.3f}, "
-            f"from {min(ratios):.3f} to {max(ratios):.3f}"
+            f"predicted / {name}: {good} of {len(ratios)} steps within {WITHIN:.0%}, "
+            f"median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}"
         )
 
 

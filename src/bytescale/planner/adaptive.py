@@ -10,7 +10,8 @@
     7. Small     few sequences on few ranks: local search over the degrees (``small``)
     8. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
 
-Ranks that differ in speed or capacity take the same steps in ``mixed``, without 6 to 8.
+In a pipeline steps 2 to 4 are taken for several longest stage times (``pipeline``), and 5 to 7 left out. Ranks that
+differ in speed or capacity take the same steps in ``mixed``, without 6 to 8.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -34,6 +35,7 @@ from bytescale.planner.fill import deal
 from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.paper import paper_plan
+from bytescale.planner.pipeline import levels, pack_seconds
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
 from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
@@ -56,7 +58,7 @@ class Attempt(NamedTuple):
 
     slack: float  # target over the ideal one
     snap: float  # how readily a group takes a whole plateau (``blocks``)
-    floors: int = 1  # degrees are chosen so that this many of the longest sequences fit above each other
+    floors: float = 1  # degrees are chosen so that this many of the longest sequences fit above each other
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
 
 
@@ -69,6 +71,7 @@ ATTEMPTS = (
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
 )
 """Below ``LARGE`` ranks."""
+SLACK_IN_PIPELINE = 1.01
 LARGE = 512
 """Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
 LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
@@ -95,14 +98,16 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
         if num_stages == 1 or is_aligned(plan):
             return plan
         return paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
-    batch = Batch.of(lengths[order], cluster, cost)
-    trial = _search(batch)
-    if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
+    batch = Batch.of(lengths[order], cluster, cost, num_stages)
+    trial = _search(batch) if num_stages == 1 else _search_in_pipeline(batch)
+    if num_stages == 1 and len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
         trial = small.improve(batch, trial, GOOD_ENOUGH * batch.target)
     plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
-    if num_stages > 1:
-        plan = align(plan, cluster=cluster, cost=cost)
-    return _best_of_rivals(plan, batch, aligned=num_stages > 1)
+    if num_stages == 1:
+        return _best_of_rivals(plan, batch)
+    flat = adaptive_plan(lengths, cluster=cluster, cost=cost)  # where rings are dear, bubbles may be cheaper
+    plans = [align(plan, cluster=cluster, cost=cost), align(flat, cluster=cluster, cost=cost)]
+    return _best_of_rivals(min(plans, key=partial(_end, batch)), batch)
 
 
 def _search(batch: Batch) -> Trial:
@@ -119,6 +124,16 @@ def _search(batch: Batch) -> Trial:
         if trial.end < CLEARLY_BETTER * best.end or trial.end <= enough:
             best, chosen = trial, attempt
     return _trim(batch, chosen, best) if chosen.snap > 0 and batch.cluster.num_ranks < LARGE else best
+
+
+def _search_in_pipeline(batch: Batch) -> Trial:
+    """Steps 2 to 4 for the most promising of the longest stage times (``pipeline``)."""
+    attempts = (
+        Attempt(SLACK_IN_PIPELINE * level.end / batch.target, snap, level.end / level.longest)
+        for level in levels(batch, batch.num_stages)
+        for snap in (0.0, 0.3)
+    )
+    return min((_try(batch, attempt) for attempt in attempts), key=lambda trial: trial.end)
 
 
 def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Trial:
@@ -140,6 +155,7 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
         snap=attempt.snap,
         narrow_work=np.cumsum(narrow_work),
         may_snap=may_snap,
+        num_stages=batch.num_stages,
     )
     shared, asked, local = widest_first, degrees[widest_first], np.arange(count, len(batch.lengths))
     if attempt.fills:
@@ -152,7 +168,9 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
             degrees=np.append(blocks.degrees, fillers.degrees),
             free_at=fillers.free_at,
         )
-    local_ranks, free_at = deal(batch.local_seconds[local], blocks.free_at)
+    # A pipeline of short micro-batches only has their bubbles.
+    bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
+    local_ranks, free_at = deal(batch.local_seconds[local], np.maximum(blocks.free_at, bubbles))
     return Trial(
         shared=shared, asked=asked, blocks=blocks, local=local, local_ranks=local_ranks, end=float(free_at.max())
     )
@@ -175,13 +193,17 @@ def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
     return best
 
 
-def _best_of_rivals(plan: Plan, batch: Batch, *, aligned: bool) -> Plan:
+def _end(batch: Batch, plan: Plan) -> float:
+    return evaluate(plan, cluster=batch.cluster, cost=batch.cost, num_stages=batch.num_stages).end_seconds
+
+
+def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 8. With free communication the mesh always balances and never pays: then only what is close counts."""
     if plan.num_sequences > MAX_RIVAL_SEQUENCES:
         return plan
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
-    cluster, cost = batch.cluster, batch.cost
-    end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
+    cluster, cost, aligned = batch.cluster, batch.cost, batch.num_stages > 1
+    end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
     rivals: list[Callable[..., Plan]] = [
         partial(paper_plan, num_buckets=1, aligned=aligned),
@@ -191,7 +213,7 @@ def _best_of_rivals(plan: Plan, batch: Batch, *, aligned: bool) -> Plan:
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)
-        rival_end = evaluate(rival, cluster=cluster, cost=cost).end_seconds
+        rival_end = _end(batch, rival)
         if rival_end < end:
             plan, end = rival, rival_end
     return plan
