@@ -52,7 +52,7 @@ class Setting:
             sync_overlap=1.0 - pp / model.active.num_layers,
         )
         per_node = self.devices.ranks_per_node
-        self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens, ranks_per_node=per_node)
+        self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens)
         self.cost: CostModel = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=pp)
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 

@@ -125,7 +125,7 @@ def _cluster_and_cost(
         inter_node_bytes_per_second=1.0,
         ranks_per_node=node,
     )
-    return Cluster.uniform(num_ranks, capacity, ranks_per_node=node), cost
+    return Cluster.uniform(num_ranks, capacity), cost
 
 
 def exact_end(lengths: IntArray, cluster: Cluster, cost: CostModel, seconds: float) -> tuple[float, bool]:

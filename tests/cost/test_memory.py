@@ -14,7 +14,7 @@ from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.runtime import Activations, FlatParameters, HdpGroup, HostPool, linear_cross_entropy
+from bytescale.runtime import Activations, FlatParameters, HostPool, RankGroup, linear_cross_entropy
 from bytescale.runtime.loss import chunk_tokens
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_ranks
@@ -33,9 +33,9 @@ def measured(
     plan = shared_plan(tokens * num_ranks, num_ranks, ratio)
     batch = random_batch([tokens * num_ranks], shape.vocab_size, 0, masked_share=0.0)
 
-    def one_rank(hdp: HdpGroup) -> tuple[int, int]:
+    def one_rank(hdp: RankGroup) -> tuple[int, int]:
         model = make_model(shape, dtype)
-        FlatParameters(model, 1)
+        FlatParameters(model.named_parameters(), 1)
         pool = HostPool(2**30, pinned=False) if ratio else None
         activations = Activations(model.layers, checkpointing=mode, pool=pool)  # type: ignore[arg-type]
         micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]

@@ -86,9 +86,7 @@ def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], co
 def test_more_ranks_end_no_later_than_a_stated_slack(case: tuple[list[int], Cluster], more: int) -> None:
     """More ranks never end later by more than 25 % (heuristics; the median gain is what it should be)."""
     lengths, cluster = case
-    larger = Cluster.uniform(
-        cluster.num_ranks + more, int(cluster.capacity_tokens[0]), ranks_per_node=cluster.ranks_per_node
-    )
+    larger = Cluster.uniform(cluster.num_ranks + more, int(cluster.capacity_tokens[0]))
     ends = [
         evaluate(adaptive_plan(lengths, cluster=ranks, cost=LINKS), cluster=ranks, cost=LINKS).end_seconds
         for ranks in (cluster, larger)

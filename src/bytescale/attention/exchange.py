@@ -1,4 +1,4 @@
-"""Point-to-point messages between the members of slice groups, all inside the one HDP process group.
+"""Point-to-point messages: between the members of slice groups, inside the one HDP process group, and between stages.
 
 No communicator is ever made for a slice group (paper section 5.1): a message is addressed by the peer's rank in the HDP
 group, its tag and its size, all three known from the plan on both sides. Facts that shape the code (torch 2.13): two
@@ -37,7 +37,7 @@ class Transfer:
             except RuntimeError as error:
                 raise RankFailure(
                     problem(
-                        f"HDP rank {self.exchange.rank} lost its slice-group peer (HDP rank "
+                        f"{self.exchange.name} rank {self.exchange.rank} lost its peer ({self.exchange.name} rank "
                         f"{' or '.join(str(peer) for peer in sorted(set(self.peers)))}): {str(error).splitlines()[0]}",
                         so="the step cannot be finished, every rank stops",
                         fix="look for the first error in the log of the rank that is named, then resume",
@@ -50,13 +50,15 @@ class Transfer:
 class Exchange:
     """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, *, batched: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, *, batched: bool = False, name: str = "HDP") -> None:
         """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``.
 
-        ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs.
+        ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs. ``name``: of the
+        group, for messages.
         """
         self.group = group
         self.rank = rank
+        self.name = name
         self.bytes_sent = 0
         self.messages_sent = 0
         self.wait_seconds = 0.0

@@ -83,7 +83,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     lengths, origin = read_batch(options.batch, config)
     profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node)
-    cluster = Cluster.uniform(options.ranks, options.capacity_tokens, ranks_per_node=options.ranks_per_node)
+    cluster = Cluster.uniform(options.ranks, options.capacity_tokens)
     planned, refused = _plan_all(options, lengths, cluster, cost, profile)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]

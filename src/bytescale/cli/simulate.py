@@ -167,7 +167,7 @@ def _plan(options: SimulateOptions, config: Config | None, profile: Profile) -> 
         return load_plan(options.plan), str(options.plan)
     lengths, origin = read_batch(options.batch, config)
     cluster = options.cluster
-    ranks = Cluster.uniform(cluster.num_ranks, options.capacity_tokens, ranks_per_node=cluster.ranks_per_node)
+    ranks = Cluster.uniform(cluster.num_ranks, options.capacity_tokens)
     cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
     planner = named_planner(options.planner, context=context, pipeline=cluster.pp > 1)

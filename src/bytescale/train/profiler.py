@@ -38,7 +38,7 @@ from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import HdpGroup, linear_cross_entropy
+from bytescale.runtime import RankGroup, linear_cross_entropy
 from bytescale.train.peak import device_name
 
 MIN_TOKENS = 256
@@ -205,7 +205,7 @@ def measure_profile(
     dtype: torch.dtype,
     max_tokens: int,
     seconds: float,
-    hdp: HdpGroup | None = None,
+    hdp: RankGroup | None = None,
     progress: Callable[[int, float], None] = lambda tokens, share: None,
 ) -> Profile:
     """Measure lengths ``MIN_TOKENS``, twice that, and so on, and fit. Every rank calls it and gets the same profile.
@@ -216,7 +216,7 @@ def measure_profile(
         hdp: the ranks that measure together; None: this one alone, to which links count as ideal.
         progress: called with the next length and the share of time that is spent.
     """
-    hdp = hdp or HdpGroup(device=device)
+    hdp = hdp or RankGroup(device=device)
     measurer = Measurer(architecture, device, dtype)
     lengths: list[int] = []
     started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
@@ -258,19 +258,19 @@ def measure_profile(
     )
 
 
-def _elapsed(hdp: HdpGroup, started: float) -> float:
+def _elapsed(hdp: RankGroup, started: float) -> float:
     """Seconds since ``started`` by the slowest rank: all ranks decide alike."""
     return float(np.max(hdp.share([time.perf_counter() - started])))
 
 
-def _fastest_of_all(measurer: Measurer, hdp: HdpGroup) -> list[Point]:
+def _fastest_of_all(measurer: Measurer, hdp: RankGroup) -> list[Point]:
     """Every point by the fastest rank."""
     keys = list(measurer.fastest)
     values = np.min(hdp.share([measurer.fastest[key] for key in keys]), axis=0).tolist()
     return [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in zip(keys, values, strict=True)]
 
 
-def measure_links(hdp: HdpGroup, measurer: Measurer) -> Links:
+def measure_links(hdp: RankGroup, measurer: Measurer) -> Links:
     """Latency and bandwidth of a ring over all ranks, all of them sending at once; every rank calls it."""
     sizes, times = [], []
     for size in LINK_BYTES:
@@ -294,7 +294,7 @@ def measure_links(hdp: HdpGroup, measurer: Measurer) -> Links:
     )
 
 
-def measure_ring_step(hdp: HdpGroup, measurer: Measurer) -> float:
+def measure_ring_step(hdp: RankGroup, measurer: Measurer) -> float:
     """Seconds that a step of ring attention takes beyond its blocks, mean of forward and backward, in a quiet round.
 
     The ring over all ranks, against the same blocks computed without messages; every rank calls it.

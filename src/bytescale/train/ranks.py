@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
-from bytescale.runtime import HdpGroup
+from bytescale.runtime import RankGroup
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 class Ranks:
     """Where this process stands."""
 
-    hdp: HdpGroup
+    hdp: RankGroup
     checkpoint_group: dist.ProcessGroup  # gloo, so that checkpoints can be written from a thread while NCCL trains
     device: torch.device
     dtype: torch.dtype
@@ -69,7 +69,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         )
     try:
         yield Ranks(
-            hdp=HdpGroup(dist.group.WORLD, device=device),
+            hdp=RankGroup(dist.group.WORLD, device=device),
             checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
             device=device,
             dtype=dtype,
