@@ -35,7 +35,7 @@ def in_proportion(*, links: Links) -> Profile:
 @given(lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20))
 def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(planner: str, lengths: list[int]) -> None:
     """With real links the simulator may end earlier: it hides the first transfer behind local attention as well."""
-    cluster = Cluster.uniform(RANKS, CAPACITY, ranks_per_node=NODE)
+    cluster = Cluster.uniform(RANKS, CAPACITY)
     devices = ClusterConfig(num_gpus=RANKS, gpus_per_node=NODE)
     for links, ideal in (
         (Links(), True),

@@ -119,7 +119,9 @@ def read_profile(source: CostSource, model: ModelConfig, *, tensor_parallel: int
     if source.profile is not None:
         profile = load_profile(source.profile)
         if model_is_given:
-            require_model(profile, resolve_architecture(model))
+            architecture = resolve_architecture(model)
+            require_model(profile, architecture)
+            profile = profile.of_model(architecture)
         if tensor_parallel != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tensor_parallel)
         return profile

@@ -101,8 +101,8 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        if options.tp == 1:
-            console.print(memory_in_words(planned[chosen].plan, profile.architecture), highlight=False, soft_wrap=True)
+        memory = memory_in_words(planned[chosen].plan, profile.architecture, tensor_parallel=options.tp)
+        console.print(memory, highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
     if options.png is not None:

@@ -1,5 +1,7 @@
-"""The cluster as a planner sees it: HDP ranks, what each can hold, and how fast each is. (Where nodes end is in the cost
-model, with the links: ``CostModel.ranks_per_node``.)"""
+"""The cluster as a planner sees it: HDP ranks, what each can hold, and how fast each is.
+
+Where nodes end is in the cost model, with the links (``CostModel.ranks_per_node``).
+"""
 
 from __future__ import annotations
 

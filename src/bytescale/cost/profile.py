@@ -116,6 +116,16 @@ class Profile:
             layer_parameters=flops.layer_parameters(architecture),
         )
 
+    def of_model(self, architecture: Architecture) -> Profile:
+        """The same layers in a model of another depth or vocabulary: curves are per layer, the head's goes by words."""
+        words = architecture.vocab_size / self.architecture.vocab_size
+        return replace(
+            self,
+            architecture=architecture,
+            head_forward=_scaled(self.head_forward, words),
+            head_backward=_scaled(self.head_backward, words),
+        )
+
     def scaled_to(
         self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None
     ) -> Profile:
