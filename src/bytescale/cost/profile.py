@@ -169,12 +169,13 @@ class Profile:
         layers = self.architecture.num_layers / pipeline_parallel
         attention = (self.attention_forward, self.attention_backward)
         rest = (self.rest_forward, self.rest_backward)
-        head = self.head_forward.linear + self.head_backward.linear
+        heads = (self.head_forward, self.head_backward)
         linear = sum(curve.linear for curve in attention + rest)
         return CostModel(
             attention_seconds_per_pair=layers * sum(curve.quadratic for curve in attention),
-            token_seconds=layers * linear + head / pipeline_parallel,
-            micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest),
+            token_seconds=layers * linear + sum(curve.linear for curve in heads) / pipeline_parallel,
+            micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
+            + sum(curve.constant for curve in heads) / pipeline_parallel,
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
             ring_step_seconds=2 * layers * self.links.latency_seconds,
             ring_message_seconds=2 * layers * self.links.message_seconds,
