@@ -36,6 +36,7 @@ from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.paper import paper_plan
 from bytescale.planner.pipeline import levels, pack_seconds
+from bytescale.planner.shelves import fill_shelves
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
 from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
@@ -60,21 +61,24 @@ class Attempt(NamedTuple):
     snap: float  # how readily a group takes a whole plateau (``blocks``)
     floors: float = 1  # degrees are chosen so that this many of the longest sequences fit above each other
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
+    shelves: float = 0.0  # sequences of more than this share of the ranks stand on shelves (``shelves``); 0: none
 
 
 FIRST = Attempt(1.004, 0.0)
 ATTEMPTS = (
     Attempt(1.009, 0.0),
     Attempt(1.009, 0.0, fills=True),
+    *(Attempt(1.009, 0.0, shelves=share) for share in (0.5, 0.33, 0.25, 0.15)),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
 )
 """Below ``LARGE`` ranks."""
 SLACK_IN_PIPELINE = 1.01
+NO_SHELVES = (np.zeros(0, np.int64), np.zeros(0, np.int64), 0.0)
 LARGE = 512
-"""Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
-LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
+"""Ranks from which the effort is bounded: two or three attempts more, chosen by what was late in the first, and no trimming."""
+LATE_BLOCKS = (Attempt(1.009, 0.0, shelves=0.1), Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
 LATE_WHOLE = (Attempt(1.009, 0.0), Attempt(1.009, 0.0, fills=True))
 
 
@@ -143,7 +147,11 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
     degrees, seconds = degrees_within(
         batch.cost, batch.lengths[:count], batch.fewest[:count], num_ranks, target / attempt.floors
     )
-    widest_first = np.argsort(-degrees, kind="stable")
+    widest_first, local = np.argsort(-degrees, kind="stable"), np.arange(count, len(batch.lengths))
+    shelved, first, top = NO_SHELVES
+    if attempt.shelves > 0:
+        shelved, first, top = _shelve(batch, degrees, max(2, int(attempt.shelves * num_ranks) + 1))
+        widest_first, local = (part[~np.isin(part, shelved)] for part in (widest_first, local))
     narrow_work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
     narrow_work[1] += batch.local_seconds[count:].sum()
     blocks = place_blocks(
@@ -156,8 +164,11 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
         narrow_work=np.cumsum(narrow_work),
         may_snap=may_snap,
         num_stages=batch.num_stages,
+        start=top,
     )
-    shared, asked, local = widest_first, degrees[widest_first], np.arange(count, len(batch.lengths))
+    shared = np.append(shelved, widest_first)
+    asked = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))[shared]
+    blocks = blocks.behind(first, asked[: len(shelved)])
     if attempt.fills:
         fillers = fill_gaps(batch, count, blocks.free_at, target)
         shared = np.append(shared, local[fillers.places])
@@ -174,6 +185,16 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
     return Trial(
         shared=shared, asked=asked, blocks=blocks, local=local, local_ranks=local_ranks, end=float(free_at.max())
     )
+
+
+def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> tuple[IntArray, IntArray, float]:
+    """Places of the sequences on shelves in order, the first rank of each, and when all ranks are free."""
+    count = len(degrees)
+    degrees = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))
+    squares = np.square(batch.lengths.astype(np.float64))
+    seconds = batch.cost.group_seconds(batch.lengths, squares, degrees, degrees > 1)  # wherever nodes end
+    shelves = fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest)
+    return shelves.items, shelves.first, shelves.top
 
 
 def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:

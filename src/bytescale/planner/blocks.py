@@ -26,7 +26,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -50,6 +50,10 @@ class Blocks:
     degrees: IntArray  # [G] ranks of each, after growing
     free_at: FloatArray  # [R] when each rank is done with all of them
 
+    def behind(self, first: IntArray, degrees: IntArray) -> Blocks:
+        """These, with others before them."""
+        return replace(self, first=np.append(first, self.first), degrees=np.append(degrees, self.degrees))
+
 
 def place_blocks(
     lengths: IntArray,
@@ -62,6 +66,7 @@ def place_blocks(
     narrow_work: FloatArray,
     may_snap: NDArray[np.bool_] | None = None,
     num_stages: int = 1,
+    start: float = 0.0,
 ) -> Blocks:
     """Place one rectangle per sequence.
 
@@ -75,9 +80,10 @@ def place_blocks(
         narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree.
         may_snap: ``[G]`` groups that may; None: all.
         num_stages: of the pipeline.
+        start: when all ranks are free.
     """
     seconds_on = timer(cost)
-    usable = [(0.0, 0, num_ranks)]  # plateaus at least as wide as the current degree, rising: (free at, first, width)
+    usable = [(start, 0, num_ranks)]  # plateaus at least as wide as the current degree, rising: (free at, first, width)
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
     locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
@@ -88,11 +94,11 @@ def place_blocks(
             usable, narrow = _split_at_nodes(usable, narrow, cost.ranks_per_node, degree)
             split_at_nodes = False
         while narrow and -narrow[0][0] >= degree:
-            width, time, start = heapq.heappop(narrow)
-            insort(usable, (time, start, -width))
+            width, time, left = heapq.heappop(narrow)
+            insort(usable, (time, left, -width))
         chosen, height = degree, seconds_on(work, length, degree)
         place = 0 if num_stages == 1 else max(bisect_right(usable, (target - height, num_ranks, 0)) - 1, 0)
-        time, start, width = usable.pop(place)
+        time, left, width = usable.pop(place)
         times = num_stages if time == 0 else 1
         if time + times * height > target:
             chosen, height = _grow(seconds_on, work, length, degree, width, (target - time) / times)
@@ -104,12 +110,12 @@ def place_blocks(
                 chosen, height, strip = width, seconds_on(work, length, width), 0
             else:
                 locked[strip : degree + 1] += area
-        first[group], taken[group] = start, chosen
-        insort(usable, (time + times * height, start, chosen))
+        first[group], taken[group] = left, chosen
+        insort(usable, (time + times * height, left, chosen))
         if strip >= degree:
-            insort(usable, (time, start + chosen, strip))
+            insort(usable, (time, left + chosen, strip))
         elif strip > 0:
-            heapq.heappush(narrow, (-strip, time, start + chosen))
+            heapq.heappush(narrow, (-strip, time, left + chosen))
     return Blocks(first=first, degrees=taken, free_at=_free_at(usable, narrow, num_ranks))
 
 
