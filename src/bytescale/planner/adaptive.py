@@ -76,8 +76,9 @@ ATTEMPTS = (
 """Below ``LARGE`` ranks."""
 SLACK_IN_PIPELINE = 1.01
 NO_SHELVES = (np.zeros(0, np.int64), np.zeros(0, np.int64), 0.0)
+"""Sequences, first ranks, and when all ranks are free."""
 LARGE = 512
-"""Ranks from which the effort is bounded: two or three attempts more, chosen by what was late in the first, and no trimming."""
+"""Ranks from which the effort is bounded: up to three more attempts, by what was late in the first, and no trimming."""
 LATE_BLOCKS = (Attempt(1.009, 0.0, shelves=0.1), Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
 LATE_WHOLE = (Attempt(1.009, 0.0), Attempt(1.009, 0.0, fills=True))
 
