@@ -46,6 +46,8 @@ FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 1.009
 """An end within this factor of the target ends the search."""
+GOOD_ENOUGH_MIXED = 1.015
+"""The same for ranks that differ, where an attempt takes ten times as long."""
 CLEARLY_BETTER = 0.998
 """An attempt replaces an earlier one only if it is better by this factor."""
 TRIMS = 12
@@ -78,8 +80,8 @@ SLACK_IN_PIPELINE = 1.01
 NO_SHELVES = (np.zeros(0, np.int64), np.zeros(0, np.int64), 0.0)
 """Sequences, first ranks, and when all ranks are free."""
 LARGE = 512
-"""Ranks from which the effort is bounded: up to three more attempts, by what was late in the first, and no trimming."""
-LATE_BLOCKS = (Attempt(1.009, 0.0, shelves=0.1), Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
+"""Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
+LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
 LATE_WHOLE = (Attempt(1.009, 0.0), Attempt(1.009, 0.0, fills=True))
 
 
@@ -99,7 +101,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     order = longest_first(lengths)
     if not cluster.is_uniform:
         batch = mixed_batch(lengths[order], cluster, cost)
-        plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH), order, lengths, "balanced/adaptive")
+        plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH_MIXED), order, lengths, "balanced/adaptive")
         if num_stages == 1 or is_aligned(plan):
             return plan
         return paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
