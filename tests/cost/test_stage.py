@@ -92,6 +92,17 @@ def test_ring_by_hand(inter_node: bool, bandwidth: float) -> None:
     assert times.compute[0, 0] == 3 * ((7 * 4 + 11) + (2 * (16 + 4) + 3 * 4 + 5))
 
 
+def test_what_no_compute_hides_is_added_to_every_ring_step() -> None:
+    item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
+    waking = replace(PROFILE, links=replace(PROFILE.links, message_seconds=7.0))
+    for profile, more in ((PROFILE, 0.0), (waking, 3 * 7.0)):
+        times = stage_times(profile, item, num_layers=3, has_head=False)
+        plain = stage_times(PROFILE, item, num_layers=3, has_head=False)
+        np.testing.assert_allclose(times.exposed_ring, plain.exposed_ring + 3 * more)
+    one = waking.cost_model().exposed_seconds(8.0, 64.0, 4) - PROFILE.cost_model().exposed_seconds(8.0, 64.0, 4)
+    assert one == pytest.approx(2 * waking.architecture.num_layers * 3 * 7.0)
+
+
 def test_a_group_without_locals_agrees_with_the_planners_model() -> None:
     """Backward is twice forward in every term here, so folding the two directions loses nothing."""
     profile = replace(

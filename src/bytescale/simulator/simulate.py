@@ -135,7 +135,8 @@ def _account(
         parts["wait_members"][:, stage] = _per_rank(waited.sum(axis=0), ranks, num_ranks)
         dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage)
         parameters = stage_parameters(profile, stage=stage, pipeline_parallel=pp)
-        sync[:, stage] = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
+        in_all = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
+        sync[:, stage] = (1.0 - cluster.sync_overlap) * in_all
     stage_done = last.max(axis=0)  # a stage's gradients are reduced once all its ranks have run their last backward
     dp_bubble += stage_done - last
     end = float((stage_done + sync[0]).max())
