@@ -51,11 +51,12 @@ def run(arguments: Sequence[str]) -> int:
 
         dry_run(config)
         return 0
-    from bytescale.train.ranks import under_torchrun
+    from bytescale.train.ranks import end_with_launcher, under_torchrun
 
     if under_torchrun():
         from bytescale.train import train
 
+        end_with_launcher()
         train(config)
     else:
         prepare_and_start(options)

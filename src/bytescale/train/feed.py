@@ -6,13 +6,16 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from bytescale.config import Config
 from bytescale.data import Feed, LocalFeed, prepare_corpus
+from bytescale.data.record import RecordingFeed, new_attempt_folder
 from bytescale.train.ranks import Ranks
+from bytescale.train.run_folder import RunFolder
 
 
 @contextmanager
@@ -22,6 +25,16 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     Raises:
         ConfigError, DataError: as ``prepare_corpus``; and where Ray is missing or does not answer.
     """
+    with _chosen_feed(config, ranks) as feed:
+        if not config.data.record:
+            yield feed
+            return
+        folder = RunFolder(Path(config.trainer.run_dir)).data
+        yield RecordingFeed(feed, ranks.hdp.rank, ranks.hdp.size, lambda: _new_attempt(folder, ranks))
+
+
+@contextmanager
+def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     if config.data.loader == "local":
         yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
         return
@@ -36,6 +49,13 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
             yield feed
         finally:
             feed.close()
+
+
+def _new_attempt(folder: Path, ranks: Ranks) -> Path:
+    """Where this attempt writes down its data; the first rank says, once the run folder is there."""
+    told: list[Any] = [new_attempt_folder(folder) if ranks.is_first else None]
+    dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
+    return told[0]
 
 
 @contextmanager
