@@ -167,6 +167,7 @@ class Storm:
             psutil.wait_procs([process for process in self.family if name_of(process) not in RAYS_OWN], timeout=20)
             self.survivors += [name for name in map(name_of, self.family) if name and name not in RAYS_OWN]
             self.check_checkpoints()
+            self.mending = (kind, self.steps_done(), self.mending[2])  # ranks had a moment to go on
             self.begin()
 
     def steps_done(self) -> int:
