@@ -69,6 +69,7 @@ every = 5
 """
 SHARES = {"server": 18, "planner": 12, "rank": 14, "launcher": 6}
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+RAYS_SECONDS = 90.0
 """Ray ends these itself, a minute after its head was killed."""
 
 
@@ -109,7 +110,7 @@ def kind_of(process: psutil.Process) -> str:
 def name_of(process: psutil.Process) -> str:
     """Empty when it is gone."""
     try:
-        return process.name() if process.status() != psutil.STATUS_ZOMBIE else ""
+        return " ".join(process.cmdline()[:6]).strip() if process.status() != psutil.STATUS_ZOMBIE else ""
     except psutil.Error:
         return ""
 
@@ -164,8 +165,7 @@ class Storm:
         self.killed[kind] += 1
         if kind == "launcher":
             self.launcher.wait()
-            psutil.wait_procs([process for process in self.family if name_of(process) not in RAYS_OWN], timeout=20)
-            self.survivors += [name for name in map(name_of, self.family) if name and name not in RAYS_OWN]
+            self.survivors += [name for name in self.alive(20.0) if name not in RAYS_OWN]
             self.check_checkpoints()
             self.mending = (kind, self.steps_done(), self.mending[2])  # ranks had a moment to go on
             self.begin()
@@ -192,9 +192,14 @@ class Storm:
             dcp_to_torch_save(path, self.folder / "loaded.pt")
             self.checkpoints_loaded += 1
 
-    def left_over(self) -> list[psutil.Process]:
-        """Processes that live on although the run is over."""
-        return psutil.wait_procs(self.family, timeout=90)[1]
+    def alive(self, seconds: float) -> list[str]:
+        """Who of this run still lives, once only Ray's own do or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (names := [name for name in map(name_of, self.family) if name]) and time.monotonic() < deadline:
+            if seconds < RAYS_SECONDS and all(name in RAYS_OWN for name in names):
+                break
+            time.sleep(0.1)
+        return names
 
     def end(self) -> None:
         for process in self.family | ({self.launcher} if self.launcher else set()):
@@ -268,7 +273,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
             storm.family.update(storm.launcher.children(recursive=True))
             time.sleep(0.1)
         code, seconds = storm.launcher.poll(), time.monotonic() - started
-        orphans = storm.left_over()
+        orphans = storm.alive(RAYS_SECONDS)
         checks = examine(folder, storm, code, orphans, kinds)
     except AssertionError:
         print((folder / "ray.log").read_text(encoding="utf-8", errors="replace")[-3000:])
@@ -288,7 +293,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
 
 
 def examine(
-    folder: Path, storm: Storm, code: int | None, orphans: Sequence[psutil.Process], kinds: Sequence[str]
+    folder: Path, storm: Storm, code: int | None, orphans: Sequence[str], kinds: Sequence[str]
 ) -> dict[str, bool]:
     """What has to hold."""
     steps = storm.steps
@@ -320,7 +325,7 @@ def examine(
         "the same place in the data": calm[3] == peace[3],
         f"no partial checkpoint ({storm.checkpoints_loaded} loaded)": not list(storm.run.glob("checkpoints/.step-*")),
         f"nothing outlives a killed launcher for 20 s ({', '.join(storm.survivors)})": not storm.survivors,
-        f"no process left over ({', '.join(map(name_of, orphans))})": not orphans,
+        f"no process left over ({', '.join(orphans)})": not orphans,
     }
 
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bytescale.common.errors import RankFailure, RanksRefused, problem
+from bytescale.train.ranks import LAUNCHER_PID
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float) -> None:
@@ -37,6 +38,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told once, below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

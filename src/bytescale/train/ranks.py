@@ -21,6 +21,8 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
 from bytescale.runtime import HdpGroup
 
+LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
+"""Set by our launcher: it may be gone before its ranks have imported torch."""
 _LOOK_SECONDS = 0.2
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -55,7 +57,7 @@ def end_with_launcher() -> None:
 
     A thread that looks, and not the kernel's parent death signal, which comes when the thread that forked ends.
     """
-    launcher = os.getppid()
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
 
     def look() -> None:
         while os.getppid() == launcher:
