@@ -68,9 +68,9 @@ steps = {steps}
 every = 5
 """
 SHARES = {"server": 18, "planner": 12, "rank": 14, "launcher": 6}
-RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/workers/default_worker.py")
 RAYS_SECONDS = 90.0
-"""Ray ends these itself, a minute after its head was killed."""
+"""Ray ends its agents, and workers that were to hold an actor, itself, a minute after its head was killed."""
 
 
 def write_corpus(folder: Path) -> None:
@@ -113,6 +113,10 @@ def name_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline()[:6]).strip() if process.status() != psutil.STATUS_ZOMBIE else ""
     except psutil.Error:
         return ""
+
+
+def is_rays_own(name: str) -> bool:
+    return any(own in name for own in RAYS_OWN)
 
 
 def num_lines(path: Path) -> int:
@@ -165,7 +169,7 @@ class Storm:
         self.killed[kind] += 1
         if kind == "launcher":
             self.launcher.wait()
-            self.survivors += [name for name in self.alive(20.0) if name not in RAYS_OWN]
+            self.survivors += [name for name in self.alive(20.0) if not is_rays_own(name)]
             self.check_checkpoints()
             self.mending = (kind, self.steps_done(), self.mending[2])  # ranks had a moment to go on
             self.begin()
@@ -196,7 +200,7 @@ class Storm:
         """Who of this run still lives, once only Ray's own do or after so many seconds."""
         deadline = time.monotonic() + seconds
         while (names := [name for name in map(name_of, self.family) if name]) and time.monotonic() < deadline:
-            if seconds < RAYS_SECONDS and all(name in RAYS_OWN for name in names):
+            if seconds < RAYS_SECONDS and all(map(is_rays_own, names)):
                 break
             time.sleep(0.1)
         return names

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,10 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import Config, config_to_toml
-from bytescale.data.batches import epoch_order
-from bytescale.data.corpus import Corpus, prepare_corpus
-from bytescale.data.record import RecordCheck, check_record, read_record
+from bytescale.data.corpus import prepare_corpus
+from bytescale.data.record import RecordCheck, check_record
 from bytescale.train.run_folder import RunFolder
+from tests.train.record import times_expected, times_given
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
 STEPS = 12
@@ -34,39 +33,6 @@ def recorded(config: Config) -> Config:
 
 def check(config: Config, steps: int = STEPS) -> RecordCheck:
     return check_record(Path(config.trainer.run_dir) / "data", steps, prepare_corpus(config.data), config.data)
-
-
-def times_given(folder: Path, corpus: Corpus, steps: int) -> Counter[tuple[int, int]]:
-    """How often each (document, token of the document) was given to a rank."""
-    first: dict[int, int] = {}  # token of the corpus that each document starts with
-    for document, start in zip(corpus.pieces.document.tolist(), corpus.pieces.start.tolist(), strict=True):
-        first.setdefault(document, start)
-    counts: Counter[tuple[int, int]] = Counter()
-    for segments in read_record(folder, steps):
-        for piece, start, stop, _ in segments.tolist():
-            document = int(corpus.pieces.document[piece])
-            base = int(corpus.pieces.start[piece]) - first[document]
-            counts.update((document, base + token) for token in range(start, stop))
-    return counts
-
-
-def times_expected(corpus: Corpus, seed: int, steps: int, batch_tokens: int) -> Counter[tuple[int, int]]:
-    """The same by the seed alone, piece by piece and token by token."""
-    first: dict[int, int] = {}
-    for document, start in zip(corpus.pieces.document.tolist(), corpus.pieces.start.tolist(), strict=True):
-        first.setdefault(document, start)
-    counts: Counter[tuple[int, int]] = Counter()
-    stream = (int(piece) for epoch in range(1000) for piece in epoch_order(corpus.pieces.num_pieces, seed, epoch))
-    piece = next(stream)
-    for _ in range(steps):
-        budget = batch_tokens
-        while (length := int(corpus.pieces.length[piece])) <= budget:
-            document = int(corpus.pieces.document[piece])
-            base = int(corpus.pieces.start[piece]) - first[document]
-            counts.update((document, base + token) for token in range(length))
-            budget -= length
-            piece = next(stream)
-    return counts
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,10 @@ class CheckpointError(BytescaleError, RuntimeError):
     """A checkpoint is missing, incomplete or belongs to another model."""
 
 
+class LoaderFailure(BytescaleError, RuntimeError):
+    """A server or the planner of the remote loader is gone, silent or without room: starting again may help."""
+
+
 class RankFailure(BytescaleError, RuntimeError):
     """A training rank died, or ranks no longer agree on what to run."""
 

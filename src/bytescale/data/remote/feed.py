@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import LoaderFailure, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import SamplerState
 from bytescale.data.corpus import CorpusFacts, plan_shards
@@ -123,7 +123,8 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
     work = SharedWork(*plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     places = [node for node in nodes for _ in range(config.servers)]
-    lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    # Ray 2.60 places actors that need nothing at random, whatever their affinity: so they need one byte of memory.
+    lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
     servers = [
         ray.remote(DataServer)
         .options(
@@ -159,7 +160,7 @@ def _find(name: str, timeout_seconds: float) -> Any:
             return ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:  # not there yet
             time.sleep(_LOOK_AGAIN_SECONDS)
-    raise DataError(
+    raise LoaderFailure(
         problem(
             f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
             so="there is nobody to read the data",
