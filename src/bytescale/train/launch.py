@@ -90,7 +90,7 @@ def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailu
     )
 
 
-_USER_ERRORS = ("ConfigError", "DataError", "PlanError", "CheckpointError", "NonFiniteError")
+_USER_ERRORS = ("ConfigError", "DataError", "PlanError", "CheckpointError", "NonFiniteError", "DiskFullError")
 
 
 def _rank_of_blame(failure: ProcessFailure) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import mean
 from types import TracebackType
@@ -44,7 +44,8 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._to_file(f"stopped by {type(error).__name__}: {error}")
+            with suppress(OSError):  # the disk may be full; the error itself goes on to the terminal
+                self._to_file(f"stopped by {type(error).__name__}: {error}")
         if self._metrics is not None:
             self._metrics.close()
         if self._text is not None:
