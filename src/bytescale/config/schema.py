@@ -95,6 +95,8 @@ class DataConfig:
     """Processes that tokenise."""
     prefetch_steps: int = 2
     """Global batches that are read and planned ahead of the step that runs."""
+    record: bool = False
+    """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"
     """local: every rank plans and reads for itself; ray: servers read, one planner plans, ranks fetch their slices."""
     servers: int = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import mean
 from types import TracebackType
@@ -27,6 +28,7 @@ class RunLog:
         self.run = run
         self.config = config
         self._print = print_line
+        self._lock = ExitStack()
         self._text: TextIO | None = None
         self._metrics: MetricsFile | None = None
         self._introduced = False
@@ -42,16 +44,19 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._to_file(f"stopped by {type(error).__name__}: {error}")
+            with suppress(OSError):  # the disk may be full; the error itself goes on to the terminal
+                self._to_file(f"stopped by {type(error).__name__}: {error}")
         if self._metrics is not None:
             self._metrics.close()
         if self._text is not None:
             self._text.close()
+        self._lock.close()
 
     def open(self, *, resume: bool) -> None:
         """Create the run folder (or find it, when resuming)."""
         if self._print is None:
             return
+        self._lock.enter_context(self.run.lock())
         self.run.create(self.config, resume=resume)
         self._text = self.run.log.open("a", encoding="utf-8")
 
