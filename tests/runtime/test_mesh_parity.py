@@ -39,8 +39,10 @@ from tests.helpers.steps import (
     small_shape,
     worst_relative_error,
 )
+from tests.runtime.test_moe_parity import reference as mixture_reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5, "init_std": 0.2}
 MESHES = [
     MeshShape(pp=pp, hdp=hdp, tp=tp) for pp in (1, 2, 4) for hdp in (1, 2, 4) for tp in (1, 2, 4) if pp * hdp * tp <= 8
 ]
@@ -115,8 +117,12 @@ def mesh_step(
 
     outcomes = run_mesh(mesh_shape, one_rank, timeout_seconds=40)
     loss = sum(result.loss_sum for _, result, _ in outcomes) / batch.num_targets
+    # Every stage's ranks know their layers' share of the balance loss.
+    balance = sum(result.batch_loss for _, result, _ in outcomes) / (mesh_shape.hdp * mesh_shape.tp)
     assert sum(result.num_targets for _, result, _ in outcomes) == batch.num_targets
-    return StepOutcome(loss, put_together([gradients for _, _, gradients in outcomes], shape.tie_embeddings), [])
+    return StepOutcome(
+        loss, put_together([gradients for _, _, gradients in outcomes], shape.tie_embeddings), [], balance
+    )
 
 
 def put_together(ranks: Sequence[dict[str, tuple[Cut, Tensor]]], tied: bool) -> dict[str, Tensor]:
@@ -139,10 +145,15 @@ def assert_parity(
     batch = random_batch(lengths, shape.vocab_size, seed)
     if batch.num_targets == 0:
         batch.labels[0][0] = 1
-    reference = reference_step(make_model(shape, dtype), batch)
     ours = mesh_step(mesh, shape, dtype, batch, plan, **run_options)  # type: ignore[arg-type]
-    assert ours.loss == pytest.approx(reference.loss, rel=TOLERANCE[dtype])
-    assert worst_relative_error(ours.gradients, reference.gradients) <= TOLERANCE[dtype]
+    if shape.num_experts:
+        loss, balance, gradients = mixture_reference(shape, dtype, batch)
+        assert ours.batch_loss == pytest.approx(balance, rel=TOLERANCE[dtype])
+    else:
+        reference = reference_step(make_model(shape, dtype), batch)
+        loss, gradients = reference.loss, reference.gradients
+    assert ours.loss == pytest.approx(loss, rel=TOLERANCE[dtype])
+    assert worst_relative_error(ours.gradients, gradients) <= TOLERANCE[dtype]
 
 
 def runnable_plan(lengths: list[int], mesh: MeshShape, seed: int, num_chunks: int = 1) -> Plan:
@@ -158,7 +169,7 @@ def runnable_plan(lengths: list[int], mesh: MeshShape, seed: int, num_chunks: in
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"pp{mesh.pp}-hdp{mesh.hdp}-tp{mesh.tp}")
 def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape, family: str) -> None:
-    experts = {"num_experts": 4, "experts_per_token": 2} if family == "mixtral" else {}
+    experts = MIXTURE if family == "mixtral" else {}
     lengths = [33, 5, 18, 1, 9, 27, 2]
     plan = runnable_plan(lengths, mesh, seed=mesh.size)
     assert_parity(mesh, plan, lengths, torch.float64, **experts)
@@ -198,7 +209,7 @@ def test_any_mesh_any_plan(
     checkpointing: str,
     ratio: float,
 ) -> None:
-    experts = {"num_experts": 4, "experts_per_token": 2} if family == "mixtral" else {}
+    experts = MIXTURE if family == "mixtral" else {}
     plan = runnable_plan(lengths, mesh, seed)
     plan = replace(plan, group_offload_ratio=np.full(plan.num_groups, ratio))
     assert_parity(
