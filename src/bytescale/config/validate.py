@@ -82,10 +82,10 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
             )
         )
     if parts > shape.num_layers:
+        chunks = f" x parallel.virtual_stages = {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
         raise ConfigError(
             problem(
-                f"parallel.pp = {pp} x parallel.virtual_stages = {parallel.virtual_stages} makes {parts} parts of "
-                f"{shape.num_layers} layers",
+                f"parallel.pp = {pp}{chunks} makes {parts} parts of {shape.num_layers} layers",
                 so="some of them would have no layer",
                 fix=f"use at most {shape.num_layers} parts",
             )

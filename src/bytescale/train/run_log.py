@@ -12,7 +12,6 @@ from typing import TextIO
 
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Architecture, Config
-from bytescale.config.validate import hdp_ranks
 from bytescale.cost import flops
 from bytescale.data import CorpusFacts, StepData
 from bytescale.plan.io import save_plan
@@ -124,9 +123,12 @@ class RunLog:
             self.say(f"stopped by SIGTERM; continue with: bytescale train --resume {self.run.path}")
             return
         more, parallel = self.config.trainer.steps * 2, self.config.parallel
-        others = parallel.tp * parallel.pp * (2 if hdp_ranks(parallel) != 2 else 1)
+        flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
+        others = 2 if parallel.ranks != 2 or flat else 1
         self.say("next    train on, on other ranks if you like:")
-        self.say(f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks {others}")
+        self.say(
+            f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks {others}{flat}"
+        )
         self.say("        see how a batch would lie on 64 ranks:")
         self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
 
