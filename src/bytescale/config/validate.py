@@ -193,6 +193,8 @@ def _at_least_one(config: Config) -> None:
     for name, number in positive:
         if not number > 0:
             raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
+    if config.optimizer.z_loss < 0:
+        raise ConfigError(problem(f"optimizer.z_loss is {config.optimizer.z_loss}", fix="use 0 (off) or more"))
     if config.optimizer.clip_grad_norm < 0:
         raise ConfigError(
             problem(f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more")

@@ -82,6 +82,7 @@ def run_rank_plan(
     num_global_targets: int,
     kernel: AttentionKernel,
     mesh: Mesh,
+    z_loss: float = 0.0,
 ) -> StepResult:
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
@@ -89,11 +90,12 @@ def run_rank_plan(
         parts: what this stage has of the model, in order; several where stages are interleaved, as many on each.
         micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
+        z_loss: see ``linear_cross_entropy``.
 
     A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
     """
-    run = _Run(parts, rank_plan, micro_batches, num_global_targets, kernel, mesh)
+    run = _Run(parts, rank_plan, micro_batches, num_global_targets, kernel, mesh, z_loss)
     model = parts[0].model
     dtype = next(iter(model.parameters())).dtype
     links = StageLinks(mesh, rank_plan.micro_batches, len(parts), model.hidden_size, dtype)
@@ -121,6 +123,7 @@ class _Run:
         num_global_targets: int,
         kernel: AttentionKernel,
         mesh: Mesh,
+        z_loss: float,
     ) -> None:
         if len(micro_batches) != len(rank_plan.micro_batches):
             raise ValueError(
@@ -132,6 +135,7 @@ class _Run:
         self.num_global_targets = num_global_targets
         self.kernel = kernel
         self.mesh = mesh
+        self.z_loss = z_loss
         self.losses: list[Tensor] = []
         self.num_targets = 0
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a part's forward
@@ -171,7 +175,11 @@ class _Run:
     def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         """This micro-batch's share of the step's loss."""
         loss_sum = linear_cross_entropy(
-            hidden, part.model.head_weight, self._to_device(data.labels), group=self.mesh.tp.group
+            hidden,
+            part.model.head_weight,
+            self._to_device(data.labels),
+            z_loss=self.z_loss,
+            group=self.mesh.tp.group,
         )
         self.losses.append(loss_sum.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())

@@ -126,9 +126,8 @@ class RunLog:
         flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
         others = 2 if parallel.ranks != 2 or flat else 1
         self.say("next    train on, on other ranks if you like:")
-        self.say(
-            f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks {others}{flat}"
-        )
+        command = f"bytescale train --resume {self.run.path} --trainer.steps {more}"
+        self.say(f"          {command} --parallel.ranks {others}{flat}")
         self.say("        see how a batch would lie on 64 ranks:")
         self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
 

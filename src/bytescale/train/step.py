@@ -42,6 +42,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         num_global_targets=num_targets,
         kernel=job.kernel,
         mesh=mesh,
+        z_loss=config.optimizer.z_loss,
     )
     busy_seconds = watch.elapsed() - started - (seconds_waited(mesh) - waited)
 
