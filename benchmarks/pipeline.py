@@ -46,6 +46,7 @@ from bytescale.planner import make_planner
 from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.own_model import build_own_model
+from bytescale.train.step import seconds_waited
 
 TOKENS = 512
 STAGES = 2
@@ -104,14 +105,14 @@ def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rou
     results = []
     for _ in range(rounds + 1):
         dist.barrier()
-        waited = mesh.forward.exchange.wait_seconds + mesh.backward.exchange.wait_seconds
+        waited = seconds_waited(mesh)
         started, cpu = time.perf_counter(), time.thread_time()
         run_rank_plan([part], rank_plan, data, num_global_targets=count * num_tokens, kernel=kernel, mesh=mesh)
         dist.barrier()
         results.append(
             {
                 "wall": time.perf_counter() - started,
-                "wait": mesh.forward.exchange.wait_seconds + mesh.backward.exchange.wait_seconds - waited,
+                "wait": seconds_waited(mesh) - waited,
                 "cpu": time.thread_time() - cpu,
             }
         )

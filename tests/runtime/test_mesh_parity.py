@@ -25,6 +25,7 @@ from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import FlatParameters, HostPool, Mesh, MeshShape, ModelPart, TokenShards, run_rank_plan
 from bytescale.runtime.activations import Activations
+from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.replicas import sum_replicas
 from tests.helpers.plans import random_plan
@@ -115,7 +116,7 @@ def mesh_step(
         gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
         return mesh.hdp.rank, result, gradients
 
-    outcomes = run_mesh(mesh_shape, one_rank, timeout_seconds=40)
+    outcomes = run_mesh(mesh_shape, one_rank, interleaved=num_chunks > 1, timeout_seconds=40)
     loss = sum(result.loss_sum for _, result, _ in outcomes) / batch.num_targets
     # Every stage's ranks know their layers' share of the balance loss.
     balance = sum(result.batch_loss for _, result, _ in outcomes) / (mesh_shape.hdp * mesh_shape.tp)
@@ -248,7 +249,7 @@ def test_plans_of_every_planner_run_through_a_pipeline(
 
 @settings(max_examples=15, deadline=None)
 @given(
-    mesh=st.sampled_from([MeshShape(pp=2, hdp=1), MeshShape(pp=2, hdp=2), MeshShape(pp=4, hdp=1, tp=2)]),
+    mesh=st.sampled_from([MeshShape(pp=2, hdp=1), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1, tp=2)]),
     num_chunks=st.sampled_from([2, 3]),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     checkpointing=st.sampled_from(["none", "full"]),
@@ -298,3 +299,21 @@ def test_sends_are_let_go_while_the_step_runs() -> None:
         assert_parity(MeshShape(pp=4, hdp=1), plan, [8] * 40, torch.float64)
     assert len(held) == 40 * 6  # three stages send forward, three backward
     assert max(held) <= 8
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_a_rank_receives_and_sends_in_different_groups(num_stages: int) -> None:
+    """Else, under NCCL, a message that nobody takes yet would hold up the next one to come."""
+    colours = [boundary_colour(boundary, num_stages) for boundary in range(num_stages)]
+    for stage in range(num_stages):
+        assert colours[stage] != colours[stage - 1]
+    assert len(set(colours[:-1])) <= 2
+
+
+def test_ranks_are_ordered_stage_then_hdp_then_tensor_parallel() -> None:
+    """docs/architecture.md: 2 stages x 3 HDP x 2 TP."""
+    shape = MeshShape(pp=2, hdp=3, tp=2)
+    places = {shape.coordinates(rank): rank for rank in range(shape.size)}
+    assert len(places) == shape.size
+    assert all(shape.rank(*place) == rank for place, rank in places.items())
+    assert (places[0, 1, 0], places[0, 1, 1], places[1, 1, 0], places[1, 1, 1]) == (2, 3, 8, 9)

@@ -126,7 +126,7 @@ class RankReport:
 
 def seconds_waited(mesh: Mesh) -> float:
     """So far, for other ranks' messages."""
-    groups = (mesh.hdp, mesh.forward, mesh.backward)
+    groups = (mesh.hdp, *mesh.pipeline_groups())
     return sum(group.exchange.wait_seconds for group in groups) + mesh.tp.collective_seconds
 
 
