@@ -42,7 +42,6 @@ MIXES: dict[str, list[str]] = {
 PLANNERS: dict[str, list[str]] = {
     "static": ["--planner.name", "static"],
     "naive": ["--planner.name", "naive"],
-    "paper": ["--planner.name", "balanced", "--planner.balance", "paper"],
     "adaptive": ["--planner.name", "balanced", "--planner.balance", "adaptive"],
 }
 WITHIN = 0.15
