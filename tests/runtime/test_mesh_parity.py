@@ -92,7 +92,12 @@ def mesh_step(
         parts = [
             ModelPart(
                 model=model,
-                activations=Activations(list(model.layers), checkpointing=checkpointing, pool=pool),  # type: ignore[arg-type]
+                activations=Activations(
+                    list(model.layers),
+                    checkpointing=checkpointing,  # type: ignore[arg-type]
+                    pool=pool,
+                    tp=mesh.tp,
+                ),
             )
             for model in models
         ]
@@ -108,7 +113,7 @@ def mesh_step(
         gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
         return mesh.hdp.rank, result, gradients
 
-    outcomes = run_mesh(mesh_shape, one_rank, timeout_seconds=120)
+    outcomes = run_mesh(mesh_shape, one_rank, timeout_seconds=40)
     loss = sum(result.loss_sum for _, result, _ in outcomes) / batch.num_targets
     assert sum(result.num_targets for _, result, _ in outcomes) == batch.num_targets
     return StepOutcome(loss, put_together([gradients for _, _, gradients in outcomes], shape.tie_embeddings), [])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
-if TYPE_CHECKING:
-    from torch import Tensor
+
+class Array(Protocol):
+    """A tensor: this floor works without torch."""
+
+    def narrow(self, dim: int, start: int, length: int) -> Self: ...
+
+
+T = TypeVar("T", bound=Array)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,10 @@ class Cut:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of_row(self) -> Cut:
+        """The cut of ``whole[i]``, for any i (not of a parameter that is cut along its first dimension)."""
+        return replace(self, shape=self.shape[1:], dim=max(self.dim - 1, 0))
+
+    def of(self, whole: T) -> T:
         """The part of a whole parameter, a view."""
         return whole if self.count == 1 else whole.narrow(self.dim, self.start, self.part_shape[self.dim])

@@ -83,20 +83,20 @@ class Llama(nn.Module):
 class Layers(nn.Module):
     """Layers under their numbers in the whole model, so that parameters of a part have the whole model's names."""
 
-    def __init__(self, numbered: Iterable[tuple[int, nn.Module]]) -> None:
+    def __init__(self, numbered: Iterable[tuple[int, Layer]]) -> None:
         super().__init__()
         for number, layer in numbered:
             self.add_module(str(number), layer)
 
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[Layer]:
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, number: int) -> nn.Module:
+    def __getitem__(self, number: int) -> Layer:
         """The layer that has this number in the whole model."""
-        return self.get_submodule(str(number))
+        return self._modules[str(number)]  # type: ignore[return-value]
 
 
 def initial_values(name: str, size: tuple[int, ...], shape: Architecture, seed: int) -> Tensor:

@@ -19,7 +19,7 @@ class Mixtral(Llama):
     def __init__(self, shape: Architecture, layers: range | None = None) -> None:
         super().__init__(shape, layers)
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
-        balanced = [(mixture.balance, mixture.router.weight) for mixture in mixtures if mixture.balance is not None]
+        balanced = [(mixture.balance, mixture.router) for mixture in mixtures if mixture.balance is not None]
         self._balance = BalanceLoss(shape, balanced) if balanced else None
 
     def make_feed_forward(self) -> nn.Module:

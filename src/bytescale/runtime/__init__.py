@@ -11,6 +11,7 @@ from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.replicas import TiedHead
 from bytescale.runtime.token_shards import TokenShards
 from bytescale.runtime.zero import ShardedAdamW
 
@@ -27,6 +28,7 @@ __all__ = [
     "RankGroup",
     "ShardedAdamW",
     "StepResult",
+    "TiedHead",
     "TokenShards",
     "TrainableModel",
     "linear_cross_entropy",

@@ -71,7 +71,8 @@ class RunLog:
             return
         self._introduced = True
         self._metrics = MetricsFile(self.run, tensorboard=self.config.trainer.tensorboard)
-        shape, hdp = job.architecture, job.ranks.hdp
+        shape, mesh = job.architecture, job.ranks.mesh.shape
+        degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
         self.say(
             f"model   {format_si(flops.total_parameters(shape))} parameters{_active(shape)}, "
@@ -80,7 +81,7 @@ class RunLog:
         )
         self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
-            f"ranks   {hdp.size} x {job.ranks.device.type} ({dtype}), capacity "
+            f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
         )

@@ -48,7 +48,8 @@ def next_attempt(config: Config, *, elastic: bool) -> Config:
     resumed = replace(config, trainer=replace(config.trainer, resume=True))
     if not elastic or config.parallel.ranks == 1:
         return resumed
-    fewer = replace(resumed, parallel=replace(config.parallel, ranks=config.parallel.ranks - 1))
+    step = config.parallel.tp * config.parallel.pp  # a mesh has no holes
+    fewer = replace(resumed, parallel=replace(config.parallel, ranks=config.parallel.ranks - step))
     try:
         validate(fewer)
     except ConfigError:  # too few to hold the context: go on with as many as before
