@@ -10,9 +10,7 @@ All three start a Ray of their own on loopback and end it. Results: docs/benchma
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -31,6 +29,7 @@ from bytescale.data.facts import FactsGatherer
 from bytescale.data.indexed_writer import IndexedWriter
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.mixture import make_sampler
+from bytescale.data.remote.slices import PlannedStep, locate_segments
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -150,63 +149,58 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
     print(read / steps, received / steps, memory)
 
 
-# planner: the actor's own class in this process, with every client's request answered.
+# planner: the real actor, asked by as many relays as that many clients have, and the cutting that each client does.
 
 
 def planner_at_scale(folder: Path) -> None:
+    import ray
+
     from bytescale.data.corpus import plan_shards
     from bytescale.data.remote.cluster import ray_cluster
     from bytescale.data.remote.planner import PlannerActor
-    from bytescale.data.remote.server import SharedWork
+    from bytescale.data.remote.relay import FAN_OUT
+    from bytescale.data.remote.server import DataServer, SharedWork
 
-    context = 2 * MIB
-    write_corpus(folder / "corpus", 200 * MIB, context)
-    config = config_for(folder, context_length=context, batch_tokens=32 * MIB)
-    print("clients   draw+plan+verify   cut and send to all   a client   bytes to all   bytes a client")
+    steps, ranks_per_node = 6, 8
+    write_corpus(folder / "corpus", 200 * MIB, 2 * MIB)
+    config = config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB)
+    print(
+        "clients  requests   draw+plan+verify   planner's CPU a step   sent by planner   object a node   cut, a client"
+    )
     with ray_cluster("", 2):
         work = SharedWork(*plan_shards(config))
+        server = ray.remote(DataServer).options(num_cpus=0).remote(0, 1, work)
         for num_ranks in (1024, 16384):
-            actor = PlannerActor(config, num_ranks, work, [_OneServer(work)])
-            asyncio.run(_serve(actor, num_ranks))
+            actor = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=1000)
+            planner = actor.remote(config, work, ["here"], [server])
+            state = ray.get(planner.check_state.remote(None))
+            ray.get(planner.configure.remote(planner_for(num_ranks, 8192), steps))
+            process = psutil.Process(ray.get(planner.pid.remote()))
+            num_requests = min(FAN_OUT, num_ranks // ranks_per_node)
+            seconds, cuts = [], []
+            for step in range(steps):
+                answers = ray.get([planner.plan.remote(state) for _ in range(num_requests)])
+                planned = ray.get(answers[0].planned)
+                seconds.append(planned.planning_seconds)
+                cuts += [cut_seconds(planned, rank) for rank in range(0, num_ranks, num_ranks // 128)]
+                state = planned.state_after
+                if step == 0:
+                    busy = process.cpu_times()
+            after = process.cpu_times()
+            spent = (after.user + after.system - busy.user - busy.system) / (steps - 1)
+            message = len(ray.cloudpickle.dumps(answers[0]))
+            print(
+                f"{num_ranks:7}  {num_requests:8}   {1e3 * np.median(seconds):>13.0f} ms   {1e3 * spent:>17.0f} ms   "
+                f"{num_requests * message / 1024:>11.0f} KiB   {planned.num_bytes / MIB:>9.2f} MiB   "
+                f"{1e3 * np.mean(cuts):>6.2f} ms (worst {1e3 * max(cuts):.1f})"
+            )
+            ray.kill(planner)
 
 
-async def _serve(actor: object, num_ranks: int) -> None:
-    from bytescale.data.remote.planner import PlannerActor
-
-    assert isinstance(actor, PlannerActor)
-    state = await actor.check_state(None)
-    await actor.configure(planner_for(num_ranks, 8192), 3)
-    plans, sends, sizes, largest = [], [], [], 0
-    for _ in range(3):
-        first = await actor.part(0, state)
-        assert first is not None
-        part = pickle.loads(first)
-        plans.append(part.planning_seconds)
-        started, total = time.perf_counter(), 0
-        for rank in range(1, num_ranks):
-            message = await actor.part(rank, state)
-            assert message is not None
-            total += len(message)
-            largest = max(largest, len(message))
-        sends.append(time.perf_counter() - started)
-        sizes.append(total)
-        state = part.state_after
-    print(
-        f"{num_ranks:7}   {1e3 * np.mean(plans):>13.0f} ms   {1e3 * np.mean(sends):>16.0f} ms   "
-        f"{1e6 * np.mean(sends) / num_ranks:>5.0f} us   {np.mean(sizes) / MIB:>8.1f} MiB   "
-        f"{np.mean(sizes) / num_ranks:>6.0f} (largest {largest}; first rank, with the whole plan, {len(first)})"
-    )
-
-
-class _OneServer:
-    """Stands where the planner expects a server's handle."""
-
-    def __init__(self, work: object) -> None:
-        import ray
-
-        from bytescale.data.remote.server import DataServer
-
-        self.contents = ray.remote(DataServer).options(num_cpus=0).remote(0, 1, work).contents
+def cut_seconds(planned: PlannedStep, rank: int) -> float:
+    started = time.perf_counter()
+    locate_segments(RankPlan.of(planned.plan, rank, digest=planned.digest), planned)
+    return time.perf_counter() - started
 
 
 WAYS: dict[str, Callable[[Path], None]] = {"rate": rate, "bytes": bytes_read, "planner": planner_at_scale}

@@ -1,11 +1,11 @@
-"""50 kills at random moments in one run: servers, the planner, ranks. Nothing may be lost, doubled, hung or left over.
+"""50 kills at random moments in one run: servers, planner, ranks, the launcher itself. Nothing may be lost or doubled.
 
-    .venv/bin/python benchmarks/soak.py [--kills 50] [--seed 0]
+    .venv/bin/python benchmarks/soak.py [--kills 50] [--seed 0] [--launch ray]
 
-A run on the remote loader is started with restarts to spare; every few tenths of a second one of its processes gets
-kill -9, until all kills are spent. Then it has to end by itself, and is compared with the same run left in peace: every
-step once, the same plan (its digest: all lengths, in the same places), the same losses, the same place in the data at
-the end. Prints a table and exits with 1 if anything differs.
+A run on the remote loader is started with restarts to spare; at random moments one of its processes gets kill -9, some
+of them while the death before is being mended; a killed launcher is started again with ``--resume``. Then the run has
+to end by itself. Every (document, token range) that its ranks were given is counted, step by step and epoch by epoch
+(``data.record``), and it is compared with the same run left in peace. Prints a table; exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -14,26 +14,36 @@ import argparse
 import json
 import os
 import random
+import string
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from bytescale.common.errors import DataError
+from bytescale.config import load_config
+from bytescale.data.batches import epoch_order
+from bytescale.data.corpus import Corpus, prepare_corpus
+from bytescale.data.record import check_record, read_record
 from bytescale.plan.io import load_plan
 
 CONFIG = """
 [model]
 preset = "tiny"
-num_layers = 2
-hidden_size = 32
-num_heads = 4
-num_kv_heads = 2
-ffn_hidden_size = 48
+num_layers = 1
+hidden_size = 16
+num_heads = 2
+num_kv_heads = 1
+ffn_hidden_size = 16
 
 [data]
 sources = ["{folder}/corpus"]
@@ -41,10 +51,11 @@ cache_dir = "{folder}/cache"
 context_length = 256
 batch_tokens = 640
 loader = "{loader}"
+record = true
 
 [parallel]
 ranks = 2
-capacity_tokens = 256
+capacity_tokens = 128
 timeout_seconds = 30.0
 
 [trainer]
@@ -54,68 +65,170 @@ run_dir = "{folder}/{loader}"
 steps = {steps}
 
 [checkpoint]
-every = 1
+every = 5
 """
+SHARES = {"server": 18, "planner": 12, "rank": 14, "launcher": 6}
+RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/workers/default_worker.py")
+RAYS_SECONDS = 90.0
+"""Ray ends its agents, and workers that were to hold an actor, itself, a minute after its head was killed."""
 
 
 def write_corpus(folder: Path) -> None:
+    """Random letters: no two ranges of some length are equal."""
     dice = random.Random(0)
     folder.mkdir()
     for number in range(80):
-        words = [
-            dice.choice(["ring", "rank", "key", "the", "waits"]) for _ in range(int(dice.lognormvariate(2, 1.3)) + 1)
-        ]
-        (folder / f"{number:03d}.txt").write_text(" ".join(words), encoding="utf-8")
+        letters = dice.choices(string.ascii_lowercase, k=int(dice.lognormvariate(4, 1.3)) + 1)
+        (folder / f"{number:03d}.txt").write_text("".join(letters), encoding="utf-8")
 
 
-def start(folder: Path, loader: str, steps: int, *options: str) -> subprocess.Popen[bytes]:
+def write_config(folder: Path, loader: str, steps: int) -> Path:
     path = folder / f"{loader}.toml"
     path.write_text(CONFIG.format(folder=folder, loader=loader, steps=steps), encoding="utf-8")
-    log = (folder / f"{loader}.log").open("wb")
-    command = [sys.executable, "-m", "bytescale", "train", str(path), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return path
 
 
-def victims(launcher: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """The run's own processes by kind, found below its launcher and nowhere else."""
-    found: dict[str, list[psutil.Process]] = {"server": [], "planner": [], "rank": []}
-    for process in launcher.children(recursive=True):
-        try:
-            title, environment = " ".join(process.cmdline()), process.environ()
-        except psutil.Error:
-            continue
-        if title.startswith("ray::DataServer"):
-            found["server"].append(process)
-        elif title.startswith("ray::PlannerActor"):
-            found["planner"].append(process)
-        elif "LOCAL_RANK" in environment and not title.startswith("ray::"):
-            found["rank"].append(process)
-    return found
+def start(log: Path, *arguments: str) -> psutil.Popen:
+    """The real command, in the background."""
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", "bytescale", "train", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return psutil.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
-def kill_at_random(launcher: psutil.Process, kills: int, dice: random.Random, run: Path) -> Counter[str]:
-    """Mostly actors: a rank costs a restart of all ranks, some ten seconds, and the run then gets a step to recover."""
-    done: Counter[str] = Counter()
-    steps = 0
-    while sum(done.values()) < kills and launcher.is_running():
-        time.sleep(dice.uniform(0.1, 1.3))
-        if done["rank"] and num_lines(run / "metrics.jsonl") <= steps:
-            continue
-        kind = dice.choices(["server", "planner", "rank"], weights=[5, 3, 1])[0]
-        candidates = victims(launcher)[kind]
-        if candidates:
-            dice.choice(candidates).kill()
-            done[kind] += 1
-            steps = num_lines(run / "metrics.jsonl") if kind == "rank" else 0
-    return done
+def kind_of(process: psutil.Process) -> str:
+    try:
+        title, environment = " ".join(process.cmdline()), process.environ()
+    except psutil.Error:
+        return ""
+    for kind, name in (("server", "DataServer"), ("planner", "PlannerActor"), ("rank", "RankActor")):
+        if title.startswith(f"ray::{name}"):
+            return kind
+    return "rank" if "LOCAL_RANK" in environment and not title.startswith("ray::") else ""
+
+
+def name_of(process: psutil.Process) -> str:
+    """Empty when it is gone."""
+    try:
+        return " ".join(process.cmdline()[:6]).strip() if process.status() != psutil.STATUS_ZOMBIE else ""
+    except psutil.Error:
+        return ""
+
+
+def is_rays_own(name: str) -> bool:
+    return any(own in name for own in RAYS_OWN)
 
 
 def num_lines(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
-def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict[str, object]]:
+@dataclass
+class Storm:
+    """A run under fire."""
+
+    folder: Path
+    steps: int
+    options: Sequence[str]
+    deadline: float
+    launcher: psutil.Popen = None
+    family: set[psutil.Process] = field(default_factory=set)
+    killed: Counter[str] = field(default_factory=Counter)
+    recovery_seconds: dict[str, list[float]] = field(default_factory=dict)
+    mending: tuple[str, int, float] | None = None
+    """What was killed last, after how many steps and when."""
+    checkpoints_loaded: int = 0
+    survivors: list[str] = field(default_factory=list)
+    """Processes that were there 20 s after their launcher had been killed."""
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "ray"
+
+    def begin(self) -> None:
+        config = str(write_config(self.folder, "ray", self.steps))
+        again = ("--resume", str(self.run)) if (self.run / "config.toml").exists() else (config,)
+        self.launcher = start(self.folder / "ray.log", *again, *self.options)
+
+    def rage(self, kinds: Sequence[str], dice: random.Random) -> None:
+        """Kill one process of each of ``kinds``: most after a random step, others while the last is mended."""
+        for kind, step in zip(kinds, sorted(dice.sample(range(2, int(0.95 * self.steps)), len(kinds))), strict=True):
+            in_recovery = dice.random() < 0.3 and self.killed
+            pause, until = dice.uniform(0, 6.0 if in_recovery else 0.3), 0.0
+            while not until or time.monotonic() < until:
+                if not until and (in_recovery or self.steps_done() >= step):
+                    until = time.monotonic() + pause
+                self.look()
+            self.kill(kind, dice)
+
+    def kill(self, kind: str, dice: random.Random) -> None:
+        while not (candidates := [self.launcher] if kind == "launcher" else self.members(kind)):
+            self.look()
+        self.mending = (kind, self.steps_done(), time.monotonic())
+        dice.choice(sorted(candidates, key=lambda process: process.pid)).kill()
+        self.killed[kind] += 1
+        if kind == "launcher":
+            self.launcher.wait()
+            self.survivors += [name for name in self.alive(20.0) if not is_rays_own(name)]
+            self.check_checkpoints()
+            self.mending = (kind, self.steps_done(), self.mending[2])  # ranks had a moment to go on
+            self.begin()
+
+    def steps_done(self) -> int:
+        return num_lines(self.run / "metrics.jsonl")
+
+    def look(self) -> None:
+        assert time.monotonic() < self.deadline, f"hung: {self.steps_done()} of {self.steps} steps, {self.killed}"
+        assert self.launcher.poll() is None, f"the run ended after {sum(self.killed.values())} kills"
+        self.family.update(self.launcher.children(recursive=True))
+        if self.mending and self.steps_done() > self.mending[1]:
+            kind, _, killed_at = self.mending
+            self.recovery_seconds.setdefault(kind, []).append(time.monotonic() - killed_at)
+            self.mending = None
+        time.sleep(0.05)
+
+    def members(self, kind: str) -> list[psutil.Process]:
+        return [process for process in self.launcher.children(recursive=True) if kind_of(process) == kind]
+
+    def check_checkpoints(self) -> None:
+        """Every folder that is named as a checkpoint loads in full."""
+        for path in (self.run / "checkpoints").glob("step-*"):
+            dcp_to_torch_save(path, self.folder / "loaded.pt")
+            self.checkpoints_loaded += 1
+
+    def alive(self, seconds: float) -> list[str]:
+        """Who of this run still lives, once only Ray's own do or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (names := [name for name in map(name_of, self.family) if name]) and time.monotonic() < deadline:
+            if seconds < RAYS_SECONDS and all(map(is_rays_own, names)):
+                break
+            time.sleep(0.1)
+        return names
+
+    def end(self) -> None:
+        for process in self.family | ({self.launcher} if self.launcher else set()):
+            if process.is_running():
+                process.kill()
+
+
+def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
+    """``[number of tokens]`` how often each token of the corpus was given to some rank."""
+    counts = np.zeros(corpus.pieces.num_tokens + 1, dtype=np.int64)
+    for pieces, starts, stops, _ in (segments.T for segments in read_record(run / "data", steps)):
+        np.add.at(counts, corpus.pieces.start[pieces] + starts, 1)
+        np.add.at(counts, corpus.pieces.start[pieces] + stops, -1)
+    return np.cumsum(counts)[:-1]
+
+
+def times_expected(corpus: Corpus, state: dict) -> np.ndarray:
+    """The same by the seed alone: ``epoch`` times everything, and what the last epoch has begun with."""
+    counts = np.full(corpus.pieces.num_tokens, state["epoch"], dtype=np.int64)
+    for piece in epoch_order(corpus.pieces.num_pieces, state["shuffle_seed"], state["epoch"])[: state["position"]]:
+        counts[corpus.pieces.start[piece] :][: corpus.pieces.length[piece]] += 1
+    return counts
+
+
+def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict]:
     """Steps, losses, plan digests and the last data position of a run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     digests = [load_plan(path).digest() for path in sorted((run / "plans").glob("step-*.npz"))]
@@ -124,50 +237,100 @@ def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict[str, obj
     return [line["step"] for line in lines], [line["loss"] for line in lines], digests, state["sampler"]
 
 
+def kinds_to_kill(number: int, dice: random.Random) -> list[str]:
+    """Every kind in its share, at least once if ``number`` allows, in random order."""
+    kinds = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * number / 50)))]
+    dice.shuffle(kinds)
+    return kinds[:number]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-seconds", type=float, default=1800.0)
+    parser.add_argument("--launch", choices=["torchrun", "ray"], default="torchrun")
+    parser.add_argument("--limit-seconds", type=float, default=1500.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bytescale-soak-") as name:
-        folder = Path(name)
-        write_corpus(folder / "corpus")
-        assert start(folder, "local", options.steps).wait(options.limit_seconds) == 0, "the run in peace failed"
-        started = time.perf_counter()
-        run = start(folder, "ray", options.steps, "--max-restarts", str(options.kills))
-        launcher = psutil.Process(run.pid)
-        family: set[psutil.Process] = set()
-        try:
-            while not num_lines(folder / "ray" / "metrics.jsonl"):
-                time.sleep(0.2)
-            killed = kill_at_random(launcher, options.kills, random.Random(options.seed), folder / "ray")
-            family = set(launcher.children(recursive=True)) if run.poll() is None else set()
-            code = run.wait(options.limit_seconds - (time.perf_counter() - started))
-        finally:
-            for process in launcher.children(recursive=True) if run.poll() is None else []:
-                process.kill()
-            run.kill()
-        _, orphans = psutil.wait_procs(family, timeout=20)
-        peace, storm = outcome(folder / "local"), outcome(folder / "ray")
-        worst = float(np.max(np.abs(np.array(storm[1]) / np.array(peace[1]) - 1)))
-        checks = {
-            "ended by itself, exit code 0": code == 0,
-            f"{options.kills} kills": sum(killed.values()) == options.kills,
-            "every step once": storm[0] == peace[0] == list(range(1, options.steps + 1)),
-            "the same plans": storm[2] == peace[2],
-            f"the same losses (worst relative difference {worst:.1e})": worst < 1e-6,
-            "the same place in the data": storm[3] == peace[3],
-            "no partial checkpoint": not list((folder / "ray" / "checkpoints").glob(".step-*")),
-            "no process left over": not orphans,
-        }
-        print(f"{dict(killed)} killed, {options.steps} steps in {time.perf_counter() - started:.0f} s")
-        for what, holds in checks.items():
-            print(f"  {'yes' if holds else 'NO '}  {what}")
-        if not all(checks.values()):
-            print((folder / "ray.log").read_text(encoding="utf-8", errors="replace")[-3000:])
-        return 0 if all(checks.values()) else 1
+        return soak(Path(name), options)
+
+
+def soak(folder: Path, options: argparse.Namespace) -> int:
+    dice = random.Random(options.seed)
+    kinds = kinds_to_kill(options.kills, dice)
+    write_corpus(folder / "corpus")
+    peaceful = start(folder / "local.log", str(write_config(folder, "local", options.steps)))
+    assert peaceful.wait(options.limit_seconds) == 0, (folder / "local.log").read_text(errors="replace")[-3000:]
+    started = time.monotonic()
+    storm = Storm(
+        folder=folder,
+        steps=options.steps,
+        options=("--launch", options.launch, "--max-restarts", str(options.kills)),
+        deadline=started + options.limit_seconds,
+    )
+    try:
+        storm.begin()
+        storm.rage(kinds, dice)
+        print(f"{storm.steps_done()} of {options.steps} steps at the last kill, {time.monotonic() - started:.0f} s")
+        while storm.launcher.poll() is None and time.monotonic() < storm.deadline:
+            storm.family.update(storm.launcher.children(recursive=True))
+            time.sleep(0.1)
+        code, seconds = storm.launcher.poll(), time.monotonic() - started
+        orphans = storm.alive(RAYS_SECONDS)
+        checks = examine(folder, storm, code, orphans, kinds)
+    except AssertionError:
+        print((folder / "ray.log").read_text(encoding="utf-8", errors="replace")[-3000:])
+        raise
+    finally:
+        storm.end()
+    print(
+        f"{dict(storm.killed)} killed, {options.steps} steps in {seconds:.0f} s (limit {options.limit_seconds:.0f} s)"
+    )
+    for kind, times in storm.recovery_seconds.items():
+        print(f"  a step on after the death of a {kind}: median {median(times):.1f} s, worst {max(times):.1f} s")
+    for what, holds in checks.items():
+        print(f"  {'yes' if holds else 'NO '}  {what}")
+    if not all(checks.values()):
+        print((folder / "ray.log").read_text(encoding="utf-8", errors="replace")[-3000:])
+    return 0 if all(checks.values()) else 1
+
+
+def examine(
+    folder: Path, storm: Storm, code: int | None, orphans: Sequence[str], kinds: Sequence[str]
+) -> dict[str, bool]:
+    """What has to hold."""
+    steps = storm.steps
+    config = load_config(folder / "ray.toml").data
+    corpus = prepare_corpus(config)
+    peace, calm = outcome(folder / "local"), outcome(storm.run)
+    try:
+        check = check_record(storm.run / "data", steps, corpus, config)
+        counted = (
+            f"{check.num_tokens} tokens in {check.num_attempts} attempts: ranges tile every batch, tokens as written"
+        )
+        ranges_are_right = True
+    except DataError as error:
+        counted, ranges_are_right = str(error), False
+    given, expected = times_given(storm.run, corpus, steps), times_expected(corpus, calm[3])
+    lost, doubled = np.maximum(expected - given, 0).sum(), np.maximum(given - expected, 0).sum()
+    same = len(calm[1]) == len(peace[1])
+    worst = float(np.max(np.abs(np.array(calm[1]) / np.array(peace[1]) - 1))) if same else np.inf
+    storm.check_checkpoints()
+    return {
+        "ended by itself, exit code 0": code == 0,
+        f"{len(kinds)} kills": sum(storm.killed.values()) == len(kinds),
+        "every step once": calm[0] == peace[0] == list(range(1, steps + 1)),
+        counted: ranges_are_right,
+        f"{expected[0]} epochs and more of {len(given)} tokens: {lost} lost, {doubled} doubled": not lost
+        and not doubled,
+        "the same plans": calm[2] == peace[2],
+        f"the same losses (worst relative difference {worst:.1e})": worst < 1e-6,
+        "the same place in the data": calm[3] == peace[3],
+        f"no partial checkpoint ({storm.checkpoints_loaded} loaded)": not list(storm.run.glob("checkpoints/.step-*")),
+        f"nothing outlives a killed launcher for 20 s ({', '.join(storm.survivors)})": not storm.survivors,
+        f"no process left over ({', '.join(orphans)})": not orphans,
+    }
 
 
 if __name__ == "__main__":

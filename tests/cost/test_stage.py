@@ -12,8 +12,9 @@ from bytescale.cost.links import Links
 from bytescale.cost.offload import choose_offload, hidden_ratio
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
+from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
-from bytescale.cost.step import stage_layers, stage_parameters, sync_seconds
+from bytescale.cost.step import stage_parameters, sync_seconds
 
 PROFILE = Profile(
     name="hand",
@@ -140,11 +141,10 @@ def test_offload_is_exposed_beyond_compute_on_all_layers_but_two() -> None:
 
 
 def test_gradient_sync_by_hand() -> None:
-    assert stage_layers(10, 4) == [3, 3, 2, 2]
     vocabulary = 128256 * 4096
     assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
-    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 2 * 1000 + vocabulary
-    assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 1000
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary
+    assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 2 * 1000
     assert sync_seconds(PROFILE, 100.0, num_ranks=4, ranks_per_node=8) == 600 * 3 / 4 / 2.0 + 2 * 2 * 6
     assert sync_seconds(PROFILE, 100.0, num_ranks=16, ranks_per_node=8) == 600 * 15 / 16 / 1.0 + 2 * 4 * 6
     assert sync_seconds(PROFILE, 100.0, num_ranks=1, ranks_per_node=8) == 0
@@ -182,3 +182,16 @@ def test_published_offload_figures() -> None:
 def test_equation_3_refuses_no_capacity() -> None:
     with pytest.raises(ConfigError, match="capacity_tokens = 0"):
         choose_offload(PROFILE, [1], capacity_tokens=0, num_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_parts", "counts"),
+    [(10, 1, [10]), (10, 4, [3, 3, 3, 1]), (32, 4, [8, 9, 9, 6]), (4, 4, [1, 1, 1, 1])],
+)
+def test_layers_are_split_by_work_with_the_head_as_some_of_them(
+    num_layers: int, num_parts: int, counts: list[int]
+) -> None:
+    """The head of the 7B model is worth 2.4 layers."""
+    parts = split_layers(replace(PRESETS["7b"], num_layers=num_layers), num_parts)
+    assert [len(part) for part in parts] == counts
+    assert [layer for part in parts for layer in part] == list(range(num_layers))

@@ -44,7 +44,9 @@ def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_se
     return [results[rank] for rank in range(num_ranks)]
 
 
-def run_mesh(shape: MeshShape, work: Callable[[Mesh], Result], *, timeout_seconds: float = 60.0) -> list[Result]:
+def run_mesh(
+    shape: MeshShape, work: Callable[[Mesh], Result], *, interleaved: bool = False, timeout_seconds: float = 60.0
+) -> list[Result]:
     """Run ``work`` once per rank of a mesh; its results in rank order."""
     store = dist.HashStore()
 
@@ -53,7 +55,7 @@ def run_mesh(shape: MeshShape, work: Callable[[Mesh], Result], *, timeout_second
             own = dist.PrefixStore(name, store)
             return _process_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
 
-        return work(Mesh.of(world, shape, make_group))
+        return work(Mesh.of(world, shape, make_group, interleaved=interleaved))
 
     return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)
 

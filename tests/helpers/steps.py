@@ -97,6 +97,7 @@ class StepOutcome:
     loss: float  # mean over the targets of the global batch
     gradients: dict[str, Tensor]
     bytes_sent: list[int]
+    batch_loss: float = 0.0
 
 
 def reference_step(model: Llama, batch: Batch) -> StepOutcome:

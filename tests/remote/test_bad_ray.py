@@ -10,7 +10,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError, LoaderFailure
 from bytescale.data.remote import cluster
 from bytescale.data.remote.calls import translated, wait_for
 from tests.remote.support import feeds, numbered_config, take_steps, write_numbered_corpus
@@ -56,7 +56,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_no_room_left(error: Exception) -> None:
     told = translated(error, "data server 1")
-    assert isinstance(told, DataError)
+    assert isinstance(told, LoaderFailure)
     assert "Ray has no room left for what data server 1 sent" in str(told)
     assert "--object-store-memory" in str(told)
 
@@ -71,11 +71,11 @@ def test_an_actor_that_does_not_answer(tmp_path: Path) -> None:
 
     sleeper = ray.remote(Sleeper).options(num_cpus=0).remote()
     with pytest.raises(
-        DataError, match=r"Data server 0 did not answer within 1 s.*checkpoints written before are whole"
+        LoaderFailure, match=r"Data server 0 did not answer within 1 s.*checkpoints written before are whole"
     ):
         wait_for(sleeper.sleep.remote(), "data server 0", 0.6)
     ray.kill(sleeper)
-    with pytest.raises(DataError, match=r"Data server 0 is gone \(Actor"):
+    with pytest.raises(LoaderFailure, match=r"Data server 0 is gone \(Actor"):
         wait_for(sleeper.sleep.remote(), "data server 0", 30)
 
 

@@ -17,6 +17,9 @@ import psutil
 import pytest
 
 from bytescale.config import Config, config_to_toml
+from bytescale.data.corpus import prepare_corpus
+from bytescale.data.record import check_record
+from tests.train.record import times_expected, times_given
 from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
 COMMAND = [sys.executable, "-m", "bytescale", "train"]
@@ -40,7 +43,7 @@ def undisturbed(folder: Path) -> list[float]:
 
 def ray_config(folder: Path, run_dir: Path) -> Config:
     config = on_ranks(small_run(folder / "corpus", run_dir, steps=STEPS), 3, 128)
-    data = replace(config.data, loader="ray", servers=2)
+    data = replace(config.data, loader="ray", servers=2, record=True)
     return replace(config, data=data, checkpoint=replace(config.checkpoint, every=1, background=False))
 
 
@@ -103,7 +106,7 @@ def _title(process: psutil.Process) -> str:
 def test_server_planner_and_rank_die_and_the_losses_stay(
     folder: Path, tmp_path: Path, ray_address: str, undisturbed: list[float]
 ) -> None:
-    """kill -9 of a server, of the planner and of a rank; the run goes on by itself with the two that are left."""
+    """kill -9 of a server, of the planner and of a rank; the run goes on by itself, and every token is counted."""
     config = ray_config(folder, tmp_path / "run")
     assert not actors("PlannerActor"), "another test left its planner"
     with started(config, ray_address, "--max-restarts", "1", "--elastic") as launcher:
@@ -116,12 +119,21 @@ def test_server_planner_and_rank_die_and_the_losses_stay(
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, output
     assert output.count("Rank 1 (pid") == output.count("was killed by SIGKILL") == 1, "one message, naming the rank"
-    assert "restarting on 2 ranks; 0 restarts are left" in output
-    assert "ranks   2 x cpu" in output
+    assert "restarting on 3 ranks; 0 restarts are left" in output
+    assert_every_token_was_given_once(config)
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
     assert not list((tmp_path / "run" / "checkpoints").glob(".step-*")), "no partial checkpoint"
     wait_until(lambda: not actors("PlannerActor") and not actors("DataServer"), 20)
+
+
+def assert_every_token_was_given_once(config: Config) -> None:
+    """By the run's own record: every (document, token), as often as the seed says."""
+    corpus, steps = prepare_corpus(config.data), config.trainer.steps
+    folder = Path(config.trainer.run_dir) / "data"
+    assert check_record(folder, steps, corpus, config.data).num_attempts > 1, "nothing was taken twice"
+    expected = times_expected(corpus, config.data.shuffle_seed, steps, config.data.batch_tokens)
+    assert times_given(folder, corpus, steps) == expected
 
 
 @pytest.mark.slow

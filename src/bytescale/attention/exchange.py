@@ -35,14 +35,7 @@ class Transfer:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RankFailure(
-                    problem(
-                        f"{self.exchange.name} rank {self.exchange.rank} lost its peer ({self.exchange.name} rank "
-                        f"{' or '.join(str(peer) for peer in sorted(set(self.peers)))}): {str(error).splitlines()[0]}",
-                        so="the step cannot be finished, every rank stops",
-                        fix="look for the first error in the log of the rank that is named, then resume",
-                    )
-                ) from error
+                raise self.exchange.lost(self.peers, error) from error
         self.exchange.wait_seconds += time.perf_counter() - started
         self.works, self.buffers = (), ()
 
@@ -73,6 +66,26 @@ class Exchange:
         if send is not None:
             self.bytes_sent += send.numel() * send.element_size()
             self.messages_sent += 1
+        try:
+            works = self._post(send, to, receive, source, tag)
+        except RuntimeError as error:
+            raise self.lost((to, source), error) from error
+        buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
+        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
+
+    def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
+        """What to raise when a message to or from ``peers`` failed."""
+        return RankFailure(
+            problem(
+                f"{self.name} rank {self.rank} lost its peer ({self.name} rank "
+                f"{' or '.join(str(peer) for peer in sorted(set(peers)))}): {str(error).splitlines()[0]}",
+                so="the step cannot be finished, every rank stops",
+                fix="look for the first error in the log of the rank that is named, then resume",
+            )
+        )
+
+    def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:
+        assert self.group is not None, "start() has looked"
         works: list[dist.Work] = []
         if self._batched:
             operations = []
@@ -86,5 +99,4 @@ class Exchange:
                 works.append(self.group.recv([receive], source, tag))
             if send is not None:
                 works.append(self.group.send([send], to, tag))
-        buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
-        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
+        return works

@@ -1,4 +1,4 @@
-"""``bytescale data tokenize`` and ``bytescale data stats``."""
+"""``bytescale data tokenize``, ``bytescale data stats`` and ``bytescale data audit``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from rich.table import Table
 from bytescale.cli.options import parse
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
+from bytescale.config import load_config
 from bytescale.config.schema import DataConfig
 from bytescale.data.corpus import Corpus, choose_tokenizer, prepare_corpus
 from bytescale.data.facts import TokenFacts
 from bytescale.data.indexed import IntArray, pair_paths, read_index
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.progress import progress_bar
+from bytescale.data.record import check_record
 from bytescale.data.sources import SourceFile, expand_sources
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokenize import tokenize_files
@@ -85,17 +87,28 @@ class StatsConfig:
     """Print JSON instead of a table."""
 
 
+@dataclass(slots=True, kw_only=True)
+class AuditConfig:
+    """Count every token range that a run with `data.record = true` was trained on: none lost, none doubled."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run folder."""
+
+
 def run(arguments: Sequence[str]) -> int:
-    """``bytescale data tokenize|stats``; returns the exit code."""
+    """``bytescale data tokenize|stats|audit``; returns the exit code."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name == "tokenize":
         return tokenize_command(parse(TokenizeConfig, rest, prog="bytescale data tokenize"))
     if name == "stats":
         return stats_command(parse(StatsConfig, rest, prog="bytescale data stats"))
+    if name == "audit":
+        return audit_command(parse(AuditConfig, rest, prog="bytescale data audit"))
     usage = (
         "bytescale data tokenize SOURCE ... --output PREFIX   turn text, JSONL or Parquet into PREFIX.bin and .idx\n"
         "bytescale data stats SOURCE ...                      how the tokens are spread over document lengths\n"
-        "\n`bytescale data tokenize --help` and `bytescale data stats --help` list the options."
+        "bytescale data audit RUN_FOLDER                      every token that a run has trained on, counted\n"
+        "\n`bytescale data tokenize --help` and so on list the options."
     )
     if name in ("-h", "--help"):
         print(usage)
@@ -146,6 +159,20 @@ def stats_command(config: StatsConfig) -> int:
         print(json.dumps(_stats_as_dict(stats)))
     else:
         _print_stats(Console(), stats, config.compare)
+    return 0
+
+
+def audit_command(config: AuditConfig) -> int:
+    """Run ``bytescale data audit``. Returns the exit code; raises what ``check_record`` raises."""
+    settings = load_config(config.run / "config.toml").data
+    with progress_bar() as progress:
+        corpus = prepare_corpus(settings, progress)
+    num_steps = len((config.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    check = check_record(config.run / "data", num_steps, corpus, settings)
+    print(
+        f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, each as the "
+        "corpus has it, none lost, none doubled"
+    )
     return 0
 
 

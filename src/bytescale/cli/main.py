@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from bytescale import __version__
-from bytescale.common.errors import BytescaleError
+from bytescale.common.errors import BytescaleError, DiskFullError, problem
 from bytescale.config.load import nearest
 
 # name: (module with `run(arguments) -> exit code`, one line of help)
@@ -38,15 +39,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(COMMANDS[command][0]).run(rest)
     except BytescaleError as error:
-        record_for_torchrun(error)
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # under torchrun's agent, the launcher prints it once
-            print(f"bytescale {command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return report(command, error)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return report(command, disk_full(error))
+        record_for_torchrun(error)
+        raise
     except Exception as error:  # ours: with its stack trace
         record_for_torchrun(error)
         raise
+
+
+def report(command: str, error: BytescaleError) -> int:
+    """One message, and the exit code."""
+    record_for_torchrun(error)
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # under torchrun's agent, the launcher prints it once
+        print(f"bytescale {command}: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def disk_full(error: OSError) -> DiskFullError:
+    """What Python says in five words, often without the file."""
+    where = f"the disk that holds {error.filename}" if error.filename else "the disk of the run folder"
+    return DiskFullError(
+        problem(
+            f"no space is left on {where}",
+            so="checkpoints written before are whole",
+            fix="free some, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
+        )
+    )
 
 
 def record_for_torchrun(error: BaseException) -> None:

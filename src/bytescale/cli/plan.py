@@ -27,6 +27,7 @@ from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
 from bytescale.config import Config, ModelConfig, load_config
+from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
@@ -141,7 +142,8 @@ def _defaults(config: Config | None) -> PlanOptions:
         return PlanOptions()
     return PlanOptions(
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
-        ranks=config.parallel.ranks,
+        ranks=hdp_ranks(config.parallel),
+        tp=config.parallel.tp,
         capacity_tokens=config.parallel.capacity_tokens,
         cost=CostSource(profile=config.cost.profile),
         model=config.model,

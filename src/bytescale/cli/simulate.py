@@ -156,7 +156,7 @@ def _defaults(config: Config | None) -> SimulateOptions:
     if config is None:
         return SimulateOptions()
     return SimulateOptions(
-        cluster=ClusterConfig(num_gpus=config.parallel.ranks),
+        cluster=ClusterConfig(num_gpus=config.parallel.ranks, tp=config.parallel.tp, pp=config.parallel.pp),
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
         capacity_tokens=config.parallel.capacity_tokens,
         cost=CostSource(profile=config.cost.profile),

@@ -36,7 +36,7 @@ class TrainOptions:
     max_restarts: int = 0
     """How often a run whose rank died is started again from its last checkpoint."""
     elastic: bool = False
-    """Restart with one rank less after each failure, as long as the rest can hold the context."""
+    """Restart on as many ranks as have a place then: GPUs that are left, or nodes of the Ray cluster."""
     config: Annotated[Config, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
     """All settings."""
 
@@ -52,11 +52,12 @@ def run(arguments: Sequence[str]) -> int:
 
         dry_run(config)
         return 0
-    from bytescale.train.ranks import under_torchrun
+    from bytescale.train.ranks import end_with_launcher, under_torchrun
 
     if under_torchrun():
         from bytescale.train import train
 
+        end_with_launcher()
         train(config)
     else:
         prepare_and_start(options)
@@ -128,8 +129,17 @@ def prepare_and_start(options: TrainOptions) -> None:
 
             train(config)
             return
-        start = _start_ranks if options.launch == "torchrun" else _start_ranks_on_ray
-        supervise(config, start, max_restarts=options.max_restarts, elastic=options.elastic)
+        if options.launch == "torchrun":
+            from bytescale.train.launch import ranks_there
+
+            start = _start_ranks
+        else:
+            from bytescale.train.launch_ray import ranks_there
+
+            start = _start_ranks_on_ray
+        supervise(
+            config, start, max_restarts=options.max_restarts, ranks_there=ranks_there if options.elastic else None
+        )
 
 
 def _check_initial_weights(config: Config) -> None:

@@ -21,6 +21,14 @@ class CheckpointError(BytescaleError, RuntimeError):
     """A checkpoint is missing, incomplete or belongs to another model."""
 
 
+class DiskFullError(BytescaleError, RuntimeError):
+    """No space is left where a run writes."""
+
+
+class LoaderFailure(BytescaleError, RuntimeError):
+    """A server or the planner of the remote loader is gone, silent or without room: starting again may help."""
+
+
 class RankFailure(BytescaleError, RuntimeError):
     """A training rank died, or ranks no longer agree on what to run."""
 

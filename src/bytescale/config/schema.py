@@ -95,6 +95,8 @@ class DataConfig:
     """Processes that tokenise."""
     prefetch_steps: int = 2
     """Global batches that are read and planned ahead of the step that runs."""
+    record: bool = False
+    """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"
     """local: every rank plans and reads for itself; ray: servers read, one planner plans, ranks fetch their slices."""
     servers: int = 2
@@ -178,6 +180,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Applied to matrices only, not to norms."""
+    z_loss: float = 0.0
+    """Weight of log(sum of exp(logits))^2, which keeps logits from drifting (PaLM: 1e-4); part of the loss printed."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 

@@ -82,10 +82,10 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
             )
         )
     if parts > shape.num_layers:
+        chunks = f" x parallel.virtual_stages = {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
         raise ConfigError(
             problem(
-                f"parallel.pp = {pp} x parallel.virtual_stages = {parallel.virtual_stages} makes {parts} parts of "
-                f"{shape.num_layers} layers",
+                f"parallel.pp = {pp}{chunks} makes {parts} parts of {shape.num_layers} layers",
                 so="some of them would have no layer",
                 fix=f"use at most {shape.num_layers} parts",
             )
@@ -193,6 +193,8 @@ def _at_least_one(config: Config) -> None:
     for name, number in positive:
         if not number > 0:
             raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
+    if config.optimizer.z_loss < 0:
+        raise ConfigError(problem(f"optimizer.z_loss is {config.optimizer.z_loss}", fix="use 0 (off) or more"))
     if config.optimizer.clip_grad_norm < 0:
         raise ConfigError(
             problem(f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more")

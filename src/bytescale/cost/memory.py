@@ -57,6 +57,8 @@ class MemoryModel:
     num_stages: int = 1
     stage: int = 0
     """Which of them this is."""
+    virtual_stages: int = 1
+    """Chunks of layers on each, interleaved (``plan.schedule``)."""
 
     def stages(self) -> list[MemoryModel]:
         """The same for every stage of the pipeline."""
@@ -69,8 +71,13 @@ class MemoryModel:
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches whose activations are here at the same time."""
-        return self.num_stages - self.stage
+        """Micro-batches whose activations are here at the same time; interleaved: as many as make up their chunks."""
+        behind = self.num_stages - 1 - self.stage
+        if self.virtual_stages == 1:
+            return behind + 1
+        first_round = 2 * self.num_stages - 1  # at most
+        chunks = 2 * behind + (self.virtual_stages - 1) * first_round + 1
+        return -(-chunks // self.virtual_stages)
 
     @property
     def num_parameters(self) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, PackedAttention
-from bytescale.plan import RankPlan
+from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
@@ -82,6 +82,7 @@ def run_rank_plan(
     num_global_targets: int,
     kernel: AttentionKernel,
     mesh: Mesh,
+    z_loss: float = 0.0,
 ) -> StepResult:
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
@@ -89,11 +90,14 @@ def run_rank_plan(
         parts: what this stage has of the model, in order; several where stages are interleaved, as many on each.
         micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
+        z_loss: see ``linear_cross_entropy``.
 
     A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
     """
-    run = _Run(parts, rank_plan, micro_batches, num_global_targets, kernel, mesh)
+    if len(micro_batches) != len(rank_plan.micro_batches):
+        raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {len(rank_plan.micro_batches)}")
+    run = _Run(parts, rank_plan.micro_batches, micro_batches, num_global_targets, kernel, mesh, z_loss)
     model = parts[0].model
     dtype = next(iter(model.parameters())).dtype
     links = StageLinks(mesh, rank_plan.micro_batches, len(parts), model.hidden_size, dtype)
@@ -110,31 +114,21 @@ def run_rank_plan(
     return run.result()
 
 
+@dataclass
 class _Run:
-    """What lives between the forward and the backward of a step's micro-batches."""
+    """What lives between the forward and the backward of a step's micro-batches. Arguments as of ``run_rank_plan``."""
 
-    def __init__(
-        self,
-        parts: Sequence[ModelPart],
-        rank_plan: RankPlan,
-        micro_batches: Sequence[MicroBatchTokens],
-        num_global_targets: int,
-        kernel: AttentionKernel,
-        mesh: Mesh,
-    ) -> None:
-        if len(micro_batches) != len(rank_plan.micro_batches):
-            raise ValueError(
-                f"{len(micro_batches)} micro-batches of tokens, the plan has {len(rank_plan.micro_batches)}"
-            )
-        self.parts = parts
-        self.plan = rank_plan.micro_batches
-        self.data = micro_batches
-        self.num_global_targets = num_global_targets
-        self.kernel = kernel
-        self.mesh = mesh
-        self.losses: list[Tensor] = []
-        self.num_targets = 0
-        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a part's forward
+    parts: Sequence[ModelPart]
+    plan: Sequence[MicroBatch]
+    data: Sequence[MicroBatchTokens]
+    num_global_targets: int
+    kernel: AttentionKernel
+    mesh: Mesh
+    z_loss: float
+    losses: list[Tensor] = field(default_factory=list)
+    num_targets: int = 0
+    held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """Input and output of the forward of a part and a micro-batch, until its backward."""
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Returns ``[t, C]`` for the next part; None on the last, which has the loss."""
@@ -148,13 +142,13 @@ class _Run:
             output = part.model(inputs, self._to_device(data.position_ids), attention)
             if self._is_last(chunk):
                 output = self._loss(part, output, data)
-        self._held[chunk, index] = received, output
+        self.held[chunk, index] = received, output
         return None if self._is_last(chunk) else output.detach()
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Takes the gradient of the output; returns that of the input, None on the first part."""
         _, chunk, index = action
-        inputs, output = self._held.pop((chunk, index))
+        inputs, output = self.held.pop((chunk, index))
         with self.parts[chunk].activations.backward(index):
             output.backward(received)
         return None if inputs is None else inputs.grad
@@ -171,7 +165,11 @@ class _Run:
     def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         """This micro-batch's share of the step's loss."""
         loss_sum = linear_cross_entropy(
-            hidden, part.model.head_weight, self._to_device(data.labels), group=self.mesh.tp.group
+            hidden,
+            part.model.head_weight,
+            self._to_device(data.labels),
+            z_loss=self.z_loss,
+            group=self.mesh.tp.group,
         )
         self.losses.append(loss_sum.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())

@@ -52,8 +52,10 @@ class Mesh:
         world: all ranks, for agreement and statistics.
         hdp: the ranks with the same weights: rings, and reduction of gradients.
         tp: the ranks that hold one another's parts of this stage.
-        forward, backward: the ranks of this pipeline, stage by stage, for what travels in each direction. Two groups,
-            since under NCCL the messages of one group are done in order, and the two orders differ from rank to rank.
+        forward, backward: the ranks of this pipeline, stage by stage, for what travels in each direction; one group for
+            every second boundary between stages. Under NCCL the messages of one group are done in order, so that a
+            receive would wait for a send before it: with these, a rank receives and sends in different groups, and
+            waits for nothing but what ``plan.pipeline_order`` knows.
     """
 
     shape: MeshShape
@@ -61,16 +63,27 @@ class Mesh:
     world: RankGroup
     hdp: RankGroup
     tp: RankGroup
-    forward: RankGroup
-    backward: RankGroup
+    forward: Sequence[RankGroup]
+    backward: Sequence[RankGroup]
 
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.shape.pp - 1
 
+    def across(self, groups: Sequence[RankGroup], boundary: int) -> RankGroup:
+        """Of ``forward`` or ``backward`` the group of the boundary behind stage ``boundary`` (the last: to stage 0)."""
+        return groups[boundary_colour(boundary, self.shape.pp)]
+
+    def pipeline_groups(self) -> list[RankGroup]:
+        """All of both directions."""
+        return [*self.forward, *self.backward]
+
     @staticmethod
-    def of(world: RankGroup, shape: MeshShape, make_group: GroupMaker) -> Mesh:
-        """The mesh over ``world``, whose size is the shape's; called by every rank of it."""
+    def of(world: RankGroup, shape: MeshShape, make_group: GroupMaker, *, interleaved: bool = False) -> Mesh:
+        """The mesh over ``world``, whose size is the shape's; called by every rank of it.
+
+        ``interleaved``: the last stage also sends to the first.
+        """
         if shape.tp == shape.pp == 1:
             return Mesh.of_hdp(world)
         if world.size != shape.size:
@@ -81,6 +94,9 @@ class Mesh:
             "TP": [shape.rank(stage, hdp, other) for other in range(shape.tp)],
             "pipeline": [shape.rank(other, hdp, tp) for other in range(shape.pp)],
         }
+
+        boundaries = range(shape.pp - 1 + int(interleaved))
+        colours = sorted({boundary_colour(boundary, shape.pp) for boundary in boundaries})
 
         def group(dimension: str, direction: str = "") -> RankGroup:
             ranks = members[dimension]
@@ -97,8 +113,8 @@ class Mesh:
             world=world,
             hdp=group("HDP"),
             tp=group("TP"),
-            forward=group("pipeline", " forward"),
-            backward=group("pipeline", " backward"),
+            forward=[group("pipeline", f" forward {colour}") for colour in colours],
+            backward=[group("pipeline", f" backward {colour}") for colour in colours],
         )
 
     @staticmethod
@@ -106,4 +122,10 @@ class Mesh:
         """The mesh without tensor and pipeline parallelism: one group for everything."""
         alone = RankGroup(device=hdp.device)
         shape = MeshShape(hdp=hdp.size)
-        return Mesh(shape=shape, stage=0, world=hdp, hdp=hdp, tp=alone, forward=alone, backward=alone)
+        return Mesh(shape=shape, stage=0, world=hdp, hdp=hdp, tp=alone, forward=(), backward=())
+
+
+def boundary_colour(boundary: int, num_stages: int) -> int:
+    """Neighbouring boundaries have different ones, also around the ring of stages."""
+    closes_odd_ring = boundary == num_stages - 1 and num_stages % 2 == 1
+    return 2 if closes_odd_ring else boundary % 2

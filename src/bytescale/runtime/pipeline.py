@@ -113,7 +113,9 @@ class StageLinks:
         if not 0 <= part < self._num_parts:
             return None
         its_chunk, stage = divmod(part, self.mesh.shape.pp)
-        return stage, self.mesh.backward if backward else self.mesh.forward, (backward, its_chunk, index)
+        boundary = min(part, part - offset) % self.mesh.shape.pp
+        group = self.mesh.across(self.mesh.backward if backward else self.mesh.forward, boundary)
+        return stage, group, (backward, its_chunk, index)
 
     def _tag(self, receiver: Action) -> int:
         return receiver[2] * self.num_chunks + receiver[1]

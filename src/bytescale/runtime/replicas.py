@@ -53,18 +53,18 @@ class TiedHead:
         """The borrower's gradient sum goes to the owner, who adds it to its own."""
         if self._owns:
             borrowed = torch.empty_like(self.gradient)
-            self._move(self.mesh.backward, receive=borrowed)
+            self._move(self.mesh.backward[0], receive=borrowed)
             self.gradient += borrowed
         else:
-            self._move(self.mesh.backward, send=self.gradient)
+            self._move(self.mesh.backward[0], send=self.gradient)
             self.gradient.zero_()
 
     def lend(self) -> None:
         """The owner's weight goes to the borrower: after every update."""
         if self._owns:
-            self._move(self.mesh.forward, send=self.weight)
+            self._move(self.mesh.forward[0], send=self.weight)
         else:
-            self._move(self.mesh.forward, receive=self.weight)
+            self._move(self.mesh.forward[0], receive=self.weight)
 
     @property
     def _owns(self) -> bool:

@@ -35,11 +35,11 @@ class TokenShards:
 
     def gather(self, rows: Tensor) -> Tensor:
         """``[t, ...] -> [T, ...]``; the gradient is summed over ranks and scattered."""
-        return _Gather.apply(rows, self.tp, self.num_tokens)
+        return _Gather.apply(rows, self.tp, self.num_tokens, True)
 
     def gather_for_loss(self, rows: Tensor) -> Tensor:
         """``[t, ...] -> [T, ...]``, for a consumer whose gradient is the same, and complete, on every rank."""
-        return _GatherForLoss.apply(rows, self.tp, self.num_tokens)
+        return _Gather.apply(rows, self.tp, self.num_tokens, False)
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Sum of all ranks' ``[T, ...] -> [t, ...]``; the gradient is gathered."""
@@ -60,25 +60,16 @@ def num_own_rows(num_tokens: int, tp: RankGroup) -> int:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, tp: RankGroup, num_tokens: int) -> Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, rows: Tensor, tp: RankGroup, num_tokens: int, partial_gradients: bool) -> Tensor:
+        ctx.tp, ctx.partial_gradients = tp, partial_gradients
         return _all_rows(rows, tp, num_tokens)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_own_rows(gradients[0], ctx.tp), None, None
-
-
-class _GatherForLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, tp: RankGroup, num_tokens: int) -> Tensor:
-        ctx.tp = tp
-        return _all_rows(rows, tp, num_tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (complete,) = gradients
-        return complete[own_rows(len(complete), ctx.tp.rank, ctx.tp.size)], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        if ctx.partial_gradients:
+            return _sum_own_rows(gradient, ctx.tp), None, None, None
+        return gradient[own_rows(len(gradient), ctx.tp.rank, ctx.tp.size)], None, None, None
 
 
 class _Scatter(torch.autograd.Function):

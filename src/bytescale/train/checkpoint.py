@@ -19,8 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.units import format_bytes
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedAdamW
 from bytescale.train.ranks import Ranks
@@ -108,10 +110,10 @@ class Checkpointer:
         self._pending = None
         try:
             future.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own is none of the first kind
             raise CheckpointError(
                 problem(
-                    f"the checkpoint {final.name} could not be written: {error}",
+                    f"the checkpoint {final.name} could not be written: {_reason(error, self.folder)}",
                     so="the checkpoints before it are whole",
                     fix=f"look at the disk that holds {self.folder}, then resume",
                 )
@@ -176,6 +178,12 @@ def check_same_model(path: Path, there: dict[str, Any], here: dict[str, Any]) ->
                 fix="resume with the config.toml of its run folder, or start a new run",
             )
         )
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """DCP's last line, and what it does not say when a disk is full: how much room there is."""
+    free = format_bytes(shutil.disk_usage(folder).free)
+    return f"{str(error).strip().splitlines()[-1]} ({free} free on its disk)"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,13 +6,16 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from bytescale.config import Config
 from bytescale.data import Feed, LocalFeed, prepare_corpus
+from bytescale.data.record import RecordingFeed, new_attempt_folder
 from bytescale.train.ranks import Ranks
+from bytescale.train.run_folder import RunFolder
 
 
 @contextmanager
@@ -22,6 +25,16 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     Raises:
         ConfigError, DataError: as ``prepare_corpus``; and where Ray is missing or does not answer.
     """
+    with _chosen_feed(config, ranks) as feed:
+        if not config.data.record:
+            yield feed
+            return
+        folder = RunFolder(Path(config.trainer.run_dir)).data
+        yield RecordingFeed(feed, ranks.hdp.rank, ranks.hdp.size, lambda: _new_attempt(folder, ranks))
+
+
+@contextmanager
+def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     if config.data.loader == "local":
         yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
         return
@@ -31,11 +44,21 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     with _join_ray(config, ranks) as session:
         from bytescale.data.remote.feed import RemoteFeed
 
-        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.hdp.size)
+        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first)
         try:
             yield feed
         finally:
             feed.close()
+
+
+def _new_attempt(folder: Path, ranks: Ranks) -> Path | None:
+    """Where this attempt writes down its data; the first rank says, once the run folder is there.
+
+    None on ranks that are given the same as another: those behind the first stage or the first tensor-parallel rank.
+    """
+    told: list[Any] = [new_attempt_folder(folder) if ranks.is_first else None]
+    dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
+    return told[0] if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None
 
 
 @contextmanager
@@ -48,7 +71,7 @@ def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
         dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
         yield told[0]
         return
-    starts = ray_cluster(config.data.ray_address, ranks.hdp.size) if ranks.is_first else nullcontext("")
+    starts = ray_cluster(config.data.ray_address, ranks.world.size) if ranks.is_first else nullcontext("")
     with starts as address:
         told = [address, f"bytescale-{uuid.uuid4().hex[:12]}", keys_to_join()]
         dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)

@@ -10,15 +10,19 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bytescale.common.errors import RankFailure, RanksRefused, problem
+from bytescale.config import Config
+from bytescale.train.ranks import LAUNCHER_PID
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float) -> None:
@@ -37,6 +41,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told once, below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -58,6 +63,19 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
         raise SystemExit(128 + stop.sigval) from None
 
 
+def ranks_there(config: Config) -> int:
+    """How many of ``parallel.ranks`` this machine has a place for: one per GPU that answers, on CPUs all of them.
+
+    A process that died leaves its cores behind; a GPU may be lost. Counted by a process of its own, since CUDA counts
+    once per process.
+    """
+    if not torch.cuda.is_available() or config.trainer.device == "cpu":
+        return config.parallel.ranks
+    count = "import torch; print(torch.cuda.device_count())"
+    counted = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
+    return max(1, min(config.parallel.ranks, int(counted.stdout)))
+
+
 def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailure:
     """The error of the rank that failed first by itself, out of all that ended badly."""
     rank, failure = min(failures.items(), key=lambda item: (_rank_of_blame(item[1]), item[1].timestamp, item[0]))
@@ -72,7 +90,7 @@ def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailu
     )
 
 
-_USER_ERRORS = ("ConfigError", "DataError", "PlanError", "CheckpointError", "NonFiniteError")
+_USER_ERRORS = ("ConfigError", "DataError", "PlanError", "CheckpointError", "NonFiniteError", "DiskFullError")
 
 
 def _rank_of_blame(failure: ProcessFailure) -> int:
@@ -95,7 +113,7 @@ def _how(failure: ProcessFailure) -> str:
 def _message(failure: ProcessFailure) -> str:
     """What the rank's exception said, without its type where the text stands for itself."""
     _, _, text = _record(failure).partition(": ")
-    return text if _error_type(failure) in (*_USER_ERRORS, "RankFailure") else _record(failure)
+    return text if _error_type(failure) in (*_USER_ERRORS, "RankFailure", "LoaderFailure") else _record(failure)
 
 
 def _error_type(failure: ProcessFailure) -> str:

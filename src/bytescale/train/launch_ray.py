@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +18,17 @@ import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bytescale.common.errors import BytescaleError, ConfigError, RankFailure, RanksRefused, problem
+from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
 from bytescale.config import Config
 from bytescale.train.stop import StopRequest
 
 _PLACE_SECONDS = 60.0
+_TRY_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
-_BLAME_SECONDS = 2.0
-"""How long to wait for the cause, once one rank has complained of having lost another."""
+_BLAME_SECONDS = 30.0
+"""How long to wait for the cause, once one rank has complained of having lost another: Ray takes 15 s to notice that a
+node is gone."""
+_NODE_DEATH_SECONDS = 30.0
 
 
 class RankActor:
@@ -77,7 +81,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
         SystemExit: SIGTERM came; the ranks have saved and ended.
     """
     num_ranks = config.parallel.ranks
-    bundle = {"CPU": 1.0, **({"GPU": 1.0} if _wants_gpus(config) else {})}
+    bundle = _bundle(config)
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     ranks: list[Any] = []
     console: Any = ray.remote(Console).options(num_cpus=0).remote()
@@ -104,6 +108,36 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
             ray.kill(rank)
         remove_placement_group(group)
         ray.kill(console)
+
+
+def ranks_there(config: Config) -> int:
+    """How many of ``parallel.ranks`` Ray can place now; proven by placing them.
+
+    Waits until a node that died has been noticed. Raises ``ConfigError`` when there is no room for any.
+    """
+    bundle = _bundle(config)
+    deadline = time.monotonic() + _NODE_DEATH_SECONDS
+    while time.monotonic() < deadline:
+        count = min(config.parallel.ranks, _bundles_of_living_nodes(bundle))
+        if count and _can_place(count, bundle):
+            return count
+    for fewer in range(count - 1, 0, -1):  # somebody else has some of the nodes' resources
+        if _can_place(fewer, bundle):
+            return fewer
+    raise _no_room(config.parallel.ranks, bundle)
+
+
+def _can_place(num_ranks: int, bundle: dict[str, float]) -> bool:
+    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    try:
+        return group.wait(_TRY_SECONDS)
+    finally:
+        remove_placement_group(group)
+
+
+def _bundles_of_living_nodes(bundle: dict[str, float]) -> int:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return int(sum(min(node.get(name, 0) // need for name, need in bundle.items()) for node in nodes))
 
 
 def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, str]]:
@@ -161,7 +195,7 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
     """One error that names the rank which failed first by itself."""
     rank, error = min(failures.items(), key=lambda item: (_blame(item[1]), item[0]))
     cause = _cause(error)
-    if isinstance(cause, BytescaleError) and not isinstance(cause, RankFailure):
+    if isinstance(cause, BytescaleError) and not isinstance(cause, RankFailure | LoaderFailure):
         return RanksRefused(str(cause))
     how = "died (killed, or out of memory)" if _blame(error) == 0 else f"failed: {cause}"
     return RankFailure(
@@ -171,6 +205,11 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
             fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
         )
     )
+
+
+def _bundle(config: Config) -> dict[str, float]:
+    """What one rank needs."""
+    return {"CPU": 1.0, **({"GPU": 1.0} if _wants_gpus(config) else {})}
 
 
 def _wants_gpus(config: Config) -> bool:

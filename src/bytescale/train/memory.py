@@ -103,15 +103,19 @@ def memory_budget(
     device_bytes, host_bytes = smallest(
         [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
     )
-    model = MemoryModel(
+    whole = MemoryModel(
         architecture=architecture,
         element_bytes=dtype.itemsize,
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
         fused_norm=on_gpu,
-        loss_chunk_tokens=chunk_tokens(architecture.vocab_size, device.type),
+        loss_chunk_tokens=chunk_tokens(architecture.vocab_size // config.parallel.tp, device.type),
         fused_loss=on_gpu and dtype == torch.bfloat16,
+        tensor_parallel=config.parallel.tp,
+        num_stages=config.parallel.pp,
+        virtual_stages=config.parallel.virtual_stages,
     )
+    model = min(whole.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))  # the stage that fills first
     capacity = _fitting_capacity(config, model, device_bytes)
     offloads = config.memory.offload == "on" or (config.memory.offload == "auto" and on_gpu)
     rule = None
@@ -121,9 +125,9 @@ def memory_budget(
         kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
         rule = OffloadRule(
             profile=replace(times, activation_bytes=kept, points=()),
-            num_layers=architecture.num_layers,
+            num_layers=model.num_layers,
             movable_share=model.limits().movable_share,
-            host_bytes=host_bytes,
+            host_bytes=host_bytes / model.num_in_flight,
         )
     budget = MemoryBudget(
         model=model,

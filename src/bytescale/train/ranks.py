@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
 from bytescale.runtime import Mesh, MeshShape, RankGroup
 
+LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
+"""Set by our launcher: it may be gone before its ranks have imported torch."""
+_LOOK_SECONDS = 0.2
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -55,6 +60,21 @@ def under_torchrun() -> bool:
 def ranks_of_torchrun() -> int | None:
     """How many ranks torchrun started in all; None when it started none."""
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def end_with_launcher() -> None:
+    """End this process when its parent does: ranks of a launcher that was killed would train on beside its successor.
+
+    A thread that looks, and not the kernel's parent death signal, which comes when the thread that forked ends.
+    """
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+
+    def look() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=look, name="bytescale-launcher", daemon=True).start()
 
 
 @contextmanager
@@ -99,7 +119,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 
     parallel = config.parallel
     shape = MeshShape(hdp=world.size // (parallel.tp * parallel.pp), tp=parallel.tp, pp=parallel.pp)
-    return Mesh.of(world, shape, make_group)
+    return Mesh.of(world, shape, make_group, interleaved=parallel.virtual_stages > 1)
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

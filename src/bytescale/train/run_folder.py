@@ -1,13 +1,21 @@
-"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/ and checkpoints/."""
+"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/, checkpoints/ and, if it is kept, the record data/."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config, config_to_toml
+
+_LOCK_SECONDS = 20.0
+"""Ranks whose launcher was killed take a moment to end."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,10 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
     def plan(self, step: int) -> Path:
         return self.path / "plans" / f"step-{step:06d}.npz"
 
@@ -49,6 +61,31 @@ class RunFolder:
         if resume and self.config.exists():
             name = self.path / f"config-resumed-{datetime.now():%Y%m%d-%H%M%S}.toml"
         name.write_text(config_to_toml(config), encoding="utf-8")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Nobody else may write here during the block; the kernel frees the lock when its holder dies.
+
+        Raises:
+            ConfigError: another run holds it, and still does after some seconds.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _locked(descriptor):
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        problem(
+                            f"another run is writing to {self.path}",
+                            so="both would write the same checkpoints",
+                            fix="wait for it or stop it, or name another trainer.run_dir",
+                        )
+                    )
+                time.sleep(0.1)
+            yield
+        finally:
+            os.close(descriptor)
 
 
 def default_run_dir(config_name: str) -> str:
@@ -66,3 +103,11 @@ def check_is_new(path: Path) -> None:
                 fix=f"continue it with `bytescale train --resume {path}`, or name another trainer.run_dir",
             )
         )
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

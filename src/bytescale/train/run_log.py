@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import mean
 from types import TracebackType
@@ -27,6 +28,7 @@ class RunLog:
         self.run = run
         self.config = config
         self._print = print_line
+        self._lock = ExitStack()
         self._text: TextIO | None = None
         self._metrics: MetricsFile | None = None
         self._introduced = False
@@ -42,16 +44,19 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._to_file(f"stopped by {type(error).__name__}: {error}")
+            with suppress(OSError):  # the disk may be full; the error itself goes on to the terminal
+                self._to_file(f"stopped by {type(error).__name__}: {error}")
         if self._metrics is not None:
             self._metrics.close()
         if self._text is not None:
             self._text.close()
+        self._lock.close()
 
     def open(self, *, resume: bool) -> None:
         """Create the run folder (or find it, when resuming)."""
         if self._print is None:
             return
+        self._lock.enter_context(self.run.lock())
         self.run.create(self.config, resume=resume)
         self._text = self.run.log.open("a", encoding="utf-8")
 
@@ -117,9 +122,12 @@ class RunLog:
         if stopped:
             self.say(f"stopped by SIGTERM; continue with: bytescale train --resume {self.run.path}")
             return
-        more = self.config.trainer.steps * 2
+        more, parallel = self.config.trainer.steps * 2, self.config.parallel
+        flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
+        others = 2 if parallel.ranks != 2 or flat else 1
         self.say("next    train on, on other ranks if you like:")
-        self.say(f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks 2")
+        command = f"bytescale train --resume {self.run.path} --trainer.steps {more}"
+        self.say(f"          {command} --parallel.ranks {others}{flat}")
         self.say("        see how a batch would lie on 64 ranks:")
         self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
 

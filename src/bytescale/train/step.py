@@ -42,6 +42,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         num_global_targets=num_targets,
         kernel=job.kernel,
         mesh=mesh,
+        z_loss=config.optimizer.z_loss,
     )
     busy_seconds = watch.elapsed() - started - (seconds_waited(mesh) - waited)
 
@@ -125,7 +126,7 @@ class RankReport:
 
 def seconds_waited(mesh: Mesh) -> float:
     """So far, for other ranks' messages."""
-    groups = (mesh.hdp, mesh.forward, mesh.backward)
+    groups = (mesh.hdp, *mesh.pipeline_groups())
     return sum(group.exchange.wait_seconds for group in groups) + mesh.tp.collective_seconds
 
 

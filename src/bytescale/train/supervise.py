@@ -1,11 +1,11 @@
-"""Starts a run again after a rank has died, from its last checkpoint, on as many ranks as before or on fewer."""
+"""Starts a run again after a rank has died, from its last checkpoint, on as many ranks as before or as there are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from bytescale.common.errors import ConfigError, RankFailure, RanksRefused
+from bytescale.common.errors import ConfigError, RankFailure, RanksRefused, problem
 from bytescale.config import Config, validate
 
 
@@ -14,7 +14,7 @@ def supervise(
     start: Callable[[Config], None],
     *,
     max_restarts: int,
-    elastic: bool,
+    ranks_there: Callable[[Config], int] | None = None,
     print_line: Callable[[str], None] = print,
 ) -> None:
     """Run ``start(config)`` until it ends well.
@@ -23,35 +23,50 @@ def supervise(
         config: of the first attempt; later ones resume it.
         start: starts all ranks and waits for them.
         max_restarts: attempts after the first.
-        elastic: leave a rank out after each failure, as long as the rest can hold the context.
+        ranks_there: how many ranks of the config given have a place now; asked before each restart, so that a run
+            shrinks and grows again with its cluster. None: always as many as at first.
         print_line: told of each restart.
 
     Raises:
         RankFailure: a rank failed and no restart is left, or starting again would not help.
+        ConfigError: the ranks that are left cannot hold the context.
     """
+    attempt = config
     for restarts_left in range(max_restarts, -1, -1):
         try:
-            start(config)
+            start(attempt)
             return
         except RanksRefused:
             raise
         except RankFailure as failure:
             if not restarts_left:
                 raise
-            config = next_attempt(config, elastic=elastic)
             print_line(f"{failure}")
-            print_line(f"restarting on {config.parallel.ranks} ranks; {restarts_left - 1} restarts are left after this")
+            attempt = next_attempt(config, config.parallel.ranks if ranks_there is None else ranks_there(config))
+            print_line(
+                f"restarting on {attempt.parallel.ranks} ranks; {restarts_left - 1} restarts are left after this"
+            )
 
 
-def next_attempt(config: Config, *, elastic: bool) -> Config:
-    """The same run resumed, with one rank less if ``elastic`` and if that is enough for the context."""
-    resumed = replace(config, trainer=replace(config.trainer, resume=True))
-    if not elastic or config.parallel.ranks == 1:
-        return resumed
-    step = config.parallel.tp * config.parallel.pp  # a mesh has no holes
-    fewer = replace(resumed, parallel=replace(config.parallel, ranks=config.parallel.ranks - step))
+def next_attempt(config: Config, num_ranks: int) -> Config:
+    """The run resumed on ``num_ranks``, or as many of them as make a whole mesh.
+
+    Raises ``ConfigError`` where these cannot hold the context.
+    """
+    num_ranks -= num_ranks % (config.parallel.tp * config.parallel.pp) if num_ranks < config.parallel.ranks else 0
+    resumed = replace(
+        config,
+        trainer=replace(config.trainer, resume=True),
+        parallel=replace(config.parallel, ranks=num_ranks),
+    )
     try:
-        validate(fewer)
-    except ConfigError:  # too few to hold the context: go on with as many as before
-        return resumed
-    return fewer
+        validate(resumed)
+    except ConfigError as error:
+        raise ConfigError(
+            problem(
+                f"{num_ranks} of {config.parallel.ranks} ranks are left: {error}",
+                so="checkpoints written before are whole",
+                fix=f"or bring the others back and continue with `bytescale train --resume {config.trainer.run_dir}`",
+            )
+        ) from error
+    return resumed

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from bytescale.common.errors import BytescaleError, DataError, problem
+from bytescale.common.errors import BytescaleError, LoaderFailure, problem
 
 
 def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
@@ -20,7 +20,7 @@ def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
 
     Raises:
         BytescaleError: what the call itself raised, as if it had been raised here.
-        DataError: no answer in time, the actor is gone for good, or memory or disk of Ray are full.
+        LoaderFailure: no answer in time, the actor is gone for good, or memory or disk of Ray are full.
     """
     try:
         return ray.get(reference, timeout=timeout_seconds)
@@ -36,7 +36,7 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             return cause
         return translated(cause, who) if isinstance(cause, ray.exceptions.RayError) else error
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return DataError(
+        return LoaderFailure(
             problem(
                 f"{who} did not answer within {timeout_seconds:.0f} s",
                 so="the step has no data; checkpoints written before are whole",
@@ -44,7 +44,7 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             )
         )
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
-        return DataError(
+        return LoaderFailure(
             problem(
                 f"Ray has no room left for what {who} sent ({_first_line(error)})",
                 so="the step has no data; checkpoints written before are whole",
@@ -52,7 +52,7 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             )
         )
     if isinstance(error, ray.exceptions.RayError | ConnectionError):
-        return DataError(
+        return LoaderFailure(
             problem(
                 f"{who} is gone ({type(error).__name__}: {_first_line(error)})",
                 so="the step has no data; checkpoints written before are whole",

@@ -1,8 +1,7 @@
-"""The client in a training rank: asks for its part of each step and for the tokens that the part names."""
+"""The client in a training rank: cuts its part of each planned step and asks for the tokens that the part names."""
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +9,24 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import ray
+import ray.exceptions
 from numpy.typing import NDArray
 
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import LoaderTimes, StepData
 from bytescale.data.prefetch import Prefetcher
-from bytescale.data.remote.calls import wait_for
-from bytescale.data.remote.slices import IntArray, RankPart, SegmentTable, ServerSlices, assemble
-from bytescale.plan import Plan
+from bytescale.data.remote.calls import translated, wait_for
+from bytescale.data.remote.slices import (
+    IntArray,
+    PlannedStep,
+    SegmentTable,
+    ServerSlices,
+    StepReference,
+    assemble,
+    locate_segments,
+)
+from bytescale.plan import Plan, RankPlan
 
 
 class RemoteLoader:
@@ -26,7 +35,7 @@ class RemoteLoader:
     def __init__(
         self,
         *,
-        planner_actor: Any,
+        relay: Any,
         servers: Sequence[Any],
         planner: Callable[[IntArray], Plan],
         rank: int,
@@ -38,16 +47,16 @@ class RemoteLoader:
         """Start fetching at ``state``.
 
         Args:
-            planner_actor: handle of the ``PlannerActor``.
+            relay: handle of the server that relays plans to this node, or of the ``PlannerActor`` itself.
             servers: handles of the ``DataServer`` actors, in order.
-            planner: how the planner actor has to plan; told to it again whenever it was restarted.
+            planner: how the planner actor has to plan; told again whenever it was restarted.
             rank: HDP rank.
             state: where the first step starts.
             stop_step: number of the step before which the iteration ends; None: never.
             prefetch_steps: finished steps that may wait, at least 1.
             answer_seconds: an actor that takes longer to answer, restarts included, is given up.
         """
-        self._planner_actor = planner_actor
+        self._relay = relay
         self._servers = servers
         self._planner = planner
         self._rank = rank
@@ -82,43 +91,54 @@ class RemoteLoader:
     def _fetch_steps(self) -> Iterator[StepData]:
         state = self._state
         while self._stop_step is None or state["step"] < self._stop_step:
-            # 1. This rank's part of the plan.
-            message = self._part(state)
-            part: RankPart = pickle.loads(message)
-            self._alive("planner", part.planner_life)
-            # 2. One call to each server that has some of its tokens; all of them at the same time.
+            # 1. This rank's part of the plan, cut from the one copy of the plan that its node has.
+            reference, planned = self._planned(state)
             started = time.perf_counter()
-            answers = self._fetch(part.segments)
-            micro_batches = assemble(part.rank_plan, part.segments, answers)
+            rank_plan = RankPlan.of(planned.plan, self._rank, digest=planned.digest)
+            segments = locate_segments(rank_plan, planned)
+            # 2. One call to each server that has some of its tokens; all of them at the same time.
+            answers = self._fetch(segments)
+            micro_batches = assemble(rank_plan, segments, answers)
             num_bytes = sum(tokens.nbytes for tokens in answers.values())
             yield StepData(
-                step=part.step,
-                num_targets=part.num_targets,
-                summary=part.summary,
-                plan=part.plan,
-                rank_plan=part.rank_plan,
+                step=planned.step,
+                num_targets=int(planned.num_targets.sum()),
+                summary=planned.summary,
+                plan=planned.plan if self._rank == 0 else None,
+                rank_plan=rank_plan,
                 micro_batches=micro_batches,
-                sampler_state_after=part.state_after,
+                sampler_state_after=planned.state_after,
                 times=LoaderTimes(
-                    planning_seconds=part.planning_seconds,
+                    planning_seconds=planned.planning_seconds,
                     reading_seconds=time.perf_counter() - started,
                     bytes_read=num_bytes,
-                    bytes_received=num_bytes + len(message),
-                    steps_planned=part.steps_planned,
+                    bytes_received=num_bytes + planned.num_bytes,
+                    steps_planned=reference.steps_planned,
                     restarts=sum(len(lives) - 1 for lives in self._lives.values()),
                 ),
             )
-            state = part.state_after
+            state = planned.state_after
 
-    def _part(self, state: SamplerState) -> bytes:
-        """The planner's answer; a planner that was restarted is told first how to plan."""
+    def _planned(self, state: SamplerState) -> tuple[StepReference, PlannedStep]:
+        """The step that starts at ``state``. A planner that was restarted is told how to plan, and plans it again."""
+        who, lost = "the planner actor", ""
+        deadline = time.monotonic() + self._answer_seconds
         while True:
-            reference = self._planner_actor.part.remote(self._rank, state)
-            message = wait_for(reference, "the planner actor", self._answer_seconds)
-            if message is not None:
-                return message
-            configured = self._planner_actor.configure.remote(self._planner, self._stop_step)
-            wait_for(configured, "the planner actor", self._answer_seconds)
+            reference: StepReference | None = wait_for(self._relay.plan.remote(state, lost), who, self._answer_seconds)
+            if reference is None:
+                wait_for(self._relay.configure.remote(self._planner, self._stop_step), who, self._answer_seconds)
+                continue
+            try:
+                planned = ray.get(reference.planned, timeout=self._answer_seconds)
+            except ray.exceptions.ObjectLostError as error:  # it went with the planner that had made it
+                if time.monotonic() > deadline:
+                    raise translated(error, who) from error
+                lost = reference.life
+            except Exception as error:
+                raise translated(error, who, self._answer_seconds) from error
+            else:
+                self._alive("planner", reference.life)
+                return reference, planned
 
     def _fetch(self, segments: SegmentTable) -> dict[int, NDArray[np.integer]]:
         ranges = segments.ranges

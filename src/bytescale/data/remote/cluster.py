@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -9,7 +10,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 
 from bytescale.common.errors import ConfigError, problem
@@ -70,8 +72,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             disconnect()
         return
     ray = import_ray()
-    folder = tempfile.mkdtemp(prefix="bytescale-ray-", dir="/tmp")  # socket paths may have 107 characters
-    try:
+    with _session_folder() as folder:
         context = ray.init(
             address="local",
             num_cpus=max(num_ranks, os.cpu_count() or 1),
@@ -87,6 +88,24 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             yield str(context.address_info["gcs_address"])
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _session_folder() -> Iterator[str]:
+    """Where a Ray of our own has its sockets and logs; those of owners that were killed are removed.
+
+    The owner holds a lock in it, which the kernel frees with the owner: process numbers would say nothing to a
+    container that shares /tmp.
+    """
+    for lock in Path("/tmp").glob("bytescale-ray-*/lock"):  # socket paths may have 107 characters
+        with suppress(OSError), lock.open("a") as file:  # somebody else's, in use, or gone in this moment
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="bytescale-ray-", dir="/tmp"))
+    try:
+        with (folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

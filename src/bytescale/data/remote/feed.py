@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import LoaderFailure, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import SamplerState
 from bytescale.data.corpus import CorpusFacts, plan_shards
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.client import RemoteLoader
 from bytescale.data.remote.cluster import NAMESPACE
-from bytescale.data.remote.planner import PlannerActor
+from bytescale.data.remote.planner import PlannerActor, kept_steps
+from bytescale.data.remote.relay import Relay, above
 from bytescale.data.remote.server import DataServer, SharedWork
 from bytescale.data.remote.slices import IntArray
 from bytescale.plan import Plan
@@ -28,27 +30,30 @@ _LOOK_AGAIN_SECONDS = 0.05
 class RemoteFeed:
     """One rank's end of the actors of one attempt at a run. Ray is joined before and left after."""
 
-    def __init__(self, config: DataConfig, session: str, rank: int, num_ranks: int) -> None:
-        """Start the actors (first rank), or wait for them.
+    def __init__(
+        self, config: DataConfig, session: str, rank: int, num_ranks: int, *, is_owner: bool | None = None
+    ) -> None:
+        """Start the actors (their owner), or wait for them.
 
         Args:
             config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
-            rank: HDP rank.
-            num_ranks: of them.
+            rank: HDP rank, whose slices are fetched; in a mesh several processes have the same.
+            num_ranks: processes that fetch.
+            is_owner: whether this one starts the actors; None: HDP rank 0 does.
 
         Raises:
             ConfigError, DataError: as ``prepare_corpus``.
         """
         self._config = config
         self._rank = rank
-        self._is_owner = rank == 0
+        self._is_owner = rank == 0 if is_owner is None else is_owner
         if self._is_owner:
             self._actors = start_actors(config, session, num_ranks)
         else:
             planner = _find(f"{session}-planner", config.answer_seconds)
-            servers = wait_for(planner.servers.remote(), "the planner actor", config.answer_seconds)
-            self._actors = Actors(planner=planner, servers=servers)
+            places, servers = wait_for(planner.servers.remote(), "the planner actor", config.answer_seconds)
+            self._actors = Actors(planner=planner, places=places, servers=servers)
         # Tokenising may take hours: no limit, the actors' end would end the wait.
         self._facts: CorpusFacts = wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
         self._state: SamplerState = self._checked(None)
@@ -74,7 +79,7 @@ class RemoteFeed:
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> RemoteLoader:
         """Fetch steps from here on, up to the one before ``stop_step``; ``planner`` is sent to the planner actor."""
         return RemoteLoader(
-            planner_actor=self._actors.planner,
+            relay=self._relay(),
             servers=self._actors.servers,
             planner=planner,
             rank=self._rank,
@@ -90,6 +95,14 @@ class RemoteFeed:
             for actor in self.actors:
                 ray.kill(actor)
 
+    def _relay(self) -> Any:
+        """The first server of this rank's node; a node that came later asks that of another."""
+        places = self._actors.places
+        here = ray.get_runtime_context().get_node_id()
+        nodes = list(dict.fromkeys(places))
+        node = here if here in nodes else nodes[self._rank % len(nodes)]
+        return self._actors.servers[places.index(node)]
+
     def _checked(self, state: SamplerState | None) -> SamplerState:
         return wait_for(
             self._actors.planner.check_state.remote(state), "the planner actor", self._config.answer_seconds
@@ -101,6 +114,8 @@ class Actors:
     """The handles that keep the actors alive, and what they need when they are restarted."""
 
     planner: Any
+    places: list[str]
+    """Node of each server."""
     servers: list[Any]
     work: SharedWork | None = None
     """Held by the rank that started them."""
@@ -111,24 +126,33 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
     work = SharedWork(*plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     places = [node for node in nodes for _ in range(config.servers)]
-    lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    # Ray 2.60 places actors that need nothing at random, whatever their affinity: so they need one byte of memory.
+    lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
     servers = [
         ray.remote(DataServer)
         .options(
             **lasting,
             name=f"{session}-server-{number}",
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            max_concurrency=4 * num_ranks + 16,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(places[number], soft=True),
         )
-        .remote(number, len(places), work)
-        for number, node in enumerate(places)
+        .remote(number, len(places), work, None if number % config.servers else _relay_of(config, session, number))
+        for number in range(len(places))
     ]
-    # Every rank may have several requests waiting at the same time; Ray's own limit is 1000.
+    # Every rank asks for the facts at the start; Ray's own limit is 1000 requests at a time.
     planner = (
         ray.remote(PlannerActor)
         .options(**lasting, name=f"{session}-planner", max_concurrency=4 * num_ranks + 16)
-        .remote(config, num_ranks, work, servers)
+        .remote(config, work, places, servers)
     )
-    return Actors(planner=planner, servers=servers, work=work)
+    return Actors(planner=planner, places=places, servers=servers, work=work)
+
+
+def _relay_of(config: DataConfig, session: str, server: int) -> Relay:
+    """The relay in a server that is the first of its node."""
+    node = above(server // config.servers)
+    name = f"{session}-planner" if node is None else f"{session}-server-{node * config.servers}"
+    return Relay(partial(_find, name, config.answer_seconds), kept_steps(config))
 
 
 def _find(name: str, timeout_seconds: float) -> Any:
@@ -139,7 +163,7 @@ def _find(name: str, timeout_seconds: float) -> Any:
             return ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:  # not there yet
             time.sleep(_LOOK_AGAIN_SECONDS)
-    raise DataError(
+    raise LoaderFailure(
         problem(
             f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
             so="there is nobody to read the data",

@@ -1,62 +1,51 @@
-"""The planner actor: draws, plans and verifies global batches ahead of the ranks, and gives each rank its part.
+"""The planner actor: draws, plans and verifies global batches ahead of the ranks, and publishes each of them once.
 
 Planning a step is a pure function of where the step starts: every request carries that, so a planner that was killed
-goes on from whatever its clients ask for. What it keeps is only to answer faster: the steps that some rank has not
-fetched yet, and some beyond.
+goes on from whatever its clients ask for. What it keeps is only to answer faster. A planned step is one object in
+Ray's memory, of which every node pulls one copy; ranks cut their own parts from it (``client``), and their requests
+arrive bundled by their nodes (``relay``). So the planner's own work hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+import ray
+
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import GlobalBatch, Sampler, SamplerState
+from bytescale.data.batches import Sampler, SamplerState
 from bytescale.data.corpus import CorpusFacts, CorpusIndex, assemble_index
 from bytescale.data.mixture import make_sampler
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.server import SharedWork, owners_of
-from bytescale.data.remote.slices import IntArray, RankPart, locate_segments
-from bytescale.plan import Plan, RankPlan
-from bytescale.plan.summary import PlanSummary
+from bytescale.data.remote.slices import IntArray, PlannedStep, StepReference
+from bytescale.plan import Plan
 
 Planner = Callable[[IntArray], Plan]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
-    """A global batch and its plan."""
-
-    batch: GlobalBatch
-    plan: Plan
-    digest: int
-    summary: PlanSummary
-    state_after: SamplerState
-    seconds: float
-
-
 class PlannerActor:
-    """An asynchronous actor: requests of many ranks wait at the same time for one thread that plans."""
+    """An asynchronous actor: many requests wait at the same time for one thread that plans."""
 
-    def __init__(self, config: DataConfig, num_ranks: int, work: SharedWork, servers: Sequence[Any]) -> None:
+    def __init__(self, config: DataConfig, work: SharedWork, places: Sequence[str], servers: Sequence[Any]) -> None:
         """Asks nobody for anything yet.
 
         Args:
             config: the ``[data]`` section.
-            num_ranks: that will ask for their parts.
             work: the shards of the corpus.
+            places: node of each server.
             servers: handles of the ``DataServer`` actors, in order.
         """
         self._config = config
-        self._num_ranks = num_ranks
         self._shards, self._reader = work.get()
+        self._places = list(places)
         self._servers = servers
         self._owners = owners_of(self._shards, len(servers))
         self._life = uuid.uuid4().hex
@@ -64,8 +53,8 @@ class PlannerActor:
         self._indexing: asyncio.Future[tuple[CorpusIndex, Sampler]] | None = None
         self._planner: Planner | None = None
         self._stop_step: int | None = None
-        self._steps: dict[int, asyncio.Future[PlannedStep]] = {}
-        self._served: dict[int, int] = {}  # rank -> last step that it fetched
+        self._steps: dict[int, asyncio.Future[StepReference]] = {}
+        self._latest = -1  # step that anybody has asked for
         self._running_ahead: asyncio.Task[None] | None = None
 
     async def facts(self) -> CorpusFacts:
@@ -86,8 +75,12 @@ class PlannerActor:
         self._planner = planner
         self._stop_step = stop_step
 
-    async def part(self, rank: int, state: SamplerState) -> bytes | None:
-        """A pickled ``RankPart`` of the step that starts at ``state``; None when the planner was not configured yet.
+    async def plan(self, state: SamplerState, lost: str = "") -> StepReference | None:
+        """The step that starts at ``state``; None when the planner was not configured yet.
+
+        Args:
+            state: where the step starts.
+            lost: life of the planner whose object of this step could not be fetched; empty: nothing was lost.
 
         Raises:
             PlanError, CheckpointError: the step cannot be planned.
@@ -95,17 +88,20 @@ class PlannerActor:
         if self._planner is None:
             return None
         step = int(state["step"])
-        planned = await self._step(state)
-        self._served[rank] = max(step, self._served.get(rank, -1))
-        self._forget()
-        part = await self._cut(planned, rank)
+        if lost == self._life:
+            self._steps.pop(step, None)
+        found = await self._step(state)
+        self._latest = max(self._latest, step)
+        for old in [old for old in self._steps if old < self._latest - kept_steps(self._config)]:
+            del self._steps[old]
         if self._running_ahead is None or self._running_ahead.done():
-            self._running_ahead = asyncio.create_task(self._run_ahead(planned.state_after))
-        return part
+            self._running_ahead = asyncio.create_task(self._run_ahead(found.state_after))
+        ahead = sum(other > step and future.done() for other, future in self._steps.items())
+        return replace(found, steps_planned=ahead)
 
-    async def servers(self) -> list[Any]:
-        """Handles of the servers, in order."""
-        return list(self._servers)
+    async def servers(self) -> tuple[list[str], list[Any]]:
+        """Nodes and handles of the servers, in order."""
+        return self._places, list(self._servers)
 
     async def pid(self) -> int:
         """Of the process that the planner lives in."""
@@ -123,51 +119,33 @@ class PlannerActor:
         index = assemble_index(self._config, self._shards, ordered, self._reader.tokenizer)
         return index, make_sampler(index, self._config)
 
-    async def _step(self, state: SamplerState) -> PlannedStep:
+    async def _step(self, state: SamplerState) -> StepReference:
         """The step that starts at ``state``, planned now unless it is there or under way."""
         step = int(state["step"])
         if step not in self._steps:
-            _, sampler = await self._indexed()
+            index, sampler = await self._indexed()
         if step not in self._steps:  # nobody else began it while we waited
             loop = asyncio.get_running_loop()
-            self._steps[step] = loop.run_in_executor(self._thread, self._plan, sampler, state)
-        return await asyncio.shield(self._steps[step])
+            self._steps[step] = loop.run_in_executor(self._thread, self._plan, index, sampler, state)
+        found = await asyncio.shield(self._steps[step])
+        if found.state_before == state:
+            return found
+        del self._steps[step]  # the feed was moved to another place: no run does that, but who audits one may
+        return await self._step(state)
 
-    def _plan(self, sampler: Sampler, state: SamplerState) -> PlannedStep:
+    def _plan(self, index: CorpusIndex, sampler: Sampler, state: SamplerState) -> StepReference:
         assert self._planner is not None, "requests wait until the planner is configured"
         started = time.perf_counter()
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)
         batch = sampler.next_batch()
         plan = self._planner(batch.lengths)
-        return PlannedStep(
-            batch=batch,
-            plan=plan,
-            digest=plan.digest(),
-            summary=PlanSummary.of(plan),
-            state_after=sampler.state_dict(),
-            seconds=time.perf_counter() - started,
-        )
-
-    async def _cut(self, planned: PlannedStep, rank: int) -> bytes:
-        index, _ = await self._indexed()
-        rank_plan = RankPlan.of(planned.plan, rank, digest=planned.digest)
-        part = RankPart(
-            step=planned.batch.step,
-            rank_plan=rank_plan,
-            segments=locate_segments(rank_plan, planned.batch, index, self._owners),
-            num_targets=planned.batch.total_targets,
-            summary=planned.summary,
-            plan=planned.plan if rank == 0 else None,
-            state_after=planned.state_after,
-            planning_seconds=planned.seconds,
-            steps_planned=sum(step > planned.batch.step and future.done() for step, future in self._steps.items()),
-            planner_life=self._life,
-        )
-        return pickle.dumps(part, protocol=pickle.HIGHEST_PROTOCOL)
+        after = sampler.state_dict()
+        planned = PlannedStep.of(batch, plan, index, self._owners, after, time.perf_counter() - started)
+        return StepReference(planned=ray.put(planned), state_before=state, state_after=after, life=self._life)
 
     async def _run_ahead(self, state: SamplerState) -> None:
-        """Plan the steps from ``state`` on, up to ``prefetch_steps`` beyond what any rank has fetched."""
+        """Plan the steps from ``state`` on, up to ``prefetch_steps`` beyond what anybody has asked for."""
         while self._wants(int(state["step"])):
             try:
                 state = (await self._step(state)).state_after
@@ -177,11 +155,9 @@ class PlannerActor:
     def _wants(self, step: int) -> bool:
         if self._stop_step is not None and step >= self._stop_step:
             return False
-        return step <= max(self._served.values(), default=-1) + self._config.prefetch_steps
+        return step <= self._latest + self._config.prefetch_steps
 
-    def _forget(self) -> None:
-        """Drop steps that every rank has fetched."""
-        if len(self._served) < self._num_ranks:
-            return
-        for step in [step for step in self._steps if step <= min(self._served.values())]:
-            del self._steps[step]
+
+def kept_steps(config: DataConfig) -> int:
+    """How far behind the foremost rank another one may be, and some more. Older steps would be planned again."""
+    return config.prefetch_steps + 4

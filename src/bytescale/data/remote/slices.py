@@ -6,7 +6,8 @@ a rank, in their order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,19 +42,69 @@ class SegmentTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPart:
-    """A rank's part of a planned step: what the planner sends it."""
+class PlannedStep:
+    """A planned global batch and where its tokens are: all that any rank needs to cut its own part.
+
+    Plain arrays, so that the ranks of a node read one copy of them in shared memory. S sequences of the batch.
+    """
 
     step: int
-    rank_plan: RankPlan
-    segments: SegmentTable
-    num_targets: int  # of the global batch
+    plan: Plan
+    digest: int  # of the plan
+    pieces: IntArray  # [S] piece of the corpus
+    parts: IntArray  # [S] part of the corpus that holds it
+    places: IntArray  # [S] its first token inside the part
+    num_targets: IntArray  # [S] its tokens with a label: the first ones
+    owners: PartOwners
     summary: PlanSummary
-    plan: Plan | None  # the whole of it, for the first rank
     state_after: SamplerState
     planning_seconds: float
-    steps_planned: int  # beyond this one
-    planner_life: str  # another one after a restart
+
+    @staticmethod
+    def of(
+        batch: GlobalBatch,
+        plan: Plan,
+        index: CorpusIndex,
+        owners: PartOwners,
+        state_after: SamplerState,
+        planning_seconds: float,
+    ) -> PlannedStep:
+        """Locate every sequence of the batch."""
+        parts, places = index.locate(batch.pieces, np.zeros_like(batch.pieces))
+        return PlannedStep(
+            step=batch.step,
+            plan=plan,
+            digest=plan.digest(),
+            pieces=batch.pieces,
+            parts=parts,
+            places=places,
+            num_targets=batch.num_targets,
+            owners=owners,
+            summary=PlanSummary.of(plan),
+            state_after=state_after,
+            planning_seconds=planning_seconds,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arrays."""
+        arrays = [getattr(self.plan, spec.name) for spec in fields(self.plan)]
+        arrays += [self.pieces, self.parts, self.places, self.num_targets]
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReference:
+    """The planner's answer: small, however large the plan and however many ask."""
+
+    planned: Any
+    """Ray's reference to a ``PlannedStep``, which lives as long as the planner that made it."""
+    state_before: SamplerState
+    state_after: SamplerState
+    life: str
+    """Of that planner: another one after a restart."""
+    steps_planned: int = 0
+    """Steps beyond this one that were planned already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +115,22 @@ class ServerSlices:
     server_life: str  # another one after a restart
 
 
-def locate_segments(rank_plan: RankPlan, batch: GlobalBatch, index: CorpusIndex, owners: PartOwners) -> SegmentTable:
+def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
     """Every segment of a rank's plan, found in the corpus."""
     none = [np.zeros(0, dtype=np.int64)]
     micro_batches = rank_plan.micro_batches
     sequences = np.concatenate([m.segment_sequences for m in micro_batches] or none)
     starts = np.concatenate([m.segment_starts for m in micro_batches] or none)
     stops = np.concatenate([m.segment_stops for m in micro_batches] or none)
-    pieces = batch.pieces[sequences]
-    parts, places = index.locate(pieces, starts)
+    parts, places = planned.parts[sequences], planned.places[sequences] + starts
     counts = stops - starts
     return SegmentTable(
-        pieces=pieces,
-        servers=owners.servers_of(parts, places),
+        pieces=planned.pieces[sequences],
+        servers=planned.owners.servers_of(parts, places),
         parts=parts,
         places=places,
         counts=counts,
-        num_labels=np.clip(index.pieces.num_targets[pieces] - starts, 0, counts),
+        num_labels=np.clip(planned.num_targets[sequences] - starts, 0, counts),
     )
 
 

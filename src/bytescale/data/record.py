@@ -1,0 +1,210 @@
+"""A run's record of its data: which token ranges every rank was given in every step, and a check that counts them.
+
+Each attempt at a run (the first, and one after every restart) writes a folder of its own, each rank a file of JSON
+lines. A step that was taken again after a restart stands in several attempts; what trained the weights is the last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from bytescale.common.errors import DataError, problem
+from bytescale.config.schema import DataConfig
+from bytescale.data.batches import IntArray, SamplerState
+from bytescale.data.corpus import Corpus, CorpusFacts
+from bytescale.data.loader import Feed, Loader, StepData
+from bytescale.data.mixture import make_sampler
+from bytescale.plan import Plan
+
+_NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
+
+
+class RecordingFeed:
+    """A feed that writes down what it gives."""
+
+    def __init__(self, feed: Feed, rank: int, num_ranks: int, new_folder: Callable[[], Path | None]) -> None:
+        """Write nothing yet.
+
+        Args:
+            feed: whose steps are recorded.
+            rank: HDP rank.
+            num_ranks: of them.
+            new_folder: makes or names the folder of this attempt, the same on all ranks; None on those that are given
+                what another one writes down (of a tensor-parallel group or a pipeline).
+        """
+        self._feed = feed
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._new_folder = new_folder
+
+    @property
+    def facts(self) -> CorpusFacts:
+        return self._feed.facts
+
+    def state_dict(self) -> SamplerState:
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        self._feed.load_state_dict(state)
+
+    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> Loader:
+        folder, loader = self._new_folder(), self._feed.open(planner, stop_step)
+        if folder is None:
+            return loader
+        return _RecordingLoader(loader, folder / f"rank-{self._rank:05d}.jsonl", self._num_ranks)
+
+    def close(self) -> None:
+        self._feed.close()
+
+
+class _RecordingLoader:
+    """Writes a step's line before it hands the step out: a step that was trained on has its line."""
+
+    def __init__(self, loader: Loader, path: Path, num_ranks: int) -> None:
+        self._loader = loader
+        self._path = path
+        self._num_ranks = num_ranks
+
+    def __enter__(self) -> Iterator[StepData]:
+        return self._steps(self._loader.__enter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loader.__exit__(kind, error, trace)
+
+    def _steps(self, steps: Iterator[StepData]) -> Iterator[StepData]:
+        with self._path.open("w", encoding="utf-8") as file:
+            for data in steps:
+                line = {"step": data.step, "num_ranks": self._num_ranks, "segments": segments_of(data).tolist()}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                yield data
+
+
+def segments_of(data: StepData) -> IntArray:
+    """``[N, 4]`` piece, first token, one past the last, and checksum of the tokens of each segment that has any."""
+    rows = []
+    for wanted, given in zip(data.rank_plan.micro_batches, data.micro_batches, strict=True):
+        ends = np.cumsum(wanted.segment_stops - wanted.segment_starts)
+        columns = (given.segment_pieces, wanted.segment_starts, wanted.segment_stops, ends)
+        for piece, start, stop, end in zip(*(column.tolist() for column in columns), strict=True):
+            if stop > start:
+                rows.append((piece, start, stop, _checksum(given.tokens[end - (stop - start) : end])))
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def new_attempt_folder(folder: Path) -> Path:
+    """Make the folder of the next attempt below ``folder``."""
+    number = max((_number(path) for path in folder.glob("attempt-*")), default=0) + 1
+    path = folder / f"attempt-{number:04d}"
+    path.mkdir(parents=True)
+    return path
+
+
+def read_record(folder: Path, num_steps: int) -> list[IntArray]:
+    """What trained the weights: of steps 0 to ``num_steps - 1``, the segments of all ranks as ``segments_of`` has them.
+
+    Raises:
+        DataError: a step or a rank is missing.
+    """
+    given: dict[int, dict[int, IntArray]] = {}
+    needed: dict[int, int] = {}
+    for attempt in sorted(folder.glob("attempt-*"), key=_number):
+        of_attempt: dict[int, dict[int, IntArray]] = {}
+        for path in attempt.glob("rank-*.jsonl"):
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                if not line.endswith("\n"):  # cut off by kill -9, before the step was handed out
+                    continue
+                content = json.loads(line)
+                segments = np.array(content["segments"], dtype=np.int64).reshape(-1, 4)
+                of_attempt.setdefault(content["step"], {})[_number(path)] = segments
+                needed[content["step"]] = content["num_ranks"]
+        given.update(of_attempt)
+    for step in range(num_steps):
+        num_given = len(given.get(step, {}))
+        if num_given != needed.get(step, 1):
+            raise DataError(
+                problem(
+                    f"{folder} has {num_given} of {needed.get(step, 'all')} ranks' records of step {step}",
+                    so="what the run was trained on cannot be counted",
+                    fix="record runs with data.record = true from their first step on, and keep the record whole",
+                )
+            )
+    return [np.concatenate([_NO_SEGMENTS, *given[step].values()]) for step in range(num_steps)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCheck:
+    """What was found in a record that is right."""
+
+    num_steps: int
+    num_tokens: int
+    num_attempts: int
+    state: SamplerState
+    """Where the step after the last one starts."""
+
+
+def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfig) -> RecordCheck:
+    """Count every token range of a record against the batches that seed and corpus ask for.
+
+    Raises:
+        DataError: a token was lost, doubled or another one than the corpus has there; names the first such step.
+    """
+    sampler = make_sampler(corpus, config)
+    num_tokens = 0
+    for step, segments in enumerate(read_record(folder, num_steps)):
+        batch = sampler.next_batch()
+        pieces, starts, stops, checksums = segments.T
+        base = corpus.pieces.start[pieces]
+        given = _coverage(base + starts, base + stops)
+        wanted_starts = corpus.pieces.start[batch.pieces]
+        wanted = _coverage(wanted_starts, wanted_starts + batch.lengths)
+        if not np.array_equal(given, wanted):
+            count, batch_tokens = int((stops - starts).sum()), batch.num_tokens
+            raise _wrong(step, f"its ranks were given {count} tokens that do not tile the {batch_tokens} of its batch")
+        tokens, _ = corpus.read(pieces, starts, stops)
+        ends = np.cumsum(stops - starts)
+        for row, (end, count) in enumerate(zip(ends.tolist(), (stops - starts).tolist(), strict=True)):
+            if _checksum(tokens[end - count : end]) != checksums[row]:
+                document = int(corpus.pieces.document[pieces[row]])
+                raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a piece of document {document} differ")
+        num_tokens += batch.num_tokens
+    attempts = len(list(folder.glob("attempt-*")))
+    return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts, state=sampler.state_dict())
+
+
+def _coverage(starts: IntArray, stops: IntArray) -> IntArray:
+    """``[2, N]`` where the number of ranges over a place changes, and by how much: equal for equal sets of tokens."""
+    places, inverse = np.unique(np.concatenate([starts, stops]), return_inverse=True)
+    changes = np.zeros(len(places), dtype=np.int64)
+    np.add.at(changes, inverse, np.repeat([1, -1], len(starts)))
+    return np.stack([places[changes != 0], changes[changes != 0]])
+
+
+def _checksum(tokens: IntArray) -> int:
+    return zlib.crc32(np.ascontiguousarray(tokens, dtype="<i8").data)
+
+
+def _number(path: Path) -> int:
+    found = re.search(r"-(\d+)", path.name)
+    assert found, f"{path} is numbered"
+    return int(found[1])
+
+
+def _wrong(step: int, what: str) -> DataError:
+    return DataError(
+        problem(
+            f"step {step}: {what}",
+            so="the run did not train on what seed and corpus ask for",
+            fix="report this: planner, loader and sampler disagree; or [data] was changed during the run",
+        )
+    )

@@ -1,0 +1,70 @@
+"""One answer of the planner for all ranks of a node: requests climb a tree of relays, one in a server of each node.
+
+With 8 ranks a node and ``FAN_OUT`` relays below each, 16,384 ranks are 64 requests a step for the planner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from bytescale.data.batches import SamplerState
+from bytescale.data.remote.slices import StepReference
+
+FAN_OUT = 64
+
+
+def above(node: int) -> int | None:
+    """Number of the node whose relay that of ``node`` asks; None: it asks the planner."""
+    return None if node < FAN_OUT else (node - FAN_OUT) // FAN_OUT
+
+
+class Relay:
+    """Keeps the last answers, and how to plan: a planner that was restarted is told again."""
+
+    def __init__(self, find_above: Callable[[], Any], kept_steps: int) -> None:
+        """Asks nobody yet.
+
+        Args:
+            find_above: the actor that is asked, a planner or another relay's server; both have ``plan``, ``configure``.
+            kept_steps: answers that are kept.
+        """
+        self._find_above = find_above
+        self._kept_steps = kept_steps
+        self._actor: Any = None
+        self._how_to_plan: tuple[Any, int | None] | None = None
+        self._answers: dict[int, asyncio.Task[StepReference | None]] = {}
+
+    def configure(self, planner: Any, stop_step: int | None) -> None:
+        """What a planner has to be told."""
+        self._how_to_plan = (planner, stop_step)
+
+    async def plan(self, state: SamplerState, lost: str) -> StepReference | None:
+        """As ``PlannerActor.plan``; those who ask for the same step share one request."""
+        step = int(state["step"])
+        known = self._answers.get(step)
+        if known is not None and not await self._is_good(known, state, lost) and self._answers.get(step) is known:
+            del self._answers[step]
+        if step not in self._answers:
+            self._answers[step] = asyncio.create_task(self._ask(state, lost))
+            for old in [old for old in self._answers if old < step - self._kept_steps]:
+                del self._answers[old]
+        return await asyncio.shield(self._answers[step])
+
+    async def _is_good(self, known: Awaitable[StepReference | None], state: SamplerState, lost: str) -> bool:
+        """Whether an answer is worth keeping: errors are asked about again, as the reason may be gone."""
+        try:
+            answer = await asyncio.shield(known)
+        except Exception:
+            return False
+        return answer is not None and answer.life != lost and answer.state_before == state
+
+    async def _ask(self, state: SamplerState, lost: str) -> StepReference | None:
+        if self._actor is None:
+            self._actor = self._find_above()
+        while (answer := await self._actor.plan.remote(state, lost)) is None:
+            if self._how_to_plan is None:
+                return None
+            await self._actor.configure.remote(*self._how_to_plan)
+        return answer

@@ -1,0 +1,144 @@
+"""Several nodes: raylets of one Ray on loopback, each with its own shared memory and its own workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bytescale.data import LocalFeed, prepare_corpus
+from bytescale.data.remote.cluster import connect, disconnect
+from bytescale.data.remote.feed import RemoteFeed
+from tests.remote.support import assert_same_data, count_tokens, numbered_config, planner_for, write_numbered_corpus
+from tests.remote.test_runs import (
+    TOLERANCE,
+    assert_every_token_was_given_once,
+    ray_config,
+    started,
+    steps_done,
+    wait_until,
+)
+from tests.train.runs import losses, on_ranks, run, small_run, write_corpus
+
+HOLD_NODES = """
+import sys
+import time
+import bytescale.data.remote
+from ray.cluster_utils import Cluster
+
+settings = dict(num_cpus=2, object_store_memory=80 * 1024**2, node_ip_address="127.0.0.1")
+cluster = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
+second = cluster.add_node(**settings)
+time.sleep(2)  # until raylets know each other; before, Ray places soft affinities anywhere
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(second, allow_graceful=False)
+    print("removed", flush=True)
+cluster.shutdown()
+"""
+
+
+@dataclass
+class TwoNodes:
+    """Two nodes of two CPUs."""
+
+    holder: subprocess.Popen[str]
+    address: str
+
+    def kill_the_second(self) -> None:
+        """kill -9 of its raylet."""
+        assert self.holder.stdin is not None
+        assert self.holder.stdout is not None
+        self.holder.stdin.write("\n")
+        self.holder.stdin.flush()
+        assert self.holder.stdout.readline().strip() == "removed"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_NODES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        address = holder.stdout.readline().strip()
+        assert address.startswith("127.0.0.1:"), f"Ray did not start: {address!r}"
+        yield TwoNodes(holder, address)
+    finally:
+        holder.stdin.close()
+        holder.wait(60)
+
+
+def node_of(actor: Any) -> str:
+    return ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=60)
+
+
+def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Two servers a node; a rank on either node gets what the local loader reads, through the relay of its node."""
+    write_numbered_corpus(tmp_path / "numbers")
+    config = numbered_config(tmp_path, servers=2)
+    connect(nodes.address)
+    try:
+        session = f"nodes-{uuid.uuid4().hex[:8]}"
+        first = RemoteFeed(config, session, 0, 2)
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        places = [node_of(server) for server in first.actors[1:]]
+        assert Counter(places) == dict.fromkeys(living, 2)
+        assert len(living) == 2
+
+        def second_rank() -> tuple[str, str, list[Any]]:
+            feed = RemoteFeed(config, session, 1, 2)
+            with feed.open(planner_for(2), stop_step=5) as loader:
+                return ray.get_runtime_context().get_node_id(), node_of(feed._relay()), list(loader)
+
+        elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
+        place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+        there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
+        with first.open(planner_for(2), stop_step=5) as loader:
+            mine = list(loader)
+        assert node_of(first._relay()) == ray.get_runtime_context().get_node_id()
+        node, relay, theirs = ray.get(there, timeout=90)
+        assert node == relay == elsewhere
+        corpus = prepare_corpus(config)
+        for rank, remote in ((0, mine), (1, theirs)):
+            with LocalFeed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:
+                for ours, expected in zip(remote, local, strict=True):
+                    assert_same_data(ours, expected)
+        assert max(count_tokens([[data] for data in mine + theirs]).values()) <= 2  # no epoch is that short
+        first.close()
+    finally:
+        disconnect()
+
+
+@pytest.mark.slow
+def test_a_run_over_two_nodes_goes_on_with_one_when_the_other_dies(nodes: TwoNodes, tmp_path: Path) -> None:
+    """``--launch ray --elastic``: 3 ranks on 2 nodes; a node dies; 2 ranks have a place and take every token once."""
+    write_corpus(tmp_path / "corpus")
+    undisturbed = run(on_ranks(small_run(tmp_path / "corpus", tmp_path / "whole", steps=24), 3, 128))
+    config = ray_config(tmp_path, tmp_path / "run")
+    config = replace(config, parallel=replace(config.parallel, stop_seconds=10.0))
+    with started(config, nodes.address, "--launch", "ray", "--max-restarts", "2", "--elastic") as launcher:
+        wait_until(lambda: steps_done(config) >= 3, 90)
+        nodes.kill_the_second()
+        output, _ = launcher.communicate(timeout=150)
+    assert launcher.returncode == 0, output
+    assert output.count("died (killed, or out of memory)") == 1, output
+    assert "restarting on 2 ranks; 1 restarts are left" in output
+    assert "ranks   2 x cpu" in output
+    np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
+    assert_every_token_was_given_once(config)

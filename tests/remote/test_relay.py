@@ -1,0 +1,150 @@
+"""One answer of the planner for a whole node, and a planner whose work does not grow with the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import PlanError
+from bytescale.data import prepare_corpus
+from bytescale.data.corpus import IntArray
+from bytescale.data.mixture import make_sampler
+from bytescale.data.remote.relay import FAN_OUT, Relay, above
+from bytescale.data.remote.slices import PartOwners, PlannedStep, StepReference, locate_segments
+from bytescale.plan import RankPlan
+from tests.remote.support import numbered_config, planner_for, write_numbered_corpus
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"step": step}
+
+
+class Method:
+    """What ``actor.method`` is: something with ``remote``."""
+
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class Above:
+    """A planner that answers at once, and counts."""
+
+    def __init__(self) -> None:
+        self.life = "first"
+        self.told: list[Any] = []
+        self.asked: list[tuple[int, str]] = []
+        self.plan = Method(self._plan)
+        self.configure = Method(self._configure)
+
+    async def _plan(self, state: dict[str, Any], lost: str) -> StepReference | None:
+        await asyncio.sleep(0)
+        self.asked.append((state["step"], lost))
+        if not self.told:
+            return None
+        if state["step"] == 13:
+            raise PlanError("no plan for 13")
+        after = {"step": state["step"] + 1}
+        return StepReference(planned=None, state_before=state, state_after=after, life=self.life)
+
+    async def _configure(self, *how: Any) -> None:
+        self.told.append(how)
+
+
+def test_every_relay_is_below_the_planner_and_none_has_more_than_its_share() -> None:
+    for num_nodes in (1, 64, 2048, 16384):
+        below = Counter(above(node) for node in range(num_nodes))
+        assert max(below.values()) <= FAN_OUT
+        for node in range(num_nodes):
+            hops = 0
+            at: int | None = node
+            while at is not None:
+                at = above(at)
+                hops += 1
+            assert hops <= 3
+    assert below[None] == FAN_OUT
+
+
+def test_ranks_of_a_node_share_one_request() -> None:
+    async def check() -> None:
+        planner = Above()
+        relay = Relay(lambda: planner, kept_steps=2)
+        assert await relay.plan(state(0), "") is None, "nobody has said how to plan"
+        relay.configure("how", 9)
+        planner.asked.clear()
+        answers = await asyncio.gather(*(relay.plan(state(0), "") for _ in range(8)))
+        assert planner.told == [("how", 9)]
+        assert planner.asked == [(0, ""), (0, "")]  # not configured, then the answer
+        assert all(answer == answers[0] for answer in answers)
+        for step in range(1, 6):
+            await relay.plan(state(step), "")
+        planner.asked.clear()
+        await relay.plan(state(5), "")
+        assert planner.asked == []
+        await relay.plan(state(0), "")  # long forgotten: asked again
+        assert planner.asked == [(0, "")]
+
+    asyncio.run(check())
+
+
+def test_a_planner_that_died_is_told_again_and_its_objects_are_asked_for_again() -> None:
+    async def check() -> None:
+        planner = Above()
+        relay = Relay(lambda: planner, kept_steps=2)
+        relay.configure("how", None)
+        first = await relay.plan(state(0), "")
+        assert first is not None
+        planner.life = "second"
+        planner.told.clear()
+        again = await asyncio.gather(*(relay.plan(state(0), "first") for _ in range(3)))
+        assert {answer.life for answer in again if answer} == {"second"}
+        assert planner.told == [("how", None)]
+
+    asyncio.run(check())
+
+
+def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
+    async def check() -> None:
+        planner = Above()
+        relay = Relay(lambda: planner, kept_steps=2)
+        relay.configure("how", None)
+        outcomes = await asyncio.gather(*(relay.plan(state(13), "") for _ in range(3)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [PlanError] * 3
+        asked = len(planner.asked)
+        with pytest.raises(PlanError, match="no plan for 13"):
+            await relay.plan(state(13), "")
+        assert len(planner.asked) == asked + 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 7, 64])
+def test_what_ranks_cut_from_the_shared_object_is_what_the_local_loader_reads(tmp_path: Path, num_ranks: int) -> None:
+    """Every rank's segments, found through the object alone, against the corpus's own index."""
+    write_numbered_corpus(tmp_path / "numbers")
+    config = numbered_config(tmp_path)
+    corpus = prepare_corpus(config)
+    batch = make_sampler(corpus, config).next_batch()
+    plan = planner_for(num_ranks)(batch.lengths)
+    owners = PartOwners(3, np.zeros(1, dtype=np.bool_))
+    planned = PlannedStep.of(batch, plan, corpus.index, owners, {"step": 1}, 0.0)
+    seen: list[IntArray] = []
+    for rank in range(num_ranks):
+        rank_plan = RankPlan.of(planned.plan, rank, digest=planned.digest)
+        assert rank_plan.digest == plan.digest()
+        table = locate_segments(rank_plan, planned)
+        for place, count, piece, labels in zip(table.places, table.counts, table.pieces, table.num_labels, strict=True):
+            tokens = np.arange(place, place + count)  # of a numbered corpus: token ids are places
+            assert np.array_equal(corpus.parts[0][place : place + count], tokens)
+            last = corpus.pieces.start[piece] + corpus.pieces.num_targets[piece]
+            assert labels == np.count_nonzero(tokens < last)
+            seen.append(tokens)
+    wanted = [
+        np.arange(start, start + length)
+        for start, length in zip(corpus.pieces.start[batch.pieces], batch.lengths, strict=True)
+    ]
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(np.concatenate(wanted)))

@@ -1,0 +1,43 @@
+"""Counts of what a run was given, token by token: slow and obvious."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from bytescale.data.batches import epoch_order
+from bytescale.data.corpus import Corpus
+from bytescale.data.record import read_record
+
+
+def times_given(folder: Path, corpus: Corpus, steps: int) -> Counter[tuple[int, int]]:
+    """How often each (document, token of the document) was given to a rank."""
+    first: dict[int, int] = {}  # token of the corpus that each document starts with
+    for document, start in zip(corpus.pieces.document.tolist(), corpus.pieces.start.tolist(), strict=True):
+        first.setdefault(document, start)
+    counts: Counter[tuple[int, int]] = Counter()
+    for segments in read_record(folder, steps):
+        for piece, start, stop, _ in segments.tolist():
+            document = int(corpus.pieces.document[piece])
+            base = int(corpus.pieces.start[piece]) - first[document]
+            counts.update((document, base + token) for token in range(start, stop))
+    return counts
+
+
+def times_expected(corpus: Corpus, seed: int, steps: int, batch_tokens: int) -> Counter[tuple[int, int]]:
+    """The same by the seed alone, piece by piece and token by token."""
+    first: dict[int, int] = {}
+    for document, start in zip(corpus.pieces.document.tolist(), corpus.pieces.start.tolist(), strict=True):
+        first.setdefault(document, start)
+    counts: Counter[tuple[int, int]] = Counter()
+    stream = (int(piece) for epoch in range(1000) for piece in epoch_order(corpus.pieces.num_pieces, seed, epoch))
+    piece = next(stream)
+    for _ in range(steps):
+        budget = batch_tokens
+        while (length := int(corpus.pieces.length[piece])) <= budget:
+            document = int(corpus.pieces.document[piece])
+            base = int(corpus.pieces.start[piece]) - first[document]
+            counts.update((document, base + token) for token in range(length))
+            budget -= length
+            piece = next(stream)
+    return counts
