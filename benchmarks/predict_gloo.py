@@ -10,7 +10,8 @@
 
 Other people's work is in measured times and not in predicted ones. So each run waits until the machine is idle
 (``--quiet-seconds``), and one during which others took more than ``--others`` of the machine is done again, at most
-``--tries`` times; then it counts as it is. ``--again`` only repeats step 3 on the folder's runs.
+``--tries`` times; then it counts as it is. Profiles that are in the folder are not taken again, and ``--again`` only
+repeats step 3 on the folder's runs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ MIXES: dict[str, list[str]] = {
 PLANNERS: dict[str, list[str]] = {
     "static": ["--planner.name", "static"],
     "naive": ["--planner.name", "naive"],
-    "paper": ["--planner.name", "balanced", "--planner.balance", "paper"],
     "adaptive": ["--planner.name", "balanced", "--planner.balance", "adaptive"],
 }
 WITHIN = 0.15
@@ -68,7 +68,8 @@ def main() -> None:
     cases = [Case(ranks, mix, planner) for ranks in all_ranks for mix in MIXES for planner in PLANNERS]
     if not arguments.again:
         for ranks in all_ranks:
-            in_quiet(arguments, f"profile on {ranks}", lambda ranks=ranks: take_profile(out, ranks, arguments))
+            if not profile_path(out, ranks).exists():
+                in_quiet(arguments, f"profile on {ranks}", lambda ranks=ranks: take_profile(out, ranks, arguments))
         for number in range(arguments.rounds):
             for case in cases:
                 in_quiet(arguments, str(case), lambda case=case, number=number: train(case, out, number, arguments))

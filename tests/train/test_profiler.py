@@ -11,11 +11,12 @@ import torch
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
 from bytescale.config import CostConfig, MemoryConfig
-from bytescale.cost import Profile, load_profile
+from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.cost.profile import Point
+from bytescale.runtime import RankGroup
 from bytescale.train import train
-from bytescale.train.profiler import CURVES, fit_warnings, measure_links, measure_profile
+from bytescale.train.profiler import CURVES, Measurer, fit_warnings, measure_links, measure_profile
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import small_shape
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
@@ -51,9 +52,30 @@ def test_a_bad_fit_is_named_with_its_worst_point(profile: Profile) -> None:
     assert any(line.startswith("rest_forward fits badly: -100% at 512 tokens") for line in warnings)
 
 
-def test_links_between_ranks() -> None:
-    first, second = run_ranks(2, measure_links)
+def test_the_head_is_measured_as_it_trains(profile: Profile) -> None:
+    """Its forward makes the gradients (some four times the logits' product), its backward scales them."""
+    assert float(profile.head_forward(1024)) > 3 * float(profile.head_backward(1024)) > 0
+
+
+def test_all_ranks_measure_together_and_get_the_same_profile() -> None:
+    def one_rank(hdp: RankGroup) -> Profile:
+        return measure_profile(
+            SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=512, seconds=20.0, hdp=hdp
+        )
+
+    first, second = run_ranks(2, one_rank)
     assert first == second
+    assert [point.tokens for point in first.points if point.curve == "rest_forward"] == [256, 512]
+    assert first.links.intra_node_bytes_per_second < 1e12
+
+
+def test_links_between_ranks() -> None:
+    def one_rank(hdp: RankGroup) -> Links:
+        return measure_links(hdp, Measurer(SHAPE, torch.device("cpu"), torch.float32))
+
+    first, second = run_ranks(2, one_rank)
+    assert first == second
+    assert 0 <= first.message_seconds < 1
     assert 1e6 < first.intra_node_bytes_per_second < 1e12
     assert 0 <= first.latency_seconds < 1
 

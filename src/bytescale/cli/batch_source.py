@@ -68,23 +68,31 @@ class CostSource:
     """Rates for counted operations."""
 
 
-def fitting_capacity(wanted: int, profile: Profile, *, num_ranks: int, tp: int, pp: int, device_gib: float) -> int:
-    """``wanted`` tokens, or for "auto" what the fullest stage's device holds in bf16 on a GPU (``cost.memory``)."""
-    if wanted != AUTO_CAPACITY:
-        return wanted
-    shape = profile.architecture
-    model = MemoryModel(
-        architecture=shape,
-        element_bytes=2,
+def device_memory(profile: Profile, *, num_ranks: int, tp: int, pp: int = 1) -> MemoryModel:
+    """Memory of a device that runs ``profile``'s model, in the dtype that was measured, else in bf16 on a GPU."""
+    kind, _, dtype = profile.device.partition(", ")
+    on_cpu = kind == "cpu"
+    words = profile.architecture.vocab_size
+    return MemoryModel(
+        architecture=profile.architecture,
+        element_bytes={"float32": 4, "float64": 8}.get(dtype, 2),
         num_ranks=num_ranks,
-        loss_chunk_tokens=max(1, LOGITS_PER_CHUNK["cuda"] // shape.vocab_size),
-        fused_loss=True,
+        fused_norm=not on_cpu,
+        loss_chunk_tokens=max(1, LOGITS_PER_CHUNK["cpu" if on_cpu else "cuda"] // words),
+        fused_loss=not on_cpu,
         tensor_parallel=tp,
         num_stages=pp,
     )
-    capacity = min(stage.capacity_tokens(device_gib * 2**30) for stage in model.stages())
+
+
+def fitting_capacity(wanted: int, profile: Profile, *, num_ranks: int, tp: int, pp: int, device_gib: float) -> int:
+    """``wanted`` tokens, or for "auto" what the fullest stage's device holds (``cost.memory``)."""
+    if wanted != AUTO_CAPACITY:
+        return wanted
+    stages = device_memory(profile, num_ranks=num_ranks, tp=tp, pp=pp).stages()
+    capacity = min(stage.capacity_tokens(device_gib * 2**30) for stage in stages)
     if capacity == 0:
-        states = max(stage.states_bytes for stage in model.stages())
+        states = max(stage.states_bytes for stage in stages)
         raise ConfigError(
             problem(
                 f"parameters, gradients and optimizer need {format_bytes(states)} a device, of {device_gib:g} GiB",

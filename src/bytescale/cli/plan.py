@@ -13,7 +13,15 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, fitting_capacity, read_batch, read_profile
+from bytescale.cli.batch_source import (
+    BatchConfig,
+    CostSource,
+    IntArray,
+    device_memory,
+    fitting_capacity,
+    read_batch,
+    read_profile,
+)
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.errors import PlanError
@@ -104,8 +112,8 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        memory = memory_in_words(planned[chosen].plan, profile.architecture, tensor_parallel=options.tp)
-        console.print(memory, highlight=False, soft_wrap=True)
+        memory = device_memory(profile, num_ranks=options.ranks, tp=options.tp)
+        console.print(memory_in_words(planned[chosen].plan, memory), highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
     if options.png is not None:

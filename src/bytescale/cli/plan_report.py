@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bytescale.common.units import format_bytes, format_count, format_seconds
-from bytescale.config import Architecture
 from bytescale.cost import CostModel
-from bytescale.cost.memory import LOGITS_PER_CHUNK, MemoryModel
+from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import degree_histogram
@@ -99,24 +98,16 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
         console.print("    - " + line, highlight=False, soft_wrap=True)
 
 
-def memory_in_words(plan: Plan, architecture: Architecture, *, tensor_parallel: int = 1) -> str:
-    """Peak memory of the plan's fullest micro-batch in bf16 on a GPU, part by part (``cost.memory``)."""
-    chunk = max(1, LOGITS_PER_CHUNK["cuda"] // architecture.vocab_size)
-    model = MemoryModel(
-        architecture=architecture,
-        element_bytes=2,
-        num_ranks=plan.num_ranks,
-        loss_chunk_tokens=chunk,
-        fused_loss=True,
-        tensor_parallel=tensor_parallel,
-    )
+def memory_in_words(plan: Plan, model: MemoryModel) -> str:
+    """Peak memory of the plan's fullest micro-batch, part by part (``cost.memory``)."""
     tokens, limits = micro_batch_tokens(plan), model.limits()
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared)
     worst = int(peaks.argmax())
     held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
     phase = limits.worst_phase(held, shared)
     return (
-        f"memory in bf16: {format_bytes(float(peaks[worst]))} a device at the peak of its fullest micro-batch "
+        f"memory at {model.element_bytes} bytes a number: {format_bytes(float(peaks[worst]))} a device at the peak of "
+        f"its fullest micro-batch "
         f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
         f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
         f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "

@@ -53,7 +53,8 @@ def draw_profile(profile: Profile, path: Path) -> None:
         f"{profile.device}\nhidden {profile.architecture.hidden_size}, {profile.architecture.num_heads} heads, "
         f"feed-forward {profile.architecture.ffn_hidden_size}\n\nto host {links.device_to_host_bytes_per_second:.3g} "
         f"bytes/s\nfrom host {links.host_to_device_bytes_per_second:.3g} bytes/s\nring "
-        f"{links.intra_node_bytes_per_second:.3g} bytes/s, {links.latency_seconds * 1e6:.0f} us",
+        f"{links.intra_node_bytes_per_second:.3g} bytes/s, {links.latency_seconds * 1e6:.0f} us, and "
+        f"{links.message_seconds * 1e6:.0f} us a step that nothing hides",
         va="top",
     )
     figure.savefig(path, dpi=110)
