@@ -28,6 +28,7 @@ from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.replicas import sum_replicas
+from bytescale.train.own_model import row_wise_modules
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import (
@@ -100,6 +101,8 @@ def mesh_step(
                     checkpointing=checkpointing,  # type: ignore[arg-type]
                     pool=pool,
                     tp=mesh.tp,
+                    row_wise=row_wise_modules(model, mesh.tp.size),
+                    chunk_rows=8,
                 ),
             )
             for model in models

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import PlanError, problem
+from bytescale.cost.memory import ROWS_PER_CHUNK
 from bytescale.plan import MicroBatch
-from bytescale.runtime.checkpointing import Checkpointing, KeptAttention, apply_checkpointing
+from bytescale.runtime.checkpointing import Checkpointing, KeptAttention, apply_checkpointing, apply_row_chunks
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostPool
 from bytescale.runtime.offload import ActivationOffload, offloaded_tokens
@@ -32,11 +33,18 @@ class Activations:
         pool: HostPool | None = None,
         device: torch.device | None = None,
         tp: RankGroup | None = None,
+        row_wise: Sequence[nn.Module] = (),
+        chunk_rows: int | None = None,
     ) -> None:
         """``pool``: host memory for offloading; None: plans whose ratios are above 0 cannot be run.
 
-        ``tp``: the tensor-parallel ranks that share a micro-batch's rows.
+        ``tp``: the tensor-parallel ranks that share a micro-batch's rows. ``row_wise``: modules inside the layers that
+        treat every row alone; with checkpointing they take ``chunk_rows`` at a time (None: the device's usual number).
         """
+        if checkpointing != "none":
+            kind = "cpu" if device is None else device.type
+            for module in row_wise:
+                apply_row_chunks(module, chunk_rows or ROWS_PER_CHUNK[kind])
         self.attention_memory: KeptAttention | None = apply_checkpointing(layers, checkpointing)
         self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
         if self.attention_memory is not None and self.offload is not None:

@@ -7,6 +7,10 @@ do so at the same place in their order, hence messages still match (same tags, f
 keep; the O(s) rest is computed again. No message is sent twice.
 
 Both are exact: backward sees the numbers that forward saw, bit for bit.
+
+With either, what works on each row alone (the feed-forward part) is moreover done some rows at a time where there are
+more: of the 4 F numbers a token that it saves, those of one chunk exist. Else they, and not attention, would decide how
+long a context fits.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,6 +83,45 @@ def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing) -> Kep
     for layer in layers:
         layer.forward = _checkpointed(layer.forward, extra)
     return kept
+
+
+def apply_row_chunks(module: nn.Module, chunk_rows: int) -> None:
+    """Make a module ``[T, C] -> [T, C]`` that treats rows independently take ``chunk_rows`` of them at a time.
+
+    It keeps its input and computes each chunk again in backward. Its parameters' gradients are accumulated chunk by
+    chunk, in order. Fewer rows go through it as before.
+    """
+    forward = module.forward
+
+    def chunked(rows: Tensor) -> Tensor:
+        result: Tensor = forward(rows) if len(rows) <= chunk_rows else _RowChunks.apply(rows, forward, chunk_rows)
+        return result
+
+    module.forward = chunked
+
+
+class _RowChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, function: Callable[[Tensor], Tensor], chunk_rows: int) -> Tensor:
+        ctx.function, ctx.chunk_rows = function, chunk_rows
+        ctx.save_for_backward(rows)
+        out = torch.empty_like(rows)
+        for chunk, place in zip(rows.split(chunk_rows), out.split(chunk_rows), strict=True):
+            place.copy_(function(chunk))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        total = torch.empty_like(rows)
+        parts = (tensor.split(ctx.chunk_rows) for tensor in (rows, gradients[0], total))
+        for chunk, gradient, place in zip(*parts, strict=True):
+            own = chunk.detach().requires_grad_()
+            with torch.enable_grad():
+                ctx.function(own).backward(gradient)
+            assert own.grad is not None, "every row's output depends on the row"
+            place.copy_(own.grad)
+        return total, None, None
 
 
 def _checkpointed(forward: Callable[..., Tensor], extra: dict[str, Any]) -> Callable[..., Tensor]:

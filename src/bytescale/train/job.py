@@ -25,7 +25,7 @@ from bytescale.runtime import Activations, FlatParameters, ModelPart, ShardedAda
 from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.memory import MemoryBudget, memory_budget
-from bytescale.train.own_model import build_own_model
+from bytescale.train.own_model import build_own_model, row_wise_modules
 from bytescale.train.peak import device_name, peak_flops_per_second
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
@@ -118,6 +118,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
                 pool=pool,
                 device=ranks.device,
                 tp=mesh.tp,
+                row_wise=row_wise_modules(chunk, mesh.tp.size),
             ),
         )
         for chunk in model.chunks

@@ -18,7 +18,7 @@ from bytescale.config.validate import hdp_ranks, kind_of_ranks
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
@@ -99,7 +99,8 @@ def memory_budget(
         ConfigError: the capacity does not fit into the device, or the context not into all ranks.
     """
     on_gpu = device.type == "cuda"
-    hdp = hdp_ranks(config.parallel, num_ranks)
+    parallel = config.parallel
+    hdp = hdp_ranks(parallel, num_ranks)
     device_bytes, host_bytes = smallest(
         [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
     )
@@ -109,11 +110,12 @@ def memory_budget(
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
         fused_norm=on_gpu,
-        loss_chunk_tokens=chunk_tokens(architecture.vocab_size // config.parallel.tp, device.type),
+        loss_chunk_tokens=chunk_tokens(architecture.vocab_size // parallel.tp, device.type),
         fused_loss=on_gpu and dtype == torch.bfloat16,
-        tensor_parallel=config.parallel.tp,
-        num_stages=config.parallel.pp,
-        virtual_stages=config.parallel.virtual_stages,
+        feed_forward_rows=math.inf if architecture.num_experts and parallel.tp > 1 else ROWS_PER_CHUNK[device.type],
+        tensor_parallel=parallel.tp,
+        num_stages=parallel.pp,
+        virtual_stages=parallel.virtual_stages,
     )
     model = min(whole.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))  # the stage that fills first
     capacity = _fitting_capacity(config, model, device_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture
@@ -66,3 +67,10 @@ def build_own_model(
     if tied_head is not None:
         tied_head.lend()
     return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)
+
+
+def row_wise_modules(chunk: Llama, tp_size: int) -> list[nn.Module]:
+    """The feed-forward parts, which treat every row alone; not mixtures whose rows move between ranks inside."""
+    if chunk.shape.num_experts and tp_size > 1:
+        return []
+    return [layer.mlp for layer in chunk.layers]
