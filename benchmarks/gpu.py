@@ -57,7 +57,13 @@ GPU = Sizes(
         (262144, 12, "attention", (0.0, 1.0)),
         (262144, 12, "full", (0.0, 1.0)),
     ),
-    mfu=((8, 8192, 8, "none"), (1, 65536, 8, "none"), (1, 262144, 8, "attention"), (1, 524288, 4, "attention")),
+    mfu=(
+        (8, 8192, 8, "none"),
+        (1, 65536, 8, "none"),
+        (1, 262144, 8, "attention"),
+        (1, 524288, 4, "attention"),
+        (1, 1048576, 2, "attention"),
+    ),
     longest=(("7B width", PRESETS["7b"], 4, 262144), ("1B", PRESETS["1b"], 16, 262144)),
     loss=((8192, 4096, 131072), (32768, 4096, 131072)),
     host_bytes=100 * GIB,
@@ -136,7 +142,11 @@ class Step:
             torch.nn.init.normal_(parameter, std=0.02)
             parameter.grad = torch.zeros_like(parameter)
         self.activations = Activations(
-            list(self.model.layers), checkpointing=checkpointing, pool=self.pool, device=device.device
+            list(self.model.layers),
+            checkpointing=checkpointing,
+            pool=self.pool,
+            device=device.device,
+            row_wise=[layer.mlp for layer in self.model.layers],
         )
         self.micro_batch = one_micro_batch(lengths, ratio)
         tokens = sum(lengths)
