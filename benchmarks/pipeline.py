@@ -165,8 +165,8 @@ def balance(num_batches: int, context: int = 2**21) -> list[dict[str, Any]]:
     tp, pp = model.layout(capacity)
     devices = ClusterConfig(num_gpus=model.num_gpus, gpus_per_node=paper.GPUS_PER_NODE, tp=tp, pp=pp)
     profile = model.profile(tp)
-    cluster = Cluster.uniform(devices.num_ranks, capacity, ranks_per_node=devices.ranks_per_node)
-    cost = profile.cost_model(pipeline_parallel=pp)
+    cluster = Cluster.uniform(devices.num_ranks, capacity)
+    cost = profile.cost_model(ranks_per_node=devices.ranks_per_node, pipeline_parallel=pp)
     planners: dict[str, PlannerConfig] = {
         "static": PlannerConfig(name="static", static_cp=context // capacity),
         "naive": PlannerConfig(name="naive"),

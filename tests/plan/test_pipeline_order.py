@@ -66,10 +66,13 @@ def test_the_same_groups_at_equal_places_do_not_hang() -> None:
 
 def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
     """Run the schedule action by action, members of a group together: does it come to a halt before the end?"""
+    most = max(len(plan.micro_batches_of(rank)) for rank in range(plan.num_ranks))
     queues = {
         (rank, stage): [
             (bool(backward), int(chunk) * num_stages + stage, int(plan.micro_batches_of(rank)[index]))
-            for backward, chunk, index in stage_actions(len(plan.micro_batches_of(rank)), num_stages, stage, num_chunks)
+            for backward, chunk, index in stage_actions(
+                len(plan.micro_batches_of(rank)), num_stages, stage, num_chunks, most
+            )
         ]
         for rank in range(plan.num_ranks)
         for stage in range(num_stages)

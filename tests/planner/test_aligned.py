@@ -32,7 +32,8 @@ def test_aligned_planners_cannot_hang(name: str, case: tuple[list[int], Cluster]
     verify(plan)
     assert is_aligned(plan)
     for num_stages in (2, 4, 8):
-        assert find_cycle(plan, num_stages) == []
+        for num_chunks in (1, 2, 3):
+            assert find_cycle(plan, num_stages, num_chunks) == []
 
 
 @settings(max_examples=100, deadline=None)

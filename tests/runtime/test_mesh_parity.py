@@ -258,15 +258,8 @@ def test_plans_of_every_planner_run_through_a_pipeline(
 def test_interleaved_stages(
     mesh: MeshShape, num_chunks: int, lengths: list[int], checkpointing: str, tied: bool
 ) -> None:
-    """Whole sequences on every rank, as many micro-batches as it takes."""
-    groups = [GroupSpec(sequences=[n], ranks=[n % mesh.hdp]) for n in range(len(lengths))]
-    plan = Plan.build(
-        lengths=lengths,
-        capacity_tokens=[max(lengths)] * mesh.hdp,
-        groups=groups,
-        schedule=[[[n] for n in range(rank, len(lengths), mesh.hdp)] for rank in range(mesh.hdp)],
-    )
-    verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
+    """Pipelines of different numbers of micro-batches, with shared groups between them."""
+    plan = runnable_plan(lengths, mesh, seed=len(lengths), num_chunks=num_chunks)
     assert_parity(
         mesh,
         plan,

@@ -75,8 +75,7 @@ class MemoryModel:
         behind = self.num_stages - 1 - self.stage
         if self.virtual_stages == 1:
             return behind + 1
-        first_round = 2 * self.num_stages - 1  # at most
-        chunks = 2 * behind + (self.virtual_stages - 1) * first_round + 1
+        chunks = 2 * behind + (self.virtual_stages - 1) * self.num_stages + 1
         return -(-chunks // self.virtual_stages)
 
     @property

@@ -56,9 +56,10 @@ def _edges(
     """Waiting pairs of nodes: ``before[i]`` has to end before ``after[i]`` starts."""
     before, after = [], []
     counts = np.diff(plan.rank_micro_batch_offsets)
+    most = int(counts.max())
     for stage in range(num_stages):
         for count in np.unique(counts[counts > 0]).tolist():
-            backward, chunk, index = stage_actions(count, num_stages, stage, num_chunks).T
+            backward, chunk, index = stage_actions(count, num_stages, stage, num_chunks, most).T
             first = plan.rank_micro_batch_offsets[:-1][counts == count]
             units = node_of[first[:, None] + index]  # [ranks, actions]
             nodes = (2 * (chunk * num_stages + stage) + backward) * num_units + units

@@ -79,6 +79,7 @@ class RankPlan:
     rank: int
     num_ranks: int
     micro_batches: tuple[MicroBatch, ...]
+    most_micro_batches: int  # of any rank: interleaved stages keep to its order (plan.schedule)
     digest: int  # of the whole plan
 
     @staticmethod
@@ -88,7 +89,14 @@ class RankPlan:
             _micro_batch_view(plan, rank, number, index) for index, number in enumerate(plan.micro_batches_of(rank))
         )
         digest = plan.digest() if digest is None else digest
-        return RankPlan(rank=rank, num_ranks=plan.num_ranks, micro_batches=micro_batches, digest=digest)
+        most = int(np.diff(plan.rank_micro_batch_offsets).max())
+        return RankPlan(
+            rank=rank,
+            num_ranks=plan.num_ranks,
+            micro_batches=micro_batches,
+            most_micro_batches=most,
+            digest=digest,
+        )
 
 
 def concatenated_ranges(starts: IntArray, stops: IntArray) -> IntArray:

@@ -100,7 +100,7 @@ def run_rank_plan(
     run = _Run(parts, rank_plan.micro_batches, micro_batches, num_global_targets, kernel, mesh, z_loss)
     model = parts[0].model
     dtype = next(iter(model.parameters())).dtype
-    links = StageLinks(mesh, rank_plan.micro_batches, len(parts), model.hidden_size, dtype)
+    links = StageLinks(mesh, rank_plan, len(parts), model.hidden_size, dtype)
     for part in parts:
         part.activations.begin_step(rank_plan.micro_batches)
         begin_batch_loss(part.model)

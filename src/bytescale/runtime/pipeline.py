@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.exchange import Transfer
-from bytescale.plan import MicroBatch
+from bytescale.plan import RankPlan
 from bytescale.plan.schedule import stage_actions
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
@@ -30,12 +30,10 @@ class StageLinks:
         actions: what this stage runs, in order.
     """
 
-    def __init__(
-        self, mesh: Mesh, micro_batches: Sequence[MicroBatch], num_chunks: int, width: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, mesh: Mesh, rank_plan: RankPlan, num_chunks: int, width: int, dtype: torch.dtype) -> None:
         """``width``: channels C of the residual stream; ``num_chunks``: of layers, on every stage."""
         self.mesh = mesh
-        self.micro_batches = micro_batches
+        self.rank_plan = rank_plan
         self.num_chunks = num_chunks
         self.width, self.dtype = width, dtype
         self._num_parts = mesh.shape.pp * num_chunks
@@ -51,7 +49,7 @@ class StageLinks:
             if source is None or action in self._coming:
                 continue
             stage, group, _ = source
-            tokens = self.micro_batches[action[2]].num_tokens
+            tokens = self.rank_plan.micro_batches[action[2]].num_tokens
             rows = torch.empty(
                 num_own_rows(tokens, self.mesh.tp), self.width, dtype=self.dtype, device=self.mesh.hdp.device
             )
@@ -121,7 +119,8 @@ class StageLinks:
         return receiver[2] * self.num_chunks + receiver[1]
 
     def _actions_of(self, stage: int) -> list[Action]:
-        rows = stage_actions(len(self.micro_batches), self.mesh.shape.pp, stage, self.num_chunks)
+        count, most = len(self.rank_plan.micro_batches), self.rank_plan.most_micro_batches
+        rows = stage_actions(count, self.mesh.shape.pp, stage, self.num_chunks, most)
         return [(backward, chunk, index) for backward, chunk, index in rows.tolist()]
 
     def _place(self, stage: int, action: Action) -> int:
