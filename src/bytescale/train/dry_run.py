@@ -35,7 +35,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     ranks = config.parallel.ranks
     profile = measured_profile(config, architecture, device, dtype)
     memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
-    cost = planning_cost(profile, architecture, device, dtype)
+    cost = planning_cost(profile, architecture, device, dtype, config.parallel.pp)
     plan = VerifiedPlanner(
         config.planner,
         memory.cluster(hdp_ranks(config.parallel)),

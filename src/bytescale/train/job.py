@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -96,7 +96,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
-    cost = planning_cost(profile, architecture, ranks.device, ranks.dtype)
+    cost = planning_cost(profile, architecture, ranks.device, ranks.dtype, parallel.pp)
 
     # 3. Memory: capacity, offloading, and what no plan may exceed, by the rank that has least.
     memory = memory_budget(
@@ -159,10 +159,10 @@ def measured_profile(
 
 
 def planning_cost(
-    profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
+    profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype, num_stages: int = 1
 ) -> CostModel:
     """What planners believe of speed: the profile's times for the model's layers, or round numbers."""
     if profile is None:
         kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         return assumed_cost(architecture, device=kind, bytes_per_element=dtype.itemsize)
-    return replace(profile, architecture=architecture).cost_model()
+    return profile.of_model(architecture).cost_model(pipeline_parallel=num_stages)
