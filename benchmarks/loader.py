@@ -175,7 +175,7 @@ def planner_at_scale(folder: Path) -> None:
         server = ray.remote(DataServer).options(num_cpus=0).remote(0, 1, work)
         for num_ranks in (1024, 16384):
             actor = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=1000)
-            planner = actor.remote(config, work, ["here"], [server])
+            planner = actor.remote(config, work, [server], {})
             state = ray.get(planner.check_state.remote(None))
             ray.get(planner.configure.remote(planner_for(num_ranks, 8192), steps))
             process = psutil.Process(ray.get(planner.pid.remote()))

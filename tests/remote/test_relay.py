@@ -74,7 +74,7 @@ def test_ranks_of_a_node_share_one_request() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
         assert await relay.plan(state(0), "") is None, "nobody has said how to plan"
-        relay.configure("how", 9)
+        await relay.configure("how", 9)
         planner.asked.clear()
         answers = await asyncio.gather(*(relay.plan(state(0), "") for _ in range(8)))
         assert planner.told == [("how", 9)]
@@ -95,7 +95,7 @@ def test_a_planner_that_died_is_told_again_and_its_objects_are_asked_for_again()
     async def check() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
-        relay.configure("how", None)
+        await relay.configure("how", None)
         first = await relay.plan(state(0), "")
         assert first is not None
         planner.life = "second"
@@ -111,7 +111,7 @@ def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
     async def check() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
-        relay.configure("how", None)
+        await relay.configure("how", None)
         outcomes = await asyncio.gather(*(relay.plan(state(13), "") for _ in range(3)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [PlanError] * 3
         asked = len(planner.asked)

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
 from bytescale.config import Config
@@ -84,7 +84,8 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
     bundle = _bundle(config)
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     ranks: list[Any] = []
-    console: Any = ray.remote(Console).options(num_cpus=0).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    console: Any = ray.remote(Console).options(num_cpus=0, scheduling_strategy=here).remote()  # no other node takes it
     try:
         if not group.wait(_PLACE_SECONDS):
             raise _no_room(num_ranks, bundle)
