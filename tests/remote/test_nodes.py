@@ -37,7 +37,9 @@ import bytescale.data.remote
 from ray.cluster_utils import Cluster
 
 settings = dict(num_cpus=2, object_store_memory=80 * 1024**2, node_ip_address="127.0.0.1")
-cluster = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
+noticed = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+head = {**settings, "include_dashboard": False, "_system_config": noticed}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 second = cluster.add_node(**settings)
 time.sleep(2)  # until raylets know each other; before, Ray places soft affinities anywhere
 print(cluster.address, flush=True)
