@@ -144,4 +144,4 @@ def test_a_run_over_two_nodes_goes_on_with_one_when_the_other_dies(nodes: TwoNod
     assert "restarting on 2 ranks; 1 restarts are left" in output
     assert "ranks   2 x cpu" in output
     np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
-    assert_every_token_was_given_once(config)
+    assert_every_token_was_given_once(config, config.trainer.steps)
