@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import LoaderTimes, StepData
 from bytescale.data.prefetch import Prefetcher
-from bytescale.data.remote.calls import translated, wait_for
+from bytescale.data.remote.calls import no_answer, translated, wait_for
 from bytescale.data.remote.slices import (
     IntArray,
     PlannedStep,
@@ -130,7 +130,7 @@ class RemoteLoader:
         """
         who, lost = "the planner actor", ""
         deadline = time.monotonic() + self._answer_seconds
-        while True:
+        while time.monotonic() < deadline:
             asked = asked if asked is not None else self._relay.plan.remote(state, lost)
             reference: StepReference | None = wait_for(asked, who, self._answer_seconds)
             asked = None
@@ -139,15 +139,14 @@ class RemoteLoader:
                 continue
             try:
                 planned = ray.get(reference.planned, timeout=self._answer_seconds)
-            except ray.exceptions.ObjectLostError as error:  # it went with the planner that had made it
-                if time.monotonic() > deadline:
-                    raise translated(error, who) from error
+            except ray.exceptions.ObjectLostError:  # it went with the planner that had made it
                 lost = reference.life
             except Exception as error:
                 raise translated(error, who, self._answer_seconds) from error
             else:
                 self._alive("planner", reference.life)
                 return reference, planned
+        raise no_answer(who, self._answer_seconds)
 
     def _fetch(self, segments: SegmentTable) -> dict[int, NDArray[np.integer]]:
         ranges = segments.ranges

@@ -130,7 +130,7 @@ class PlannerActor:
         found = await asyncio.shield(self._steps[step])
         if found.state_before == state:
             return found
-        del self._steps[step]  # the feed was moved to another place: no run does that, but who audits one may
+        self._steps.pop(step, None)  # the feed was moved elsewhere, which no run does
         return await self._step(state)
 
     def _plan(self, index: CorpusIndex, sampler: Sampler, state: SamplerState) -> StepReference:
