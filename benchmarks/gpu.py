@@ -31,7 +31,7 @@ from bytescale.cost import flops
 from bytescale.models import Llama
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, HdpGroup, HostPool, linear_cross_entropy
+from bytescale.runtime import Activations, HostPool, RankGroup, linear_cross_entropy
 
 GIB = 2**30
 
@@ -143,7 +143,7 @@ class Step:
         self.tokens = torch.randint(shape.vocab_size, (tokens,), device=device.device)
         self.positions = torch.as_tensor(self.micro_batch.position_ids(), device=device.device)
         kernel = select_kernel("auto", device.device, device.dtype)
-        exchange = HdpGroup(device=device.device).exchange
+        exchange = RankGroup(device=device.device).exchange
         self.attention = PackedAttention(self.micro_batch, kernel, exchange, self.activations.attention_memory)
 
     def __call__(self) -> None:

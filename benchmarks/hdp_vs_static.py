@@ -123,7 +123,7 @@ class Worker:
 
         from bytescale.attention import select_kernel
         from bytescale.models import Llama
-        from bytescale.runtime import FlatParameters, HdpGroup, ShardedAdamW
+        from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedAdamW
 
         self.corpus = corpus
         self.num_ranks = num_ranks
@@ -132,9 +132,9 @@ class Worker:
         )
         self.model = Llama(self.shape)
         self.model.initialise(0)
-        self.hdp = HdpGroup(dist.group.WORLD)
-        self.flat = FlatParameters(self.model, num_ranks)
-        self.optimizer = ShardedAdamW(self.flat, OptimizerConfig(lr=1e-4), self.hdp)
+        self.hdp = RankGroup(dist.group.WORLD)
+        self.flat = FlatParameters(self.model.named_parameters(), num_ranks)
+        self.optimizer = ShardedAdamW(self.flat, OptimizerConfig(lr=1e-4), Mesh.of_hdp(self.hdp))
         self.kernel = select_kernel("flash", torch.device("cpu"), torch.float32)
 
     def compare_planners(self, data: DataConfig, rounds: int) -> dict[str, dict[str, float]]:
@@ -192,7 +192,7 @@ class Worker:
 
     def step(self, batch: GlobalBatch, plan: Plan) -> tuple[float, int]:
         """One training step; wall seconds of the slowest rank, bytes of attention traffic of all ranks."""
-        from bytescale.runtime import run_rank_plan
+        from bytescale.runtime import Mesh, ModelPart, run_rank_plan
 
         rank_plan = RankPlan.of(plan, self.hdp.rank)
         micro_batches = [read_micro_batch(self.corpus, batch, mb) for mb in rank_plan.micro_batches]
@@ -201,12 +201,12 @@ class Worker:
         started = time.perf_counter()
         self.flat.zero_gradients()
         run_rank_plan(
-            self.model,
+            [ModelPart(model=self.model)],
             rank_plan,
             micro_batches,
             num_global_targets=batch.total_targets,
             kernel=self.kernel,
-            hdp=self.hdp,
+            mesh=Mesh.of_hdp(self.hdp),
         )
         share = self.optimizer.reduce_gradients()
         rows = self.hdp.share([share, float(self.hdp.exchange.bytes_sent - sent_before)])

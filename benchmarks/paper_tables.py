@@ -44,9 +44,15 @@ class Setting:
         self.capacity_tokens = capacity_tokens
         tp, pp = model.layout(capacity_tokens)
         self.profile: Profile = model.profile(tp)
-        self.devices = ClusterConfig(num_gpus=model.num_gpus, gpus_per_node=paper.GPUS_PER_NODE, tp=tp, pp=pp)
+        self.devices = ClusterConfig(
+            num_gpus=model.num_gpus,
+            gpus_per_node=paper.GPUS_PER_NODE,
+            tp=tp,
+            pp=pp,
+            sync_overlap=1.0 - pp / model.active.num_layers,
+        )
         per_node = self.devices.ranks_per_node
-        self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens, ranks_per_node=per_node)
+        self.cluster = Cluster.uniform(self.devices.num_ranks, capacity_tokens)
         self.cost: CostModel = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=pp)
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
@@ -57,8 +63,9 @@ class Setting:
         if planner == "naive":
             return self.algorithm_1(lengths, offload=False)
         if planner == "paper":
-            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=self.devices.pp > 1)
-        return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost)
+            pipeline = self.devices.pp > 1
+            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline, aligned=pipeline)
+        return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost, num_stages=self.devices.pp)
 
     def algorithm_1(self, lengths: NDArray[np.int64], *, offload: bool) -> Plan:
         """Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
@@ -73,10 +80,11 @@ class Setting:
             ratios, degrees = np.zeros(len(lengths)), -(-lengths // self.capacity_tokens)
         return naive_plan(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
 
-    def seconds(self, plan: Plan, *, remote_loader: bool) -> float:
+    def seconds(self, plan: Plan, *, remote_loader: bool, recompute: bool = False) -> float:
         """Simulated step time."""
         loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
-        return simulate(plan, self.profile, self.devices, loader=loader).step_seconds
+        profile = paper.recomputing(self.profile) if recompute else self.profile
+        return simulate(plan, profile, self.devices, loader=loader).step_seconds
 
 
 def stream(data_set: str, context: int, num_batches: int) -> list[NDArray[np.int64]]:
@@ -101,7 +109,11 @@ def speed_ups(
                 row |= {"tp": setting.devices.tp, "pp": setting.devices.pp, "ranks": setting.devices.num_ranks}
                 for planner in PLANNERS:
                     times = [
-                        setting.seconds(setting.plan(planner, lengths, context), remote_loader=planner != "static")
+                        setting.seconds(
+                            setting.plan(planner, lengths, context),
+                            remote_loader=planner != "static",
+                            recompute=planner == "static",
+                        )
                         for lengths in batches
                     ]
                     row[planner] = float(np.mean(times))
@@ -117,16 +129,19 @@ def ablation(capacity_tokens: int, num_batches: int) -> dict[str, float]:
     for lengths in stream("byted", context, num_batches):
         balanced = setting.plan("paper", lengths, context)
         adaptive = setting.plan("adaptive", lengths, context)
-        steps = (
-            ("static", setting.plan("static", lengths, context), False),
-            ("dynamic communication", setting.algorithm_1(lengths, offload=False), False),
-            ("offloading", setting.algorithm_1(lengths, offload=True), False),
-            ("balance", balanced, False),
-            ("remote loader", balanced, True),
-            ("adaptive instead of Algorithm 2", adaptive, True),
+        naive = setting.algorithm_1(lengths, offload=False)
+        steps = (  # (step, plan, loader is remote, activations are recomputed)
+            ("static", setting.plan("static", lengths, context), False, True),
+            ("dynamic communication", naive, False, True),
+            ("offloading", naive, False, False),
+            ("offloading, fewest ranks by Eq. 3", setting.algorithm_1(lengths, offload=True), False, False),
+            ("balance", balanced, False, False),
+            ("remote loader", balanced, True, False),
+            ("adaptive instead of Algorithm 2", adaptive, True, False),
         )
-        for name, plan, remote in steps:
-            totals.setdefault(name, []).append(setting.seconds(plan, remote_loader=remote))
+        for name, plan, remote, recompute in steps:
+            seconds = setting.seconds(plan, remote_loader=remote, recompute=recompute)
+            totals.setdefault(name, []).append(seconds)
     return {name: float(np.mean(seconds)) for name, seconds in totals.items()}
 
 

@@ -69,7 +69,7 @@ def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: 
     """One row per planner, medians over seeds; printed as they come."""
     capacity = parse_count(arguments.capacity)
     cost = cost_model(arguments.cost)
-    cluster = Cluster.uniform(num_ranks, capacity, ranks_per_node=RANKS_PER_NODE)
+    cluster = Cluster.uniform(num_ranks, capacity)
     batches = [
         sample_lengths(data, parse_count(arguments.tokens), seed, max_length=min(num_ranks * capacity, 2**21))
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)

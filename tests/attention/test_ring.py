@@ -11,7 +11,7 @@ from bytescale.attention import PackedAttention, reference_attention, select_ker
 from bytescale.common.errors import ConfigError
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import HdpGroup
+from bytescale.runtime import RankGroup
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 
@@ -31,7 +31,7 @@ def inputs(lengths: list[int], dtype: torch.dtype) -> list[dict[str, torch.Tenso
 def attend(plan: Plan, data: list[dict[str, torch.Tensor]], kernel: str = "auto") -> tuple[list[dict], list[int]]:
     """Outputs and gradients of every sequence, put back together from all ranks; bytes sent by each rank."""
 
-    def one_rank(hdp: HdpGroup) -> tuple[list, int]:
+    def one_rank(hdp: RankGroup) -> tuple[list, int]:
         pieces = []
         for micro_batch in RankPlan.of(plan, hdp.rank).micro_batches:
             segments = list(

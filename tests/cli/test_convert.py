@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
+from bytescale.common.errors import CheckpointError
 from bytescale.config import Config, ModelConfig, config_to_toml, resolve_architecture
 from bytescale.train import train
 from bytescale.train.initial_weights import check_initial_weights
@@ -131,10 +132,41 @@ def test_bad_folders_are_refused_before_ranks_start(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, MIXTURE], ids=["tied llama", "mixtral"])
+def test_a_folder_becomes_a_checkpoint_and_comes_back(
+    corpus: Path, tmp_path: Path, changes: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_folder(tmp_path / "source", **changes)
+    assert main(["convert", str(source), str(tmp_path / "ours")]) == 0
+    assert f"--init checkpoint:{tmp_path / 'ours'}" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    before, after = tensors_of(source), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert (tmp_path / "back" / "generation_config.json").is_file()
+    assert main(["convert", str(source), str(tmp_path / "ours")]) == 2
+    assert "exists" in capsys.readouterr().err
+
+    train_on(run_from(source, corpus, tmp_path / "from-hf", 2, steps=2))
+    ours = run_from(source, corpus, tmp_path / "from-ours", 2, steps=2)
+    init = f"checkpoint:{tmp_path / 'ours'}"
+    train_on(with_trainer(replace(ours, model=ModelConfig(preset=init)), init=init))
+    assert losses(tmp_path / "from-ours") == losses(tmp_path / "from-hf")
+
+
+def test_weights_of_another_run_on_another_mesh(corpus: Path, tmp_path: Path) -> None:
+    """A new run from the weights that an old one ended with, on other ranks."""
+    train_on(on_ranks(small_run(corpus, tmp_path / "old", steps=6), 2))
+    init = f"checkpoint:{tmp_path / 'old' / 'checkpoints' / 'step-000006'}"
+    train_on(with_trainer(small_run(corpus, tmp_path / "new", steps=2), init=init))
+    old, new = losses(tmp_path / "old"), losses(tmp_path / "new")
+    assert new[0] < old[0] - 0.3
+    other = with_trainer(small_run(corpus, tmp_path / "other"), init=init)
+    with pytest.raises(CheckpointError, match="num_layers 2 there, 3 here"):
+        check_initial_weights(replace(other, model=replace(other.model, num_layers=3, vocab_size=320)))
+
+
 def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = hf_folder(tmp_path / "source")
-    assert main(["convert", str(source), str(tmp_path / "out")]) == 2
-    assert f"bytescale train CONFIG.toml --init hf:{source}" in capsys.readouterr().err
     assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
     assert "is not a checkpoint of bytescale" in capsys.readouterr().err
 

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from bytescale.cli import plan, simulate
 from bytescale.cli.batch_source import read_lengths
-from bytescale.common.errors import DataError, PlanError
+from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.plan.io import load_plan
 
 SMALL = ["--batch.tokens", "256K", "--batch.context", "64K", "--cost.profile", "case-study"]
@@ -55,6 +56,16 @@ def test_simulate_prints_the_books_and_writes_a_trace(tmp_path: Path, capsys: py
     for word in ("64 devices as 16 ranks of tp 2 x pp 2", "pp bubble", "ring, exposed", "loader", "activations"):
         assert word in printed
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("command", [plan, simulate])
+def test_capacity_auto_is_what_a_device_holds(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    devices = ["--ranks", "16", "--tp", "2"] if command is plan else ["--cluster.num-gpus", "32", "--cluster.tp", "2"]
+    assert command.run([*SMALL, *devices, "--capacity-tokens", "auto"]) == 0
+    assert command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "40"]) == 0
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"need .* GiB a device, of 10 GiB"):
+        command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "10"])
 
 
 def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,11 +69,18 @@ def test_under_torchrun_it_is_used_as_found(folder: Path, tmp_path: Path) -> Non
     assert len(losses(run)) == 2
 
 
+MESH = ["--parallel.ranks", "4", "--parallel.tp", "2", "--parallel.pp", "2", "--parallel.capacity-tokens", "256"]
+
+
 @pytest.mark.slow
-def test_a_rank_that_dies_stops_the_others_and_is_named(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, []), (4, MESH)], ids=["hdp", "pp2-tp2"])
+def test_a_rank_that_dies_stops_the_others_and_is_named(
+    folder: Path, tmp_path: Path, num_ranks: int, mesh: list[str]
+) -> None:
+    run, last = tmp_path / "run", num_ranks - 1
+    config = [str(folder / "config.toml"), "--trainer.run-dir", str(run), *mesh]
     launcher = subprocess.Popen(
-        [*COMMAND, "train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.steps", "100000"],
+        [*COMMAND, "train", *config, "--trainer.steps", "100000"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -82,15 +89,17 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(folder: Path, tmp_path: 
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 8, seconds=60)
         ranks = {int(rank.environ()["RANK"]): rank for rank in psutil.Process(launcher.pid).children(recursive=True)
                  if "RANK" in rank.environ()}  # fmt: skip
-        assert sorted(ranks) == [0, 1]
+        assert sorted(ranks) == list(range(num_ranks))
         killed = time.monotonic()
-        ranks[1].send_signal(signal.SIGKILL)
+        ranks[last].send_signal(signal.SIGKILL)
         _, errors = launcher.communicate(timeout=60)
         assert time.monotonic() - killed < 15  # the agent polls every 0.1 s and gives ranks 10 s to stop
     finally:
         launcher.kill()
     assert launcher.returncode == 1
-    assert re.search(rf"Rank 1 \(pid {ranks[1].pid}\) was killed by SIGKILL.*bytescale train --resume {run}", errors)
+    assert re.search(
+        rf"Rank {last} \(pid {ranks[last].pid}\) was killed by SIGKILL.*bytescale train --resume {run}", errors
+    )
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
 
     steps = max(line["step"] for line in metrics_so_far(run)) + 2

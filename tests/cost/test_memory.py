@@ -11,13 +11,26 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.config import PRESETS, Architecture
 from bytescale.cost.memory import MemoryModel
+from bytescale.cost.split import split_layers
+from bytescale.models import build_model
+from bytescale.models.tensor_parallel import apply_tensor_parallelism
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
-from bytescale.runtime import Activations, FlatParameters, HdpGroup, HostPool, linear_cross_entropy
+from bytescale.runtime import (
+    Activations,
+    FlatParameters,
+    HostPool,
+    Mesh,
+    MeshShape,
+    RankGroup,
+    TokenShards,
+    linear_cross_entropy,
+)
 from bytescale.runtime.loss import chunk_tokens
+from bytescale.runtime.token_shards import num_own_rows
 from tests.helpers.live_bytes import LiveBytes
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_mesh, run_ranks
 from tests.helpers.steps import make_model, random_batch, slice_batch
 
 TINY = PRESETS["tiny"]
@@ -33,9 +46,9 @@ def measured(
     plan = shared_plan(tokens * num_ranks, num_ranks, ratio)
     batch = random_batch([tokens * num_ranks], shape.vocab_size, 0, masked_share=0.0)
 
-    def one_rank(hdp: HdpGroup) -> tuple[int, int]:
+    def one_rank(hdp: RankGroup) -> tuple[int, int]:
         model = make_model(shape, dtype)
-        FlatParameters(model, 1)
+        FlatParameters(model.named_parameters(), 1)
         pool = HostPool(2**30, pinned=False) if ratio else None
         activations = Activations(model.layers, checkpointing=mode, pool=pool)  # type: ignore[arg-type]
         micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]
@@ -151,3 +164,58 @@ def test_offloaded_tokens_do_not_count_against_the_capacity() -> None:
         verify(shared_plan(120, 2, ratio=1.0, capacity=left - 1), limits=limits)
     with pytest.raises(PlanError, match="capacity"):
         verify(shared_plan(120, 2, ratio=0.5, capacity=left), limits=limits)
+
+
+MESHED = [  # (shape, tp, pp)
+    (TINY, 2, 1),
+    (TINY, 4, 1),  # two key heads, each on two devices
+    (WIDE_HEAD, 1, 3),
+    (NARROW_HEAD, 2, 2),
+    (MIXTURE, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("shape", "tp", "pp"), MESHED)
+def test_a_device_of_a_mesh_saves_and_holds_what_is_counted(shape: Architecture, tp: int, pp: int) -> None:
+    """Weights exactly, bytes that a stage's forward keeps within 3 %, on every device of every stage."""
+    tokens = 1024
+    batch = random_batch([tokens], shape.vocab_size, 0, masked_share=0.0)
+    plan = shared_plan(tokens, 1)
+
+    def one_device(mesh: Mesh) -> tuple[int, int, int]:
+        part = build_model(shape, split_layers(shape, pp)[mesh.stage])
+        part.initialise(0)
+        if tp > 1:
+            apply_tensor_parallelism(part, TokenShards(mesh.tp))
+        micro_batch = RankPlan.of(plan, 0).micro_batches[0]
+        data = slice_batch(batch, micro_batch)
+        rows = num_own_rows(tokens, mesh.tp)
+        attention = PackedAttention(
+            micro_batch, select_kernel("auto", torch.device("cpu"), torch.float32), mesh.hdp.exchange
+        )
+        with LiveBytes() as live:
+            received = torch.randn(rows, shape.hidden_size, requires_grad=True)
+            output = part(data.tokens if mesh.stage == 0 else received, data.position_ids, attention)
+            if mesh.stage == 0:
+                del received
+            saved = live.now
+        assert output.requires_grad
+        inputs = sum(tensor.nbytes for tensor in (data.tokens, data.labels, data.position_ids))
+        return mesh.stage, saved + inputs, sum(parameter.numel() for parameter in part.parameters())
+
+    model = replace(model_of(shape, torch.float32, "none"), tensor_parallel=tp, num_stages=pp)
+    for stage, saved, num_parameters in run_mesh(MeshShape(hdp=1, tp=tp, pp=pp), one_device):
+        counted = model.stages()[stage]
+        assert counted.num_parameters == num_parameters
+        assert counted.saved_bytes_per_token * tokens / counted.num_in_flight == pytest.approx(saved, rel=0.03)
+
+
+def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:
+    """The first stage keeps p micro-batches of 1 / p of the layers: about as many tokens fit as without a pipeline."""
+    whole = MemoryModel(architecture=PRESETS["70b"], element_bytes=2, num_ranks=64, tensor_parallel=8, fused_loss=True)
+    split = replace(whole, num_stages=4)
+    assert sum(stage.num_layers for stage in split.stages()) == 80
+    assert sum(stage.num_parameters for stage in split.stages()) == whole.num_parameters
+    room = whole.states_bytes + 40e9
+    least = min(stage.capacity_tokens(stage.states_bytes + 40e9) for stage in split.stages())
+    assert 0.9 * whole.capacity_tokens(room) < least < 1.1 * whole.capacity_tokens(room)

@@ -78,7 +78,7 @@ def test_nonsense_is_refused(name: str, value: float) -> None:
 
 
 def test_cluster() -> None:
-    cluster = Cluster.uniform(6, 1024, ranks_per_node=4)
+    cluster = Cluster.uniform(6, 1024)
     assert (cluster.num_ranks, cluster.is_uniform) == (6, True)
     with pytest.raises(ConfigError, match="speed"):
         Cluster(capacity_tokens=np.array([8]), speeds=np.array([0.0]))

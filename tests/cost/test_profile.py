@@ -107,6 +107,22 @@ def test_another_model_is_refused_but_not_another_depth() -> None:
         require_model(profile, PRESETS["tiny"])
 
 
+def test_a_profile_of_a_dense_model_is_not_one_of_a_mixture() -> None:
+    dense = Profile.from_flops(PRESETS["tiny-moe"], flops_per_second=1e12)
+    with pytest.raises(ConfigError, match="its num_experts is 8, the model's 0"):
+        require_model(dense, replace(PRESETS["tiny-moe"], num_experts=0, experts_per_token=0))
+
+
+def test_a_profile_speaks_for_other_depths_and_vocabularies() -> None:
+    rate = {"flops_per_second": 1e12}
+    shape = replace(PRESETS["tiny"], num_layers=9, vocab_size=512)
+    other = Profile.from_flops(PRESETS["tiny"], **rate).of_model(shape)
+    counted = Profile.from_flops(shape, **rate)
+    require_model(other, shape)
+    assert other.head_backward.linear == pytest.approx(counted.head_backward.linear)
+    assert other.cost_model().token_seconds == pytest.approx(counted.cost_model().token_seconds)
+
+
 def test_counted_profile_folds_into_the_planners_model() -> None:
     shape = PRESETS["13b"]
     folded = Profile.from_flops(shape, flops_per_second=2e14, attention_flops_per_second=1e14, tensor_parallel=4)

@@ -12,8 +12,9 @@ from bytescale.cost.links import Links
 from bytescale.cost.offload import choose_offload, hidden_ratio
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
+from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
-from bytescale.cost.step import stage_layers, stage_parameters, sync_seconds
+from bytescale.cost.step import stage_parameters, sync_seconds
 
 PROFILE = Profile(
     name="hand",
@@ -92,6 +93,17 @@ def test_ring_by_hand(inter_node: bool, bandwidth: float) -> None:
     assert times.compute[0, 0] == 3 * ((7 * 4 + 11) + (2 * (16 + 4) + 3 * 4 + 5))
 
 
+def test_what_no_compute_hides_is_added_to_every_ring_step() -> None:
+    item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
+    waking = replace(PROFILE, links=replace(PROFILE.links, message_seconds=7.0))
+    for profile, more in ((PROFILE, 0.0), (waking, 3 * 7.0)):
+        times = stage_times(profile, item, num_layers=3, has_head=False)
+        plain = stage_times(PROFILE, item, num_layers=3, has_head=False)
+        np.testing.assert_allclose(times.exposed_ring, plain.exposed_ring + 3 * more)
+    one = waking.cost_model().exposed_seconds(8.0, 64.0, 4) - PROFILE.cost_model().exposed_seconds(8.0, 64.0, 4)
+    assert one == pytest.approx(2 * waking.architecture.num_layers * 3 * 7.0)
+
+
 def test_a_group_without_locals_agrees_with_the_planners_model() -> None:
     """Backward is twice forward in every term here, so folding the two directions loses nothing."""
     profile = replace(
@@ -129,11 +141,10 @@ def test_offload_is_exposed_beyond_compute_on_all_layers_but_two() -> None:
 
 
 def test_gradient_sync_by_hand() -> None:
-    assert stage_layers(10, 4) == [3, 3, 2, 2]
     vocabulary = 128256 * 4096
     assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
-    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 2 * 1000 + vocabulary
-    assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 1000
+    assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary
+    assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 2 * 1000
     assert sync_seconds(PROFILE, 100.0, num_ranks=4, ranks_per_node=8) == 600 * 3 / 4 / 2.0 + 2 * 2 * 6
     assert sync_seconds(PROFILE, 100.0, num_ranks=16, ranks_per_node=8) == 600 * 15 / 16 / 1.0 + 2 * 4 * 6
     assert sync_seconds(PROFILE, 100.0, num_ranks=1, ranks_per_node=8) == 0
@@ -171,3 +182,16 @@ def test_published_offload_figures() -> None:
 def test_equation_3_refuses_no_capacity() -> None:
     with pytest.raises(ConfigError, match="capacity_tokens = 0"):
         choose_offload(PROFILE, [1], capacity_tokens=0, num_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_parts", "counts"),
+    [(10, 1, [10]), (10, 4, [3, 3, 3, 1]), (32, 4, [8, 9, 9, 6]), (4, 4, [1, 1, 1, 1])],
+)
+def test_layers_are_split_by_work_with_the_head_as_some_of_them(
+    num_layers: int, num_parts: int, counts: list[int]
+) -> None:
+    """The head of the 7B model is worth 2.4 layers."""
+    parts = split_layers(replace(PRESETS["7b"], num_layers=num_layers), num_parts)
+    assert [len(part) for part in parts] == counts
+    assert [layer for part in parts for layer in part] == list(range(num_layers))

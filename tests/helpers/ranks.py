@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from bytescale.runtime import HdpGroup
+from bytescale.runtime import Mesh, MeshShape, RankGroup
 
 Result = TypeVar("Result")
 
 
-def run_ranks(num_ranks: int, work: Callable[[HdpGroup], Result], *, timeout_seconds: float = 60.0) -> list[Result]:
+def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_seconds: float = 60.0) -> list[Result]:
     """Run ``work`` once per rank, at the same time; its results in rank order. Any rank's error fails the test."""
     store = dist.HashStore()
     results: dict[int, Result] = {}
@@ -28,7 +28,7 @@ def run_ranks(num_ranks: int, work: Callable[[HdpGroup], Result], *, timeout_sec
 
     def one_rank(rank: int) -> None:
         try:
-            results[rank] = work(HdpGroup(_process_group(store, rank, num_ranks, timeout_seconds)))
+            results[rank] = work(RankGroup(_process_group(store, rank, num_ranks, timeout_seconds)))
         except BaseException:
             errors[rank] = traceback.format_exc()
 
@@ -42,6 +42,22 @@ def run_ranks(num_ranks: int, work: Callable[[HdpGroup], Result], *, timeout_sec
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hung, f"ranks {hung} still run after {timeout_seconds} s"
     return [results[rank] for rank in range(num_ranks)]
+
+
+def run_mesh(
+    shape: MeshShape, work: Callable[[Mesh], Result], *, interleaved: bool = False, timeout_seconds: float = 60.0
+) -> list[Result]:
+    """Run ``work`` once per rank of a mesh; its results in rank order."""
+    store = dist.HashStore()
+
+    def one_rank(world: RankGroup) -> Result:
+        def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+            own = dist.PrefixStore(name, store)
+            return _process_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
+
+        return work(Mesh.of(world, shape, make_group, interleaved=interleaved))
+
+    return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)
 
 
 def _process_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:

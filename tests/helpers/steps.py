@@ -12,7 +12,7 @@ from bytescale.attention import reference_attention, select_kernel
 from bytescale.config import Architecture
 from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import IGNORE_INDEX, FlatParameters, HdpGroup, run_rank_plan
+from bytescale.runtime import IGNORE_INDEX, FlatParameters, Mesh, ModelPart, RankGroup, run_rank_plan
 from bytescale.runtime.loss import reference_cross_entropy
 
 from .ranks import run_ranks
@@ -97,6 +97,7 @@ class StepOutcome:
     loss: float  # mean over the targets of the global batch
     gradients: dict[str, Tensor]
     bytes_sent: list[int]
+    batch_loss: float = 0.0
 
 
 def reference_step(model: Llama, batch: Batch) -> StepOutcome:
@@ -115,17 +116,17 @@ def reference_step(model: Llama, batch: Batch) -> StepOutcome:
 def planned_step(make: Callable[[], Llama], batch: Batch, plan: Plan, kernel: str = "auto") -> StepOutcome:
     """The same step under ``plan``, one thread per rank; gradients as the reduce-scatter sums them."""
 
-    def one_rank(hdp: HdpGroup) -> tuple[float, Tensor, int, list]:
+    def one_rank(hdp: RankGroup) -> tuple[float, Tensor, int, list]:
         model = make()
-        flat = FlatParameters(model, hdp.size)
+        flat = FlatParameters(model.named_parameters(), hdp.size)
         rank_plan = RankPlan.of(plan, hdp.rank)
         result = run_rank_plan(
-            model,
+            [ModelPart(model=model)],
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
             kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
-            hdp=hdp,
+            mesh=Mesh.of_hdp(hdp),
         )
         return result.loss_sum, hdp.reduce_scatter(flat.gradients), hdp.exchange.bytes_sent, flat.entries
 

@@ -10,6 +10,7 @@ from bytescale.common.errors import PlanError
 from bytescale.plan import Plan
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import GroupSpec
+from bytescale.plan.schedule import stage_actions
 from bytescale.plan.verify import verify
 from tests.helpers.plans import random_plan
 
@@ -41,8 +42,9 @@ def test_the_deadlock_of_the_architecture_page_is_refused_with_its_cycle() -> No
     assert len(set(cycle)) == len(cycle) - 1
 
 
-def test_cheap_leaves_the_pipeline_out() -> None:
-    verify(architecture_example(), num_stages=2, level="cheap")
+def test_cheap_looks_at_the_pipeline_too() -> None:
+    with pytest.raises(PlanError, match="pipeline"):
+        verify(architecture_example(), num_stages=2, level="cheap")
 
 
 def test_the_same_groups_at_equal_places_do_not_hang() -> None:
@@ -62,28 +64,30 @@ def test_the_same_groups_at_equal_places_do_not_hang() -> None:
         verify(aligned, num_stages=num_stages)
 
 
-def hangs(plan: Plan, num_stages: int) -> bool:
-    """Run 1F1B step by step: does it come to a halt before the end?"""
-    queues: dict[tuple[int, int], list[tuple[str, int]]] = {}
-    for rank in range(plan.num_ranks):
-        micro_batches = list(plan.micro_batches_of(rank))
-        for stage in range(num_stages):
-            warm = min(num_stages - 1 - stage, len(micro_batches))
-            forwards = [("F", m) for m in micro_batches]
-            backwards = [("B", m) for m in micro_batches]
-            steady = [a for pair in zip(forwards[warm:], backwards, strict=False) for a in pair]
-            queues[rank, stage] = forwards[:warm] + steady + backwards[len(micro_batches) - warm :]
-    done: set[tuple[str, int, int]] = set()
+def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
+    """Run the schedule action by action, members of a group together: does it come to a halt before the end?"""
+    queues = {
+        (rank, stage): [
+            (bool(backward), int(chunk) * num_stages + stage, int(plan.micro_batches_of(rank)[index]))
+            for backward, chunk, index in stage_actions(len(plan.micro_batches_of(rank)), num_stages, stage, num_chunks)
+        ]
+        for rank in range(plan.num_ranks)
+        for stage in range(num_stages)
+    }
+    last = num_stages * num_chunks - 1
+    done: set[tuple[bool, int, int]] = set()
 
-    def at_head(rank: int, stage: int, direction: str, group: int) -> int | None:
+    def ready(rank: int, stage: int, backward: bool, part: int, group: int) -> int | None:
+        """The micro-batch at the head of a queue, if it is this group's, and its input has come."""
         queue = queues[rank, stage]
-        if not queue or queue[0][0] != direction or plan.groups_of(queue[0][1])[0] != group:
+        if not queue or queue[0][:2] != (backward, part) or plan.groups_of(queue[0][2])[0] != group:
             return None
-        micro_batch = queue[0][1]
-        needs = stage - 1 if direction == "F" else stage + 1
-        if 0 <= needs < num_stages and (direction, micro_batch, needs) not in done:
-            return None
-        return micro_batch
+        micro_batch = queue[0][2]
+        if backward:
+            needs = (True, part + 1, micro_batch) if part < last else (False, part, micro_batch)
+        else:
+            needs = (False, part - 1, micro_batch) if part else None
+        return micro_batch if needs is None or needs in done else None
 
     moved = True
     while moved:
@@ -91,27 +95,52 @@ def hangs(plan: Plan, num_stages: int) -> bool:
         for (_rank, stage), queue in queues.items():
             if not queue:
                 continue
-            direction, micro_batch = queue[0]
+            backward, part, micro_batch = queue[0]
             group = int(plan.groups_of(micro_batch)[0])
             members = plan.ranks_of(group).tolist()
-            heads = [at_head(member, stage, direction, group) for member in members]
+            heads = [ready(member, stage, backward, part, group) for member in members]
             if all(head is not None for head in heads):
                 for member, head in zip(members, heads, strict=True):
                     queues[member, stage].pop(0)
-                    done.add((direction, head, stage))  # type: ignore[arg-type]
+                    done.add((backward, part, head))  # type: ignore[arg-type]
                 moved = True
     return any(queues.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     num_sequences=st.integers(1, 10),
     num_ranks=st.integers(1, 4),
     num_stages=st.integers(2, 4),
+    num_chunks=st.integers(1, 3),
     seed=st.integers(0, 10**6),
 )
 def test_a_cycle_is_found_exactly_when_running_would_hang(
-    num_sequences: int, num_ranks: int, num_stages: int, seed: int
+    num_sequences: int, num_ranks: int, num_stages: int, num_chunks: int, seed: int
 ) -> None:
     plan = random_plan([7] * num_sequences, num_ranks, seed)
-    assert bool(find_cycle(plan, num_stages)) == hangs(plan, num_stages)
+    assert bool(find_cycle(plan, num_stages, num_chunks)) == hangs(plan, num_stages, num_chunks)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+def test_a_pipeline_alone_never_hangs(num_stages: int, num_chunks: int) -> None:
+    """Whatever its number of micro-batches, multiples of the stages or not."""
+    for count in range(1, 3 * num_stages):
+        plan = Plan.build(
+            lengths=[5] * count,
+            capacity_tokens=[5],
+            groups=[GroupSpec(sequences=[n], ranks=[0]) for n in range(count)],
+            schedule=[[[n] for n in range(count)]],
+        )
+        assert find_cycle(plan, num_stages, num_chunks) == []
+
+
+@given(count=st.integers(0, 12), num_stages=st.integers(1, 5), stage=st.integers(0, 4), num_chunks=st.integers(1, 3))
+def test_every_action_stands_in_the_schedule_once(count: int, num_stages: int, stage: int, num_chunks: int) -> None:
+    actions = stage_actions(count, num_stages, min(stage, num_stages - 1), num_chunks)
+    assert len(actions) == 2 * count * num_chunks
+    places = {tuple(action): place for place, action in enumerate(actions.tolist())}
+    for chunk in range(num_chunks):
+        for index in range(count):
+            assert places[0, chunk, index] < places[1, chunk, index]

@@ -57,4 +57,4 @@ def cases(draw: Any, *, max_ranks: int = 40, max_sequences: int = 60) -> tuple[l
     room = num_ranks * capacity
     length = st.one_of(st.integers(1, min(room, 3 * capacity)), st.integers(1, room), st.just(room), st.just(1))
     lengths = draw(st.lists(length, min_size=1, max_size=max_sequences))
-    return lengths, Cluster.uniform(num_ranks, capacity, ranks_per_node=draw(st.sampled_from([1, 4, 8])))
+    return lengths, Cluster.uniform(num_ranks, capacity)

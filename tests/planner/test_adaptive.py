@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
+from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, align, evaluate, paper_plan, static_plan
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
+
+SHORT = CostModel.from_work(linear_per_square=192)
+"""Attention and the rest as for 64-token ranks what they are for 8K-token ranks in benchmarks/planners.py."""
 
 
 @pytest.mark.parametrize("num_ranks", [1, 5, 64, 96, 320, 1000])
@@ -81,19 +85,65 @@ def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], co
     assert ours <= best * (1.0101 if cost == "ideal" else 1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(case=cases(max_ranks=20, max_sequences=40), more=st.integers(1, 20))
-def test_more_ranks_end_no_later_than_a_stated_slack(case: tuple[list[int], Cluster], more: int) -> None:
-    """More ranks never end later by more than 25 % (heuristics; the median gain is what it should be)."""
+@settings(max_examples=100, deadline=None)
+@given(
+    case=cases(max_ranks=20, max_sequences=40),
+    more=st.integers(0, 20),
+    speed=st.sampled_from([1.0, 1.3, 2.0]),
+    cost=st.sampled_from(sorted(COSTS)),
+)
+def test_more_and_faster_ranks_end_no_later_than_a_stated_slack(
+    case: tuple[list[int], Cluster], more: int, speed: float, cost: str
+) -> None:
+    """By 5 % at most (heuristics). Of 1404 random pairs with more ranks, none was later by 0.1 %."""
     lengths, cluster = case
-    larger = Cluster.uniform(
-        cluster.num_ranks + more, int(cluster.capacity_tokens[0]), ranks_per_node=cluster.ranks_per_node
-    )
+    count, capacity = cluster.num_ranks + more, int(cluster.capacity_tokens[0])
+    better = Cluster(capacity_tokens=np.full(count, capacity), speeds=np.full(count, speed))
     ends = [
-        evaluate(adaptive_plan(lengths, cluster=ranks, cost=LINKS), cluster=ranks, cost=LINKS).end_seconds
-        for ranks in (cluster, larger)
+        evaluate(adaptive_plan(lengths, cluster=ranks, cost=COSTS[cost]), cluster=ranks, cost=COSTS[cost]).end_seconds
+        for ranks in (cluster, better)
     ]
-    assert ends[1] <= 1.25 * ends[0]
+    assert ends[1] <= 1.05 * ends[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_ranks", [64, 96])
+def test_fewest_ranks_where_they_end_in_time(num_ranks: int, seed: int) -> None:
+    """Sequences of nearly all ranks leave strips of a few: shelves fill them, where stairs had to grow (6 to 13 %)."""
+    cluster = Cluster.uniform(num_ranks, 8192)
+    lengths = sample_lengths("byted", 2**25, seed, max_length=num_ranks * 8192)
+    outcome = evaluate(adaptive_plan(lengths, cluster=cluster, cost=IDEAL), cluster=cluster, cost=IDEAL)
+    assert outcome.over_ideal <= 1.01
+    assert outcome.traffic_tokens <= 1.05 * outcome.minimal_traffic_tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(max_ranks=24, max_sequences=40), num_stages=st.integers(2, 6), cost=st.sampled_from(sorted(COSTS)))
+def test_a_pipeline_s_plan_is_never_later_there_than_the_others(
+    case: tuple[list[int], Cluster], num_stages: int, cost: str
+) -> None:
+    """Bubbles counted, against the plan made without a pipeline in mind, and the paper's."""
+    lengths, cluster = case
+    model = COSTS[cost]
+    plans = (
+        adaptive_plan(lengths, cluster=cluster, cost=model, num_stages=num_stages),
+        align(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model),
+        paper_plan(lengths, cluster=cluster, cost=model, aligned=True),
+    )
+    ends = [evaluate(plan, cluster=cluster, cost=model, num_stages=num_stages).end_seconds for plan in plans]
+    verify(plans[0], num_stages=num_stages)
+    assert ends[0] <= min(ends[1:]) * (1 + 1e-9)
+
+
+def test_in_a_pipeline_a_long_sequence_takes_more_ranks() -> None:
+    """Its stage time would be paid p times by the ranks that run it."""
+    cluster = Cluster.uniform(64, 64)
+    lengths = np.append(heavy_tailed(6000, 256, 1), 1024)
+    flat, piped = (adaptive_plan(lengths, cluster=cluster, cost=SHORT, num_stages=num_stages) for num_stages in (1, 4))
+    assert flat.group_sizes.max() == 16
+    assert piped.group_sizes.max() > 20
+    ends = [evaluate(plan, cluster=cluster, cost=SHORT, num_stages=4).end_seconds for plan in (flat, piped)]
+    assert ends[1] < 0.9 * ends[0]
 
 
 @st.composite

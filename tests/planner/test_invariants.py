@@ -129,7 +129,7 @@ def test_both_evaluators_agree(lengths: list[int], num_ranks: int, seed: int, da
     """To 1e-9 relative: sums are taken in another order."""
     plan: Plan = random_plan(lengths, num_ranks, seed, weighted=True)
     speeds = np.array(data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_ranks, max_size=num_ranks)))
-    cluster = Cluster(capacity_tokens=plan.capacity_tokens, speeds=speeds, ranks_per_node=2)
+    cluster = Cluster(capacity_tokens=plan.capacity_tokens, speeds=speeds)
     fast = evaluate(plan, cluster=cluster, cost=LINKS)
     assert fast.end_seconds == pytest.approx(evaluate_slowly(plan, cluster=cluster, cost=LINKS), rel=1e-9)
     starts, ends = fast.micro_batch_start_seconds, fast.micro_batch_end_seconds

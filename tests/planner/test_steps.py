@@ -16,6 +16,7 @@ from bytescale.planner.blocks import place_blocks, timer
 from bytescale.planner.fill import deal, micro_batches
 from bytescale.planner.mixed import shares
 from bytescale.planner.packing import best_fit
+from bytescale.planner.shelves import fill_shelves
 from bytescale.planner.target import block_seconds, degrees_within, target_seconds
 from bytescale.planner.trial import Batch
 from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
@@ -46,6 +47,28 @@ def test_micro_batches_are_best_fit_on_every_rank(sizes: list[int], num_ranks: i
     for rank in range(num_ranks):
         mine = ranks == rank
         assert index[mine].tolist() == best_fit(lengths[mine], int(capacity[rank])).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    items=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=60),
+    num_ranks=st.integers(1, 30),
+    narrowest=st.integers(2, 20),
+)
+def test_shelves_hold_each_wide_sequence_once_and_nothing_overlaps(
+    items: list[tuple[int, int]], num_ranks: int, narrowest: int
+) -> None:
+    degrees = np.minimum([degree for degree, _ in items], num_ranks)
+    seconds = np.array([float(time) for _, time in items])
+    shelves = fill_shelves(degrees, seconds, num_ranks=num_ranks, narrowest=narrowest)
+    assert len(set(shelves.items.tolist())) == len(shelves.items)
+    assert set(np.flatnonzero(degrees >= narrowest).tolist()) <= set(shelves.items.tolist())
+    free = np.zeros(num_ranks)
+    for item, first in zip(shelves.items.tolist(), shelves.first.tolist(), strict=True):
+        ranks = slice(first, first + int(degrees[item]))
+        assert len(free[ranks]) == degrees[item]
+        free[ranks] = free[ranks].max() + seconds[item]  # all members start together, in the plan's order
+    assert free.max() <= shelves.top * (1 + 1e-9)
 
 
 def longest_processing_time(seconds: np.ndarray, free_at: np.ndarray) -> float:

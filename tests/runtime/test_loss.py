@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.runtime import IGNORE_INDEX, HdpGroup, linear_cross_entropy, loss
+from bytescale.runtime import IGNORE_INDEX, RankGroup, linear_cross_entropy, loss
 from bytescale.runtime.loss import TorchRows, reference_cross_entropy
 from tests.helpers.ranks import run_ranks
 
@@ -80,7 +80,7 @@ def test_a_vocabulary_sharded_over_ranks(num_ranks: int, masked: bool, monkeypat
         labels.fill_(IGNORE_INDEX)
     reference = gradients(reference_cross_entropy, hidden, weight, labels, z_loss=1e-2)
 
-    def one_rank(hdp: HdpGroup) -> list[torch.Tensor]:
+    def one_rank(hdp: RankGroup) -> list[torch.Tensor]:
         shard = weight.detach().chunk(num_ranks)[hdp.rank].clone().requires_grad_()
         own = hidden.detach().clone().requires_grad_()
         return gradients(linear_cross_entropy, own, shard, labels, z_loss=1e-2, group=hdp.group)

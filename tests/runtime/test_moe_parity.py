@@ -14,7 +14,7 @@ from bytescale.models import Mixtral
 from bytescale.models.moe import MixtureOfExperts, looped_products, route
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import FlatParameters, HdpGroup, run_rank_plan
+from bytescale.runtime import FlatParameters, Mesh, ModelPart, RankGroup, run_rank_plan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import reference_cross_entropy
 from tests.helpers.plans import random_plan
@@ -78,21 +78,20 @@ def planned(
 ) -> tuple[float, list[float], dict[str, Tensor]]:
     """Loss, every rank's balance loss, and gradients as the reduce-scatter sums them."""
 
-    def one_rank(hdp: HdpGroup):
+    def one_rank(hdp: RankGroup):
         model = make_model(shape, dtype)
-        flat = FlatParameters(model, hdp.size)
+        flat = FlatParameters(model.named_parameters(), hdp.size)
         rank_plan = RankPlan.of(plan, hdp.rank)
         activations = Activations(list(model.layers), checkpointing=checkpointing)  # type: ignore[arg-type]
         for _ in range(2):  # the second step must not see the first one's tokens
             flat.zero_gradients()
             result = run_rank_plan(
-                model,
+                [ModelPart(model=model, activations=activations)],
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,
                 kernel=select_kernel("auto", torch.device("cpu"), dtype),
-                hdp=hdp,
-                activations=activations,
+                mesh=Mesh.of_hdp(hdp),
             )
         return result, hdp.reduce_scatter(flat.gradients), flat.entries
 

@@ -16,9 +16,11 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
     Activations,
     FlatParameters,
-    HdpGroup,
     HostMemoryError,
     HostPool,
+    Mesh,
+    ModelPart,
+    RankGroup,
     linear_cross_entropy,
     run_rank_plan,
 )
@@ -42,9 +44,9 @@ def flat_gradients(
 ) -> list[torch.Tensor]:
     """Each rank's own gradient sums after the last step; asserts that the pool is empty and within its limit."""
 
-    def one_rank(hdp: HdpGroup) -> torch.Tensor:
+    def one_rank(hdp: RankGroup) -> torch.Tensor:
         model = make_model(small_shape(num_layers=layers), torch.float32)
-        flat = FlatParameters(model, hdp.size)
+        flat = FlatParameters(model.named_parameters(), hdp.size)
         pool = HostPool(LIMIT, pinned=False, page_bytes=1024) if offload else None
         activations = Activations(model.layers, checkpointing=checkpointing, pool=pool)  # type: ignore[arg-type]
         rank_plan = RankPlan.of(plan, hdp.rank)
@@ -52,13 +54,12 @@ def flat_gradients(
         for _ in range(steps):
             flat.zero_gradients()
             run_rank_plan(
-                model,
+                [ModelPart(model=model, activations=activations)],
                 rank_plan,
                 tokens,
                 num_global_targets=batch.num_targets,
                 kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
-                hdp=hdp,
-                activations=activations,
+                mesh=Mesh.of_hdp(hdp),
             )
         if pool is not None and activations.offload is not None:
             assert pool.bytes_in_use == 0
@@ -102,17 +103,16 @@ def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twi
     assert same_bits(flat_gradients(batch, plan, checkpointing), flat_gradients(batch, plan))
 
     def bytes_sent(mode: str) -> list[int]:
-        def one_rank(hdp: HdpGroup) -> int:
+        def one_rank(hdp: RankGroup) -> int:
             model = make_model(small_shape(), torch.float32)
             rank_plan = RankPlan.of(plan, hdp.rank)
             run_rank_plan(
-                model,
+                [ModelPart(model=model, activations=Activations(model.layers, checkpointing=mode))],  # type: ignore[arg-type]
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,
                 kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
-                hdp=hdp,
-                activations=Activations(model.layers, checkpointing=mode),  # type: ignore[arg-type]
+                mesh=Mesh.of_hdp(hdp),
             )
             return hdp.exchange.bytes_sent
 
@@ -150,7 +150,7 @@ def test_interleaved_micro_batches(order: str, checkpointing: str) -> None:
 
     def gradients(**options: object) -> torch.Tensor:
         model = make_model(small_shape(num_layers=4), torch.float32)
-        flat = FlatParameters(model, 1)
+        flat = FlatParameters(model.named_parameters(), 1)
         activations = Activations(model.layers, **options)  # type: ignore[arg-type]
         micro_batches = RankPlan.of(plan, 0).micro_batches
         if options:
@@ -163,7 +163,7 @@ def test_interleaved_micro_batches(order: str, checkpointing: str) -> None:
                 attention = PackedAttention(
                     micro_batches[index],
                     select_kernel("auto", torch.device("cpu"), torch.float32),
-                    HdpGroup().exchange,
+                    RankGroup().exchange,
                     activations.attention_memory,
                 )
                 with activations.forward(index):
@@ -191,13 +191,12 @@ def test_two_hundred_steps_neither_leak_nor_grow() -> None:
     allocated = []
     for _ in range(200):
         run_rank_plan(
-            model,
+            [ModelPart(model=model, activations=activations)],
             rank_plan,
             tokens,
             num_global_targets=batch.num_targets,
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
-            hdp=HdpGroup(),
-            activations=activations,
+            mesh=Mesh.of_hdp(RankGroup()),
         )
         assert pool.bytes_in_use == 0
         allocated.append(pool.bytes_allocated)
@@ -209,14 +208,14 @@ def test_what_is_left_on_the_device() -> None:
     tokens, layers = 64, 5
     shape = small_shape(num_layers=layers)
     model = make_model(shape, torch.float32)
-    FlatParameters(model, 1)
+    FlatParameters(model.named_parameters(), 1)
     pool = HostPool(LIMIT, pinned=False, page_bytes=256)
     activations = Activations(model.layers, pool=pool)
     plan = local_plan([tokens], [1.0])
     micro_batch = RankPlan.of(plan, 0).micro_batches[0]
     data = slice_batch(random_batch([tokens], 61, 0), micro_batch)
     attention = PackedAttention(
-        micro_batch, select_kernel("auto", torch.device("cpu"), torch.float32), HdpGroup().exchange
+        micro_batch, select_kernel("auto", torch.device("cpu"), torch.float32), RankGroup().exchange
     )
     assert activations.offload is not None
     activations.begin_step([micro_batch])
@@ -242,13 +241,12 @@ def test_host_memory_ends() -> None:
     batch = random_batch(lengths, 61, 0)
     with pytest.raises(HostMemoryError, match=r"fill all 4 KiB .*To fix: raise memory.host_gib"):
         run_rank_plan(
-            model,
+            [ModelPart(model=model, activations=Activations(model.layers, pool=pool))],
             rank_plan,
             [slice_batch(batch, rank_plan.micro_batches[0])],
             num_global_targets=batch.num_targets,
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
-            hdp=HdpGroup(),
-            activations=Activations(model.layers, pool=pool),
+            mesh=Mesh.of_hdp(RankGroup()),
         )
     assert pool.bytes_allocated <= 4100
     assert pool.bytes_in_use == 0
@@ -287,7 +285,7 @@ def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing:
 
     def step(ratio: float) -> tuple[torch.Tensor, int]:
         model = make_model(shape, torch.bfloat16).to(device)
-        flat = FlatParameters(model, 1)
+        flat = FlatParameters(model.named_parameters(), 1)
         pool = HostPool(2**31, pinned=True, page_bytes=2**20) if ratio else None
         activations = Activations(list(model.layers), checkpointing=checkpointing, pool=pool, device=device)  # type: ignore[arg-type]
         rank_plan = RankPlan.of(local_plan([tokens], [ratio]), 0)
@@ -298,13 +296,12 @@ def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing:
             flat.zero_gradients()
             torch.cuda.reset_peak_memory_stats()
             run_rank_plan(
-                model,
+                [ModelPart(model=model, activations=activations)],
                 rank_plan,
                 data,
                 num_global_targets=batch.num_targets,
                 kernel=select_kernel("math", device, torch.bfloat16),
-                hdp=HdpGroup(device=device),
-                activations=activations,
+                mesh=Mesh.of_hdp(RankGroup(device=device)),
             )
             torch.cuda.synchronize()
         return flat.gradients.clone(), torch.cuda.max_memory_allocated()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bytescale.config import OptimizerConfig
-from bytescale.runtime import FlatParameters, HdpGroup, ShardedAdamW
+from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedAdamW
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model, small_shape
 
@@ -40,10 +40,10 @@ def reference_parameters(num_ranks: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
-    def one_rank(hdp: HdpGroup) -> dict[str, torch.Tensor]:
+    def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
         model = make_model(small_shape(), torch.float64)
-        flat = FlatParameters(model, hdp.size)
-        optimizer = ShardedAdamW(flat, CONFIG, hdp)
+        flat = FlatParameters(model.named_parameters(), hdp.size)
+        optimizer = ShardedAdamW(flat, CONFIG, Mesh.of_hdp(hdp))
         for step in range(STEPS):
             flat.zero_gradients()
             for parameter, gradient in zip(model.parameters(), gradients_of(model, step, hdp.rank), strict=True):
@@ -62,8 +62,10 @@ def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
 def test_bf16_parameters_keep_fp32_master_weights() -> None:
     """A thousand updates far below bf16's resolution must add up, as they do in fp32."""
     model = make_model(small_shape(), torch.bfloat16)
-    flat = FlatParameters(model, 1)
-    optimizer = ShardedAdamW(flat, OptimizerConfig(lr=1e-5, weight_decay=0.0, clip_grad_norm=0.0), HdpGroup())
+    flat = FlatParameters(model.named_parameters(), 1)
+    optimizer = ShardedAdamW(
+        flat, OptimizerConfig(lr=1e-5, weight_decay=0.0, clip_grad_norm=0.0), Mesh.of_hdp(RankGroup())
+    )
     before = model.layers[0].input_layernorm.weight.detach().float().clone()
     for _ in range(1000):
         flat.zero_gradients()
@@ -77,18 +79,21 @@ def test_bf16_parameters_keep_fp32_master_weights() -> None:
 
 def test_gradients_of_low_precision_micro_batches_are_summed_in_fp32() -> None:
     model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-    flat = FlatParameters(model, 1)
+    flat = FlatParameters(model.named_parameters(), 1)
     for _ in range(300):  # bf16 cannot count beyond 256
         model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert flat.gradients[:16].tolist() == [300.0] * 16
 
 
 def test_layout_does_not_depend_on_the_number_of_shards() -> None:
-    layouts = [FlatParameters(make_model(small_shape(), torch.float32), shards).layout() for shards in (1, 3, 7)]
+    layouts = [
+        FlatParameters(make_model(small_shape(), torch.float32).named_parameters(), shards).entries
+        for shards in (1, 3, 7)
+    ]
     assert layouts[0] == layouts[1] == layouts[2]
 
 
 def test_parameters_of_several_dtypes_are_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match="several dtypes"):
-        FlatParameters(model, 1)
+        FlatParameters(model.named_parameters(), 1)

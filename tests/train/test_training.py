@@ -134,3 +134,12 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_update(corpus: Path, 
     config = replace(config, optimizer=replace(config.optimizer, lr=1e30, clip_grad_norm=0.0, warmup_steps=0))
     with pytest.raises(NonFiniteError, match=r"Step \d: loss is .*To fix: lower optimizer.lr"):
         train(config, print_line=lambda line: None)
+
+
+def test_z_loss_raises_the_loss_by_its_weight(corpus: Path, tmp_path: Path) -> None:
+    """In the first step, from equal weights: the mean of squared log-sum-exps, times the weight."""
+    plain = run(on_ranks(small_run(corpus, tmp_path / "plain", steps=2), 2))
+    config = on_ranks(small_run(corpus, tmp_path / "z", steps=2), 2)
+    with_z = run(replace(config, optimizer=replace(config.optimizer, z_loss=0.1)))
+    log_vocabulary = np.log(320)  # logits are nearly 0 at first: log-sum-exp is that of 320 zeros
+    assert with_z[0] - plain[0] == pytest.approx(0.1 * log_vocabulary**2, rel=0.05)

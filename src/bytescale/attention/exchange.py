@@ -1,4 +1,4 @@
-"""Point-to-point messages between the members of slice groups, all inside the one HDP process group.
+"""Point-to-point messages: between the members of slice groups, inside the one HDP process group, and between stages.
 
 No communicator is ever made for a slice group (paper section 5.1): a message is addressed by the peer's rank in the HDP
 group, its tag and its size, all three known from the plan on both sides. Facts that shape the code (torch 2.13): two
@@ -35,14 +35,7 @@ class Transfer:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RankFailure(
-                    problem(
-                        f"HDP rank {self.exchange.rank} lost its slice-group peer (HDP rank "
-                        f"{' or '.join(str(peer) for peer in sorted(set(self.peers)))}): {str(error).splitlines()[0]}",
-                        so="the step cannot be finished, every rank stops",
-                        fix="look for the first error in the log of the rank that is named, then resume",
-                    )
-                ) from error
+                raise self.exchange.lost(self.peers, error) from error
         self.exchange.wait_seconds += time.perf_counter() - started
         self.works, self.buffers = (), ()
 
@@ -50,13 +43,15 @@ class Transfer:
 class Exchange:
     """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, *, batched: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, *, batched: bool = False, name: str = "HDP") -> None:
         """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``.
 
-        ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs.
+        ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs. ``name``: of the
+        group, for messages.
         """
         self.group = group
         self.rank = rank
+        self.name = name
         self.bytes_sent = 0
         self.messages_sent = 0
         self.wait_seconds = 0.0
@@ -71,6 +66,26 @@ class Exchange:
         if send is not None:
             self.bytes_sent += send.numel() * send.element_size()
             self.messages_sent += 1
+        try:
+            works = self._post(send, to, receive, source, tag)
+        except RuntimeError as error:
+            raise self.lost((to, source), error) from error
+        buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
+        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
+
+    def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
+        """What to raise when a message to or from ``peers`` failed."""
+        return RankFailure(
+            problem(
+                f"{self.name} rank {self.rank} lost its peer ({self.name} rank "
+                f"{' or '.join(str(peer) for peer in sorted(set(peers)))}): {str(error).splitlines()[0]}",
+                so="the step cannot be finished, every rank stops",
+                fix="look for the first error in the log of the rank that is named, then resume",
+            )
+        )
+
+    def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:
+        assert self.group is not None, "start() has looked"
         works: list[dist.Work] = []
         if self._batched:
             operations = []
@@ -84,5 +99,4 @@ class Exchange:
                 works.append(self.group.recv([receive], source, tag))
             if send is not None:
                 works.append(self.group.send([send], to, tag))
-        buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
-        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
+        return works

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, DataError, problem
-from bytescale.config import Config, ModelConfig, resolve_architecture
+from bytescale.common.units import format_bytes
+from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
+from bytescale.cost.memory import LOGITS_PER_CHUNK, MemoryModel
 from bytescale.cost.profile_file import require_model
 
 IntArray = NDArray[np.int64]
@@ -64,6 +66,33 @@ class CostSource:
     """A profile of `bytescale profile`, or a shipped one (case-study, figure-6); unset: operations are counted."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     """Rates for counted operations."""
+
+
+def fitting_capacity(wanted: int, profile: Profile, *, num_ranks: int, tp: int, pp: int, device_gib: float) -> int:
+    """``wanted`` tokens, or for "auto" what the fullest stage's device holds in bf16 on a GPU (``cost.memory``)."""
+    if wanted != AUTO_CAPACITY:
+        return wanted
+    shape = profile.architecture
+    model = MemoryModel(
+        architecture=shape,
+        element_bytes=2,
+        num_ranks=num_ranks,
+        loss_chunk_tokens=max(1, LOGITS_PER_CHUNK["cuda"] // shape.vocab_size),
+        fused_loss=True,
+        tensor_parallel=tp,
+        num_stages=pp,
+    )
+    capacity = min(stage.capacity_tokens(device_gib * 2**30) for stage in model.stages())
+    if capacity == 0:
+        states = max(stage.states_bytes for stage in model.stages())
+        raise ConfigError(
+            problem(
+                f"parameters, gradients and optimizer need {format_bytes(states)} a device, of {device_gib:g} GiB",
+                so="not one token would fit beside them",
+                fix="use more devices per rank (tp, pp), more ranks, or a larger device_gib",
+            )
+        )
+    return capacity
 
 
 def read_batch(source: BatchConfig, config: Config | None) -> tuple[IntArray, str]:
@@ -119,7 +148,9 @@ def read_profile(source: CostSource, model: ModelConfig, *, tensor_parallel: int
     if source.profile is not None:
         profile = load_profile(source.profile)
         if model_is_given:
-            require_model(profile, resolve_architecture(model))
+            architecture = resolve_architecture(model)
+            require_model(profile, architecture)
+            profile = profile.of_model(architecture)
         if tensor_parallel != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tensor_parallel)
         return profile

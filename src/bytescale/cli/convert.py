@@ -1,4 +1,4 @@
-"""``bytescale convert``: a checkpoint of ours becomes a Hugging Face folder."""
+"""``bytescale convert``: a checkpoint of ours becomes a Hugging Face folder, and back."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Annotated, Literal
 import tyro
 
 from bytescale.cli.options import parse
-from bytescale.common.errors import ConfigError, problem
-from bytescale.common.units import GIBI, format_bytes
+from bytescale.common.units import GIBI, format_bytes, format_si
 from bytescale.config import load_config
 
 
 @dataclass(slots=True, kw_only=True)
 class ConvertOptions:
-    """Turn a checkpoint into a Hugging Face folder: bytescale convert runs/NAME/checkpoints/step-000050 FOLDER.
+    """Turn a checkpoint into a Hugging Face folder, or the other way round.
 
-    The other way needs no conversion: bytescale train CONFIG.toml --init hf:FOLDER.
+    bytescale convert runs/NAME/checkpoints/step-000050 FOLDER writes a folder for transformers. bytescale convert
+    HF_FOLDER FOLDER writes a checkpoint, for bytescale train CONFIG.toml --init checkpoint:FOLDER; training can also
+    read the Hugging Face folder itself, with --init hf:HF_FOLDER.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A folder checkpoints/step-*."""
+    source: Annotated[Path, tyro.conf.Positional]
+    """A folder checkpoints/step-*, or one with config.json and safetensors."""
     folder: Annotated[Path, tyro.conf.Positional]
     """What to write; it must not exist."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Of the weights written."""
+    """Of the weights of a Hugging Face folder; checkpoints have fp32."""
     shard_bytes: int = 5 * GIBI
     """Largest safetensors file."""
 
@@ -35,19 +36,18 @@ class ConvertOptions:
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     options = parse(ConvertOptions, arguments, prog="bytescale convert")
-    if (options.checkpoint / "config.json").is_file():
-        raise ConfigError(
-            problem(
-                f"{options.checkpoint} is a Hugging Face folder",
-                so="there is nothing to convert",
-                fix=f"train from it directly: bytescale train CONFIG.toml --init hf:{options.checkpoint}",
-            )
-        )
+    if (options.source / "config.json").is_file() and not (options.source / "run_state.json").is_file():
+        from bytescale.train.import_weights import import_folder
+
+        count = import_folder(options.source, options.folder)
+        print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
+        print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
+        return 0
     from bytescale.train.export import export_checkpoint
 
-    config = options.checkpoint.resolve().parent.parent / "config.toml"
+    config = options.source.resolve().parent.parent / "config.toml"
     shards = export_checkpoint(
-        options.checkpoint,
+        options.source,
         options.folder,
         dtype=options.dtype,
         shard_bytes=options.shard_bytes,

@@ -13,12 +13,13 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, read_batch, read_profile
+from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, fitting_capacity, read_batch, read_profile
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
-from bytescale.common.errors import ConfigError, PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
-from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, load_config
+from bytescale.config import Config, ModelConfig, load_config
+from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
@@ -42,7 +43,9 @@ class PlanOptions:
     ranks: int = 512
     """HDP ranks."""
     capacity_tokens: int = 8192
-    """Tokens that one micro-batch of a rank may hold."""
+    """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
+    device_gib: float = 80.0
+    """GiB of a device that may be used, for capacity auto."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
@@ -72,18 +75,18 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
     console = Console()
-    if options.capacity_tokens == AUTO_CAPACITY:
-        raise ConfigError(
-            problem(
-                'parallel.capacity_tokens is "auto", which follows the memory of the machine that trains',
-                so="a plan for other ranks would have no capacity",
-                fix="give --capacity-tokens (bytescale train CONFIG.toml --dry-run prints this machine's)",
-            )
-        )
     lengths, origin = read_batch(options.batch, config)
     profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node)
-    cluster = Cluster.uniform(options.ranks, options.capacity_tokens, ranks_per_node=options.ranks_per_node)
+    capacity = fitting_capacity(
+        options.capacity_tokens,
+        profile,
+        num_ranks=options.ranks,
+        tp=options.tp,
+        pp=1,
+        device_gib=options.device_gib,
+    )
+    cluster = Cluster.uniform(options.ranks, capacity)
     planned, refused = _plan_all(options, lengths, cluster, cost, profile)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
@@ -93,7 +96,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         console.print(
             f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
             f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
-            f"{format_count(options.capacity_tokens)} tokens; times from {profile.name}",
+            f"{format_count(capacity)} tokens; times from {profile.name}",
             highlight=False,
             soft_wrap=True,
         )
@@ -101,8 +104,8 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        if options.tp == 1:
-            console.print(memory_in_words(planned[chosen].plan, profile.architecture), highlight=False, soft_wrap=True)
+        memory = memory_in_words(planned[chosen].plan, profile.architecture, tensor_parallel=options.tp)
+        console.print(memory, highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
     if options.png is not None:
@@ -114,13 +117,14 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     return 0
 
 
-def named_planner(name: PlannerName, *, context: int = 0, pipeline: bool = False) -> Callable[..., Plan]:
+def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
     """The planner function of a name, to be called with ``(lengths, cluster=, cost=)``."""
+    pipeline = num_stages > 1
     planners: dict[str, Callable[..., Plan]] = {
         "static": partial(static_plan, context=context),
         "naive": naive_plan,
-        "paper": partial(paper_plan, pipeline=pipeline),
-        "adaptive": adaptive_plan,
+        "paper": partial(paper_plan, pipeline=pipeline, aligned=pipeline),
+        "adaptive": partial(adaptive_plan, num_stages=num_stages),
     }
     return planners[name]
 
@@ -130,7 +134,8 @@ def _defaults(config: Config | None) -> PlanOptions:
         return PlanOptions()
     return PlanOptions(
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
-        ranks=config.parallel.ranks,
+        ranks=hdp_ranks(config.parallel),
+        tp=config.parallel.tp,
         capacity_tokens=config.parallel.capacity_tokens,
         cost=CostSource(profile=config.cost.profile),
         model=config.model,

@@ -99,7 +99,7 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
         console.print("    - " + line, highlight=False, soft_wrap=True)
 
 
-def memory_in_words(plan: Plan, architecture: Architecture) -> str:
+def memory_in_words(plan: Plan, architecture: Architecture, *, tensor_parallel: int = 1) -> str:
     """Peak memory of the plan's fullest micro-batch in bf16 on a GPU, part by part (``cost.memory``)."""
     chunk = max(1, LOGITS_PER_CHUNK["cuda"] // architecture.vocab_size)
     model = MemoryModel(
@@ -108,6 +108,7 @@ def memory_in_words(plan: Plan, architecture: Architecture) -> str:
         num_ranks=plan.num_ranks,
         loss_chunk_tokens=chunk,
         fused_loss=True,
+        tensor_parallel=tensor_parallel,
     )
     tokens, limits = micro_batch_tokens(plan), model.limits()
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared)
@@ -115,7 +116,7 @@ def memory_in_words(plan: Plan, architecture: Architecture) -> str:
     held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
     phase = limits.worst_phase(held, shared)
     return (
-        f"memory in bf16: {format_bytes(float(peaks[worst]))} a rank at the peak of its fullest micro-batch "
+        f"memory in bf16: {format_bytes(float(peaks[worst]))} a device at the peak of its fullest micro-batch "
         f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
         f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
         f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "

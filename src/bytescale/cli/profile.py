@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -15,7 +14,10 @@ from bytescale.cli.options import leading_path, parse
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config, resolve_architecture
-from bytescale.cost import Links, Profile, save_profile
+from bytescale.cost import Profile, save_profile
+
+if TYPE_CHECKING:
+    from bytescale.train.ranks import Ranks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class ProfileOptions:
     seconds: float = 60.0
     """Time for all lengths; longer ones are left out."""
     ranks: int = 1
-    """Ranks on this machine between which links are measured; 1: links count as ideal."""
+    """Ranks on this machine that measure at the same time, and the links between them; 1: links count as ideal."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """What to measure."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
@@ -64,35 +66,28 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def profile_command(options: ProfileOptions) -> int:
-    """Links with all ranks, everything else on the first, then the files."""
+    """All ranks measure together, the first one writes the files."""
     import torch
 
-    from bytescale.train.profiler import measure_links
-    from bytescale.train.ranks import choose_device, choose_dtype, open_ranks
+    from bytescale.train.ranks import open_ranks
 
-    links: Links | None = None
-    device = choose_device(options.device, 0, 1)
-    if options.ranks > 1:
-        config = Config(
-            parallel=ParallelConfig(ranks=options.ranks),
-            trainer=TrainerConfig(device=options.device, dtype=options.dtype),
-        )
-        with open_ranks(config) as ranks:
-            links, device = measure_links(ranks.hdp), ranks.device
-        if int(os.environ["RANK"]) != 0:
-            return 0
-    threads = torch.get_num_threads()
-    profile = _measure(options, device, choose_dtype(options.dtype, device), links)
-    _write(options, profile, threads)
+    config = Config(
+        parallel=ParallelConfig(ranks=options.ranks),
+        trainer=TrainerConfig(device=options.device, dtype=options.dtype),
+    )
+    with open_ranks(config) as ranks:
+        profile = _measure(options, ranks)
+        if ranks.is_first:
+            _write(options, profile, torch.get_num_threads())
     return 0
 
 
-def _measure(options: ProfileOptions, device, dtype, links: Links | None) -> Profile:  # type: ignore[no-untyped-def]
+def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
     from rich.progress import BarColumn, Progress, TextColumn
 
     from bytescale.train.profiler import measure_profile
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not ranks.is_first)
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task("measuring", total=1.0)
 
@@ -101,11 +96,11 @@ def _measure(options: ProfileOptions, device, dtype, links: Links | None) -> Pro
 
         return measure_profile(
             resolve_architecture(options.model),
-            device=device,
-            dtype=dtype,
+            device=ranks.device,
+            dtype=ranks.dtype,
             max_tokens=options.max_tokens,
             seconds=options.seconds,
-            links=links,
+            hdp=ranks.hdp,
             progress=show,
         )
 

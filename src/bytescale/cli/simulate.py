@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, read_batch, read_profile
+from bytescale.cli.batch_source import BatchConfig, CostSource, fitting_capacity, read_batch, read_profile
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
@@ -36,7 +36,9 @@ class SimulateOptions:
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
     capacity_tokens: int = 8192
-    """Tokens that one micro-batch of a rank may hold."""
+    """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
+    device_gib: float = 80.0
+    """GiB of a device that may be used, for capacity auto."""
     planner: PlannerName = "adaptive"
     """Who plans the batch."""
     plan: Path | None = None
@@ -154,7 +156,7 @@ def _defaults(config: Config | None) -> SimulateOptions:
     if config is None:
         return SimulateOptions()
     return SimulateOptions(
-        cluster=ClusterConfig(num_gpus=config.parallel.ranks),
+        cluster=ClusterConfig(num_gpus=config.parallel.ranks, tp=config.parallel.tp, pp=config.parallel.pp),
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
         capacity_tokens=config.parallel.capacity_tokens,
         cost=CostSource(profile=config.cost.profile),
@@ -167,8 +169,16 @@ def _plan(options: SimulateOptions, config: Config | None, profile: Profile) -> 
         return load_plan(options.plan), str(options.plan)
     lengths, origin = read_batch(options.batch, config)
     cluster = options.cluster
-    ranks = Cluster.uniform(cluster.num_ranks, options.capacity_tokens, ranks_per_node=cluster.ranks_per_node)
+    capacity = fitting_capacity(
+        options.capacity_tokens,
+        profile,
+        num_ranks=cluster.num_ranks,
+        tp=cluster.tp,
+        pp=cluster.pp,
+        device_gib=options.device_gib,
+    )
+    ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
-    planner = named_planner(options.planner, context=context, pipeline=cluster.pp > 1)
+    planner = named_planner(options.planner, context=context, num_stages=cluster.pp)
     return planner(lengths, cluster=ranks, cost=cost), origin

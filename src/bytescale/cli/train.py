@@ -27,7 +27,8 @@ class TrainOptions:
     resume: Path | None = None
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     init: str | None = None
-    """hf:FOLDER: start from a Hugging Face folder's weights; its config.json takes the place of the [model] section."""
+    """hf:FOLDER or checkpoint:FOLDER: start from these weights; the shape of their model takes the place of the [model]
+    section."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
     launch: Literal["torchrun", "ray"] = "torchrun"

@@ -2,7 +2,7 @@
 
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.load import config_from_dict, config_to_toml, load_config
-from bytescale.config.resolve import HF_PREFIX, resolve_architecture
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_architecture
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     CheckpointConfig,
@@ -20,6 +20,7 @@ from bytescale.config.validate import validate
 
 __all__ = [
     "AUTO_CAPACITY",
+    "CHECKPOINT_PREFIX",
     "HF_PREFIX",
     "PRESETS",
     "Architecture",

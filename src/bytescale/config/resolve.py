@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,26 +12,29 @@ from bytescale.config.hugging_face import architecture_of_folder
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
+CHECKPOINT_PREFIX = "checkpoint:"
 
 
 def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
     """The preset with the section's own numbers put in.
 
     ``vocab_size``, when the section does not set it, is the tokenizer's rounded up to a multiple of 64 if a tokenizer
-    is known, else the preset's. A preset ``hf:FOLDER`` is the shape in that folder's config.json and keeps its
-    vocabulary, which is that of its weights. Raises ``ConfigError`` for an unknown preset and for shapes that
-    contradict each other.
+    is known, else the preset's. A preset ``hf:FOLDER`` or ``checkpoint:FOLDER`` is the shape of the model in that
+    folder and keeps its vocabulary, which is that of its weights. Raises ``ConfigError`` for an unknown preset and for
+    shapes that contradict each other.
     """
-    from_folder = config.preset.startswith(HF_PREFIX)
-    if from_folder:
+    from_folder = config.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX))
+    if config.preset.startswith(HF_PREFIX):
         base = architecture_of_folder(Path(config.preset.removeprefix(HF_PREFIX)).expanduser())
+    elif from_folder:
+        base = _architecture_of_checkpoint(Path(config.preset.removeprefix(CHECKPOINT_PREFIX)).expanduser())
     elif config.preset in PRESETS:
         base = PRESETS[config.preset]
     else:
         raise ConfigError(
             problem(
                 f"model.preset is {config.preset!r}, which does not exist",
-                fix="use one of " + ", ".join(PRESETS) + ", or hf:FOLDER",
+                fix="use one of " + ", ".join(PRESETS) + ", hf:FOLDER or checkpoint:FOLDER",
             )
         )
     given = {
@@ -52,6 +56,19 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
     architecture = replace(base, **given)
     _check_architecture(architecture)
     return architecture
+
+
+def _architecture_of_checkpoint(folder: Path) -> Architecture:
+    try:
+        content = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
+        return Architecture(**content["architecture"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            problem(
+                f"{folder} is not a checkpoint of bytescale: {error}",
+                fix="name a folder checkpoints/step-*, or what bytescale convert has made of a Hugging Face folder",
+            )
+        ) from error
 
 
 def _check_architecture(shape: Architecture) -> None:

@@ -18,7 +18,7 @@ class ModelConfig:
 
     preset: str = "tiny"
     """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's), tiny-moe, mixtral-8x7b,
-    mixtral-8x22b (top-2 of 8 experts), or hf:FOLDER, the shape in a Hugging Face folder's config.json."""
+    mixtral-8x22b (top-2 of 8 experts), hf:FOLDER or checkpoint:FOLDER, the shape of the model in that folder."""
     vocab_size: int | None = None
     """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
     num_layers: int | None = None
@@ -113,9 +113,15 @@ class ParallelConfig:
 
     ranks: int = 1
     """Training processes on this node; more than one starts torchrun, which is used as found when already there."""
+    tp: int = 1
+    """Tensor parallelism: ranks, next to each other, that share every layer's matrices and a micro-batch's tokens."""
+    pp: int = 1
+    """Pipeline parallelism: stages, each with some of the layers. HDP has what remains, ranks / (tp * pp)."""
+    virtual_stages: int = 1
+    """Chunks of layers on each stage; above 1 they are interleaved: a smaller bubble for more messages."""
     capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
-    """Tokens that one micro-batch of one rank may hold (the paper's C); `auto` (or 0): what its memory allows. ranks *
-    capacity must hold the context, unless activations are offloaded."""
+    """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what memory allows. HDP
+    ranks * capacity must hold the context, unless activations are offloaded."""
     timeout_seconds: float = 120.0
     """A message that takes longer than this means that a rank is gone: every rank stops and says so."""
     stop_seconds: float = 30.0
@@ -174,6 +180,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Applied to matrices only, not to norms."""
+    z_loss: float = 0.0
+    """Weight of log(sum of exp(logits))^2, which keeps logits from drifting (PaLM: 1e-4); part of the loss printed."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -187,7 +195,8 @@ class TrainerConfig:
     seed: int = 0
     """Seed of the initial weights."""
     init: str = ""
-    """Where the initial weights come from: hf:FOLDER, a Hugging Face folder; empty: random numbers of `seed`."""
+    """Where the initial weights come from: hf:FOLDER (Hugging Face's), checkpoint:FOLDER (ours, of any ranks); empty:
+    random numbers of `seed`."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

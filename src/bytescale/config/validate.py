@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.config.architecture import Architecture
 from bytescale.config.resolve import resolve_architecture
-from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig
+from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, ParallelConfig
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -14,11 +15,12 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
 
     Args:
         config: the resolved settings.
-        num_ranks: HDP ranks that will really run (under torchrun); ``parallel.ranks`` when None.
+        num_ranks: that will really run (under torchrun); ``parallel.ranks`` when None.
     """
-    ranks = config.parallel.ranks if num_ranks is None else num_ranks
     _at_least_one(config)
-    resolve_architecture(config.model)
+    architecture = resolve_architecture(config.model)
+    check_mesh(config.parallel, architecture, config.parallel.ranks if num_ranks is None else num_ranks)
+    ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
         raise ConfigError(
@@ -28,10 +30,10 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     if known and data.context_length > ranks * parallel.capacity_tokens:
         raise ConfigError(
             problem(
-                f"data.context_length = {data.context_length} exceeds {ranks} ranks x parallel.capacity_tokens = "
+                f"data.context_length = {data.context_length} exceeds {ranks} {kind} x parallel.capacity_tokens = "
                 f"{parallel.capacity_tokens} (together {ranks * parallel.capacity_tokens} tokens)",
                 so="a sequence of full length could not be held by the whole cluster",
-                fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} ranks, a capacity of at "
+                fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} {kind}, a capacity of at "
                 f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
             )
         )
@@ -47,7 +49,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     if planner.static_cp is not None and (planner.static_cp < 1 or ranks % planner.static_cp):
         raise ConfigError(
             problem(
-                f"planner.static_cp = {planner.static_cp} does not divide the {ranks} ranks",
+                f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
                 so="the DP x CP mesh would have a hole",
                 fix='use a divisor of the ranks, or planner.name = "balanced", which needs none',
             )
@@ -55,6 +57,77 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     if config.trainer.resume and not config.trainer.run_dir:
         raise ConfigError(
             problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
+        )
+
+
+def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:
+    """What tensor and pipeline parallelism leave of ``num_ranks`` (``parallel.ranks`` when None)."""
+    return (parallel.ranks if num_ranks is None else num_ranks) // (parallel.tp * parallel.pp)
+
+
+def kind_of_ranks(parallel: ParallelConfig) -> str:
+    """What to call those: all ranks are HDP ranks where there is nothing else."""
+    return "ranks" if parallel.tp * parallel.pp == 1 else "HDP ranks"
+
+
+def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) -> None:
+    """Raise ``ConfigError`` when ranks, heads, widths or layers do not divide as the mesh needs."""
+    tp, pp, parts = parallel.tp, parallel.pp, parallel.pp * parallel.virtual_stages
+    if num_ranks % (tp * pp):
+        raise ConfigError(
+            problem(
+                f"{num_ranks} ranks are no multiple of parallel.tp = {tp} x parallel.pp = {pp}",
+                so=f"{num_ranks % (tp * pp)} of them would have no place in the mesh",
+                fix=f"use {-(-num_ranks // (tp * pp)) * tp * pp} ranks, or other degrees",
+            )
+        )
+    if parts > shape.num_layers:
+        chunks = f" x parallel.virtual_stages = {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+        raise ConfigError(
+            problem(
+                f"parallel.pp = {pp}{chunks} makes {parts} parts of {shape.num_layers} layers",
+                so="some of them would have no layer",
+                fix=f"use at most {shape.num_layers} parts",
+            )
+        )
+    if parallel.virtual_stages > 1 and pp == 1:
+        raise ConfigError(
+            problem(
+                f"parallel.virtual_stages = {parallel.virtual_stages} without a pipeline (parallel.pp = 1)",
+                so="there is no bubble to make smaller",
+                fix="leave it out, or set parallel.pp",
+            )
+        )
+    for name, value in (
+        ("num_heads", shape.num_heads),
+        ("ffn_hidden_size", shape.ffn_hidden_size),
+        ("vocab_size", shape.vocab_size),
+    ):
+        if value % tp:
+            raise ConfigError(
+                problem(
+                    f"model.{name} = {value} is no multiple of parallel.tp = {tp}",
+                    so="the ranks could not take equal parts",
+                    fix=f"use a degree that divides {value}",
+                )
+            )
+    heads = shape.num_kv_heads
+    if heads % tp and tp % heads:
+        raise ConfigError(
+            problem(
+                f"neither of parallel.tp = {tp} and model.num_kv_heads = {heads} divides the other",
+                so="key and value heads could be neither shared out nor repeated evenly",
+                fix=f"use a divisor or a multiple of {heads}",
+            )
+        )
+    if shape.num_experts and shape.ffn_hidden_size // tp % 8:
+        raise ConfigError(
+            problem(
+                f"model.ffn_hidden_size = {shape.ffn_hidden_size} over parallel.tp = {tp} is "
+                f"{shape.ffn_hidden_size // tp} a rank, no multiple of 8",
+                so="grouped matrix products need rows of whole 16 bytes",
+                fix="use a smaller degree",
+            )
         )
 
 
@@ -88,6 +161,9 @@ def _check_weights(data: DataConfig) -> None:
 def _at_least_one(config: Config) -> None:
     rules = (
         ("parallel.ranks", config.parallel.ranks, 1),
+        ("parallel.tp", config.parallel.tp, 1),
+        ("parallel.pp", config.parallel.pp, 1),
+        ("parallel.virtual_stages", config.parallel.virtual_stages, 1),
         ("parallel.capacity_tokens", config.parallel.capacity_tokens, AUTO_CAPACITY),
         ("data.context_length", config.data.context_length, 1),
         ("data.batch_tokens", config.data.batch_tokens, 2),
@@ -117,6 +193,8 @@ def _at_least_one(config: Config) -> None:
     for name, number in positive:
         if not number > 0:
             raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
+    if config.optimizer.z_loss < 0:
+        raise ConfigError(problem(f"optimizer.z_loss is {config.optimizer.z_loss}", fix="use 0 (off) or more"))
     if config.optimizer.clip_grad_norm < 0:
         raise ConfigError(
             problem(f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more")

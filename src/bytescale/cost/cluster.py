@@ -1,4 +1,7 @@
-"""The cluster as a planner sees it: HDP ranks, what each can hold, and how fast each is."""
+"""The cluster as a planner sees it: HDP ranks, what each can hold, and how fast each is.
+
+Where nodes end is in the cost model, with the links (``CostModel.ranks_per_node``).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ class Cluster:
 
     capacity_tokens: NDArray[np.int64]  # [R] tokens that one micro-batch of a rank may hold (the paper's C)
     speeds: NDArray[np.float64]  # [R] work per second, relative to the rank that the cost model describes
-    ranks_per_node: int = 8  # consecutive ranks that share a node and its fast links
     offload: OffloadRule | None = None  # which activations may wait in host memory; equal ranks only
 
     def __post_init__(self) -> None:
@@ -35,7 +37,6 @@ class Cluster:
             ("a cluster has no ranks", len(self.speeds) == 0),
             ("a rank's capacity is below one token", bool((self.capacity_tokens < 1).any())),
             ("a rank's speed is not above 0", bool((self.speeds <= 0).any())),
-            (f"ranks_per_node is {self.ranks_per_node}", self.ranks_per_node < 1),
         )
         for what, broken in rules:
             if broken:
@@ -73,13 +74,10 @@ class Cluster:
         return self.num_ranks * slice_tokens
 
     @staticmethod
-    def uniform(
-        num_ranks: int, capacity_tokens: int, *, ranks_per_node: int = 8, offload: OffloadRule | None = None
-    ) -> Cluster:
+    def uniform(num_ranks: int, capacity_tokens: int, *, offload: OffloadRule | None = None) -> Cluster:
         """``num_ranks`` equal ranks of reference speed."""
         return Cluster(
             capacity_tokens=np.full(num_ranks, capacity_tokens, dtype=np.int64),
             speeds=np.ones(num_ranks),
-            ranks_per_node=ranks_per_node,
             offload=offload,
         )

@@ -29,8 +29,10 @@ class Curve:
         return Curve(self.quadratic * factor, self.linear * factor, self.constant * factor)
 
 
-def fit_curve(tokens: ArrayLike, values: ArrayLike, *, quadratic: bool = True) -> Curve:
-    """The curve of non-negative coefficients with the smallest sum of squared RELATIVE errors.
+def fit_curve(
+    tokens: ArrayLike, values: ArrayLike, *, quadratic: bool = True, weights: ArrayLike | None = None
+) -> Curve:
+    """The curve of non-negative coefficients with the smallest (weighted) sum of squared RELATIVE errors.
 
     Relative, because points span several powers of ten and each tells as much as the next. Non-negative, because a
     time that falls with length would send a planner astray outside the measured range. Three coefficients are few
@@ -40,6 +42,7 @@ def fit_curve(tokens: ArrayLike, values: ArrayLike, *, quadratic: bool = True) -
         tokens: ``[P]`` lengths, at least one.
         values: ``[P]`` seconds or bytes, each above 0.
         quadratic: whether ``s^2`` may take part.
+        weights: ``[P]`` of the squared errors; all 1 when None.
     """
     tokens = np.asarray(tokens, dtype=np.float64)
     values = np.asarray(values, dtype=np.float64)
@@ -50,14 +53,15 @@ def fit_curve(tokens: ArrayLike, values: ArrayLike, *, quadratic: bool = True) -
                 fix="give at least one point; lengths and values have to be above 0",
             )
         )
+    root = np.ones(len(tokens)) if weights is None else np.sqrt(np.asarray(weights, dtype=np.float64))
     powers = (2, 1, 0) if quadratic else (1, 0)
     best: tuple[float, dict[int, float]] = (np.inf, {})
     for count in range(1, min(len(powers), len(tokens)) + 1):
         for chosen in combinations(powers, count):
-            columns = np.stack([tokens**power / values for power in chosen], axis=1)
+            columns = np.stack([root * tokens**power / values for power in chosen], axis=1)
             scale = columns.max(axis=0)
-            solution = np.linalg.lstsq(columns / scale, np.ones(len(values)), rcond=None)[0] / scale
-            error = float(np.square(columns @ solution - 1.0).sum())
+            solution = np.linalg.lstsq(columns / scale, root, rcond=None)[0] / scale
+            error = float(np.square(columns @ solution - root).sum())
             if (solution >= 0).all() and error < best[0]:
                 best = (error, dict(zip(chosen, solution.tolist(), strict=True)))
     return Curve(best[1].get(2, 0.0), best[1].get(1, 0.0), best[1].get(0, 0.0))

@@ -17,7 +17,9 @@ class Links:
     inter_node_bytes_per_second: float = math.inf
     """To a neighbour in another node (RDMA)."""
     latency_seconds: float = 0.0
-    """From the start of a transfer until its first byte arrives."""
+    """From the start of a transfer until its first byte arrives; compute hides it like the bytes."""
+    message_seconds: float = 0.0
+    """Of every ring step and direction, which no compute hides: starting it, waking up, adding up what came."""
     device_to_host_bytes_per_second: float = math.inf
     """Offloading, forward."""
     host_to_device_bytes_per_second: float = math.inf
@@ -26,7 +28,7 @@ class Links:
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if math.isnan(value) or value < 0 or (value == 0 and spec.name != "latency_seconds"):
+            if math.isnan(value) or value < 0 or (value == 0 and spec.name.endswith("bytes_per_second")):
                 raise ConfigError(problem(f"links: {spec.name} is {value}", fix="use a number above 0"))
 
     def ring_bytes_per_second(self, inter_node: bool) -> float:

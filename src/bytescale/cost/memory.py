@@ -7,6 +7,11 @@ saved for backward. On top of that comes one of three phases, and the largest de
     layer     backward of one layer's feed-forward part (after computing the layer again, with checkpointing)
     ring      forward or backward of attention over a shared group: message buffers, sums in fp32
 
+Tensor parallelism over N devices leaves each 1 / N of heads, feed-forward and vocabulary, and 1 / N of the tokens of
+the residual stream and norms; what matrices read is gathered, h a token on every device (``models.tensor_parallel``).
+A stage s of p has its layers, the first the embedding, the last norm, head and loss; 1F1B keeps up to p - s
+micro-batches in flight on it, each taken to be as large as the one that is asked about.
+
 Counts follow what autograd really saves (tests/cost/test_memory.py holds them against counted tensors, phase by phase).
 Letters: h hidden, f feed-forward, q and k widths of all query and of all key heads, e bytes per element, w bytes of
 sums (fp32, fp64 for fp64), V vocabulary.
@@ -15,11 +20,12 @@ sums (fp32, fp64 for fp64), V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bytescale.config import Architecture
 from bytescale.cost import flops
+from bytescale.cost.split import split_layers
 from bytescale.plan.limits import MemoryLimits, Phase
 
 RESIDENT_LAYERS = 2
@@ -33,7 +39,7 @@ _INPUT_BYTES_PER_TOKEN = 3 * 8  # token, label and position, int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """One rank without tensor or pipeline parallelism. All results in bytes."""
+    """One device of a stage of a rank; by default the rank is one device. All results in bytes."""
 
     architecture: Architecture
     element_bytes: int
@@ -47,6 +53,56 @@ class MemoryModel:
     """Tokens whose logits exist at a time."""
     fused_loss: bool = False
     """Whether logits stay in the compute dtype (the Triton kernel for BF16)."""
+    tensor_parallel: int = 1
+    num_stages: int = 1
+    stage: int = 0
+    """Which of them this is."""
+    virtual_stages: int = 1
+    """Chunks of layers on each, interleaved (``plan.schedule``)."""
+
+    def stages(self) -> list[MemoryModel]:
+        """The same for every stage of the pipeline."""
+        return [replace(self, stage=stage) for stage in range(self.num_stages)]
+
+    @property
+    def num_layers(self) -> int:
+        """Of this stage."""
+        return len(split_layers(self.architecture, self.num_stages)[self.stage])
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches whose activations are here at the same time; interleaved: as many as make up their chunks."""
+        behind = self.num_stages - 1 - self.stage
+        if self.virtual_stages == 1:
+            return behind + 1
+        first_round = 2 * self.num_stages - 1  # at most
+        chunks = 2 * behind + (self.virtual_stages - 1) * first_round + 1
+        return -(-chunks // self.virtual_stages)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights on this device."""
+        shape, parts = self.architecture, self.tensor_parallel
+        words = -(-flops.head_parameters(shape) // parts)
+        matrices = int(self._is_first) + int(self._is_last and not (shape.tie_embeddings and self._is_first))
+        query, kv = shape.num_heads * shape.head_dim // parts, shape.num_kv_heads * shape.head_dim // self._kv_parts
+        router = shape.num_experts * shape.hidden_size
+        feed_forward = (flops.feed_forward_parameters(shape) - router) // parts + router
+        layer = 2 * shape.hidden_size * (query + kv) + feed_forward + 2 * shape.hidden_size
+        return self.num_layers * layer + matrices * words + int(self._is_last) * shape.hidden_size
+
+    @property
+    def _is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def _kv_parts(self) -> int:
+        """Neighbours hold the same key head where there are fewer heads than devices."""
+        return min(self.tensor_parallel, self.architecture.num_kv_heads)
 
     @property
     def _wide(self) -> int:
@@ -55,12 +111,12 @@ class MemoryModel:
     @property
     def parameter_bytes(self) -> int:
         """The weights that compute."""
-        return flops.total_parameters(self.architecture) * self.element_bytes
+        return self.num_parameters * self.element_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Gradient sums of all weights, fp32 or wider."""
-        return flops.total_parameters(self.architecture) * self._wide
+        return self.num_parameters * self._wide
 
     @property
     def optimizer_bytes(self) -> int:
@@ -69,7 +125,7 @@ class MemoryModel:
         A single rank's reduced gradient is the sum itself.
         """
         copies = 2 + int(self.num_ranks > 1) + int(self.element_bytes < self._wide)
-        return copies * self._wide * -(-flops.total_parameters(self.architecture) // self.num_ranks)
+        return copies * self._wide * -(-self.num_parameters // self.num_ranks)
 
     @property
     def states_bytes(self) -> int:
@@ -81,41 +137,42 @@ class MemoryModel:
         """What a layer keeps from forward to backward: everything, its input, or its input and attention's result."""
         if self.checkpointing == "none":
             return self._layer_bytes
-        result = self._query_bytes + self._wide * self.architecture.num_heads
-        return self._hidden_bytes + (result if self.checkpointing == "attention" else 0)
+        result = self._query_bytes + self._wide * self.architecture.num_heads // self.tensor_parallel
+        return self._own_hidden_bytes + (result if self.checkpointing == "attention" else 0)
 
     @property
     def saved_bytes_per_token(self) -> int:
-        """What all layers, the final norm and the rotary angles keep."""
-        return self.architecture.num_layers * self.layer_saved_bytes_per_token + self._beside_layers
+        """What all layers, the final norm and the rotary angles keep, of all micro-batches in flight."""
+        return self.num_in_flight * (self.num_layers * self.layer_saved_bytes_per_token + self._beside_layers)
 
     @property
     def movable_bytes_per_token(self) -> int:
         """What the layers before the last two keep, which may wait in host memory."""
-        return max(0, self.architecture.num_layers - RESIDENT_LAYERS) * self.layer_saved_bytes_per_token
+        return self.num_in_flight * max(0, self.num_layers - RESIDENT_LAYERS) * self.layer_saved_bytes_per_token
 
     def phases(self) -> tuple[Phase, ...]:
         """What comes on top of states and saved activations."""
-        shape, wide = self.architecture, self._wide
-        head = flops.head_parameters(shape) * wide
-        feed_forward = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes
+        shape, wide, parts = self.architecture, self._wide, self.tensor_parallel
+        head = flops.head_parameters(shape) * wide // parts
+        feed_forward = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts
         again = 0
         if self.checkpointing != "none":
             # The layer as it is without checkpointing, less what was kept of it.
             again = self._layer_bytes - self.layer_saved_bytes_per_token
-        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        query, kv = shape.num_heads * shape.head_dim // parts, shape.num_kv_heads * shape.head_dim // self._kv_parts
         messages = 3 * 2 * kv * self.element_bytes + 3 * 2 * kv * wide  # held, two arriving; three of gradients
         sums = query * wide + query * self.element_bytes  # of query gradients, and a block's part
         matrices = max(1, shape.num_experts)  # experts' gradients come as one tensor
-        largest_gradient = matrices * shape.ffn_hidden_size * shape.hidden_size * self.element_bytes
+        largest_gradient = matrices * shape.ffn_hidden_size * shape.hidden_size * self.element_bytes // parts
+        loss = Phase(
+            name="loss",
+            fixed_bytes=head,
+            bytes_per_token=self._hidden_bytes,
+            chunk_tokens=self.loss_chunk_tokens,
+            bytes_per_chunk_token=shape.vocab_size * self._logit_bytes // parts + 2 * self._hidden_bytes,
+        )
         return (
-            Phase(
-                name="loss",
-                fixed_bytes=head,
-                bytes_per_token=self._hidden_bytes,
-                chunk_tokens=self.loss_chunk_tokens,
-                bytes_per_chunk_token=shape.vocab_size * self._logit_bytes + 2 * self._hidden_bytes,
-            ),
+            *((loss,) if self._is_last else ()),
             Phase(
                 name="layer",
                 fixed_bytes=largest_gradient,
@@ -141,7 +198,10 @@ class MemoryModel:
         )
 
     def capacity_tokens(self, device_bytes: float) -> int:
-        """Tokens that one micro-batch may hold without offloading, all of them slices of a shared group (0: none)."""
+        """Tokens that one micro-batch may hold without offloading, all of them slices of a shared group (0: none).
+
+        Of this stage: the pipeline's is the least of its ``stages()``.
+        """
         limits, fits, too_many = self.limits(), 0, 2**36
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2
@@ -156,21 +216,40 @@ class MemoryModel:
         return self.architecture.hidden_size * self.element_bytes
 
     @property
+    def _own_hidden_bytes(self) -> int:
+        """A row of the residual stream: of every N-th token."""
+        return self._hidden_bytes // self.tensor_parallel
+
+    @property
     def _query_bytes(self) -> int:
-        return self.architecture.num_heads * self.architecture.head_dim * self.element_bytes
+        return self.architecture.num_heads * self.architecture.head_dim * self.element_bytes // self.tensor_parallel
 
     @property
     def _layer_bytes(self) -> int:
-        """What a layer's forward saves, all of it."""
-        counted = flops.layer_activation_bytes_per_token(self.architecture, bytes_per_element=self.element_bytes)
-        # The count has fp32 log-sum-exps and norm scales.
-        return counted + (self._wide - 4) * (self.architecture.num_heads + 2) + 2 * self._norm_extra
+        """What a layer saves in forward: inputs of both norms, what the matrices read, attention, feed-forward."""
+        shape, parts = self.architecture, self.tensor_parallel
+        kv = shape.num_kv_heads * shape.head_dim * self.element_bytes // self._kv_parts
+        norms = 2 * (self._own_hidden_bytes + self._wide // parts + self._norm_extra)
+        attention = self._hidden_bytes + 2 * self._query_bytes + 2 * kv + self._wide * shape.num_heads // parts
+        return norms + attention + self._feed_forward_input + self._feed_forward_inner
+
+    @property
+    def _feed_forward_input(self) -> int:
+        """A dense block reads gathered rows; a router reads its own, and experts read copies (``_inner``)."""
+        return self._own_hidden_bytes if self.architecture.num_experts else self._hidden_bytes
+
+    @property
+    def _feed_forward_inner(self) -> int:
+        shape, parts = self.architecture, self.tensor_parallel
+        counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=self.element_bytes)
+        wide_part = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes
+        return counted - wide_part + wide_part // parts
 
     @property
     def _feed_forward_saved(self) -> int:
         """What the second half of a layer saves, which is gone when backward comes to its attention."""
-        inner = flops.feed_forward_saved_bytes_per_token(self.architecture, bytes_per_element=self.element_bytes)
-        return inner + 2 * self._hidden_bytes + self._wide + self._norm_extra
+        norm = self._own_hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
+        return self._feed_forward_inner + self._feed_forward_input + norm
 
     @property
     def _norm_extra(self) -> int:
@@ -178,13 +257,15 @@ class MemoryModel:
         if self.fused_norm:
             return 0
         upcast = self.architecture.hidden_size * 4 if self.element_bytes < 4 else 0
-        return self._hidden_bytes + upcast
+        return (self._hidden_bytes + upcast) // self.tensor_parallel
 
     @property
     def _beside_layers(self) -> int:
-        """Rotary angles (cosine and sine of half a head), the final norm, and the inputs."""
+        """Rotary angles (cosine and sine of half a head), the inputs, and the final norm or the output passed on."""
         angles = self.architecture.head_dim * self._wide
-        final_norm = 2 * self._hidden_bytes + self._wide + self._norm_extra
+        if not self._is_last:
+            return angles + self._own_hidden_bytes + _INPUT_BYTES_PER_TOKEN
+        final_norm = self._own_hidden_bytes + self._hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
         return angles + final_norm + _INPUT_BYTES_PER_TOKEN
 
     @property

@@ -1,4 +1,4 @@
-"""The planner's cost model: eight numbers that say how long one rank takes for its part of anything.
+"""The planner's cost model: a few numbers that say how long one rank takes for its part of anything.
 
 It folds all layers, forward and backward, into one number per term. ``cost.stage`` keeps them apart, for the simulator.
 
@@ -11,7 +11,7 @@ longer than the block is seen (paper section 3: O(s^2) work hides O(s) traffic):
 
     x = ring_bytes_per_token T / (D bandwidth) + latency        one transfer
     c = a Q / D^2                                               one block
-    exposed = (D - 1) max(0, x - c)
+    exposed = (D - 1) (max(0, x - c) + o)                      o: ring_message_seconds, which nothing hides
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class CostModel:
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
     ring_step_seconds: float = 0.0
     """Latency of one ring step, all layers, forward and backward."""
+    ring_message_seconds: float = 0.0
+    """Part of a ring step that no compute hides, all layers, forward and backward."""
     intra_node_bytes_per_second: float = math.inf
     """Bandwidth of a rank's link to a neighbour in its node, one direction."""
     inter_node_bytes_per_second: float = math.inf
@@ -79,12 +81,12 @@ class CostModel:
     def exposed_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
     ) -> FloatArray:
-        """The part of ``ring_seconds`` that attention does not hide: (D - 1) max(0, x - c). Broadcasts."""
+        """The part of a ring's time that attention does not hide: (D - 1) (max(0, x - c) + o). Broadcasts."""
         tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
         degree = np.asarray(degree, dtype=np.float64)
         transfer = self._transfer_seconds(tokens, degree, inter_node)
         block = self.attention_seconds_per_pair * squares / (degree * degree)
-        return (degree - 1) * np.maximum(transfer - block, 0.0)
+        return (degree - 1) * (np.maximum(transfer - block, 0.0) + self.ring_message_seconds)
 
     def group_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False

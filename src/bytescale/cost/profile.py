@@ -1,7 +1,7 @@
 """A profile: what one layer costs on one HDP rank, measured or counted; the full cost model stands on it.
 
 All curves are per LAYER and per RANK of ``tensor_parallel`` devices; bytes are per DEVICE. ``cost.stage`` turns them
-into the times of a pipeline stage, ``Profile.cost_model`` folds them into the planner's eight numbers, and
+into the times of a pipeline stage, ``Profile.cost_model`` folds them into the planner's few numbers, and
 ``cost.profile_file`` reads and writes them as TOML.
 """
 
@@ -116,6 +116,16 @@ class Profile:
             layer_parameters=flops.layer_parameters(architecture),
         )
 
+    def of_model(self, architecture: Architecture) -> Profile:
+        """The same layers in a model of another depth or vocabulary: curves are per layer, the head's goes by words."""
+        words = architecture.vocab_size / self.architecture.vocab_size
+        return replace(
+            self,
+            architecture=architecture,
+            head_forward=_scaled(self.head_forward, words),
+            head_backward=_scaled(self.head_backward, words),
+        )
+
     def scaled_to(
         self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None
     ) -> Profile:
@@ -159,14 +169,16 @@ class Profile:
         layers = self.architecture.num_layers / pipeline_parallel
         attention = (self.attention_forward, self.attention_backward)
         rest = (self.rest_forward, self.rest_backward)
-        head = self.head_forward.linear + self.head_backward.linear
+        heads = (self.head_forward, self.head_backward)
         linear = sum(curve.linear for curve in attention + rest)
         return CostModel(
             attention_seconds_per_pair=layers * sum(curve.quadratic for curve in attention),
-            token_seconds=layers * linear + head / pipeline_parallel,
-            micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest),
+            token_seconds=layers * linear + sum(curve.linear for curve in heads) / pipeline_parallel,
+            micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
+            + sum(curve.constant for curve in heads) / pipeline_parallel,
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
             ring_step_seconds=2 * layers * self.links.latency_seconds,
+            ring_message_seconds=2 * layers * self.links.message_seconds,
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.links.inter_node_bytes_per_second,
             ranks_per_node=ranks_per_node,

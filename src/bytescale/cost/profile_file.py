@@ -27,7 +27,10 @@ CURVES = (
     "activation_bytes",
 )
 _OPTIONAL_CURVES = ("head_forward", "head_backward")
-_SHAPE = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+_SHAPE = (
+    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
+    *("num_experts", "experts_per_token"),
+)
 
 
 def shipped_profiles() -> list[str]:
@@ -71,7 +74,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 def require_model(profile: Profile, architecture: Architecture) -> None:
     """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape that ``profile`` was taken of.
 
-    The number of layers may differ: curves are per layer.
+    The number of layers and the vocabulary may differ (``Profile.of_model``).
     """
     for name in _SHAPE:
         measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)

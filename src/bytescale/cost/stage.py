@@ -8,6 +8,7 @@ sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a,
     block        c = a w Q / D                        one of the D blocks that the ring's steps compute
     transfer     x = ring bytes * (largest w) T / bandwidth + latency           one of D - 1
     ring         max(0, x - c - a q) + (D - 2) max(0, x - c)      exposed; the first hides behind local attention too
+                 + (D - 1) message                                what no compute hides
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
 Compute is divided by the rank's speed; links are not. A stage has its layers' sum, and the last one the head. A group's
@@ -113,4 +114,5 @@ def _exposed_ring(profile: Profile, attention: Curve, bytes_per_token: float, lo
     block = attention.quadratic * loads.share * loads.shared_squares / loads.degree / loads.speed
     local = attention.quadratic * loads.local_squares / loads.speed
     first = np.where(loads.degree > 1, np.maximum(transfer - block - local, 0.0), 0.0)
-    return first + np.maximum(loads.degree - 2, 0.0) * np.maximum(transfer - block, 0.0)
+    others = np.maximum(loads.degree - 2, 0.0) * np.maximum(transfer - block, 0.0)
+    return first + others + (loads.degree - 1) * profile.links.message_seconds

@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 
 from bytescale.cost.profile import Profile
+from bytescale.cost.split import split_layers
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 PARAMETER_BYTES = 2  # updated parameters are gathered in bf16
 
 
-def stage_layers(num_layers: int, pipeline_parallel: int) -> list[int]:
-    """Layers of each stage; the first stages take one more when they do not divide, as the last has the head."""
-    base, extra = divmod(num_layers, pipeline_parallel)
-    return [base + (stage < extra) for stage in range(pipeline_parallel)]
-
-
 def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int) -> float:
     """Weights per device of one stage: its layers, the embedding on the first, the head on the last."""
     shape = profile.architecture
-    layers = stage_layers(shape.num_layers, pipeline_parallel)[stage]
+    layers = len(split_layers(shape, pipeline_parallel)[stage])
     matrices = int(stage == 0) + int(stage == pipeline_parallel - 1 and not (shape.tie_embeddings and stage == 0))
     return (layers * profile.layer_parameters + matrices * shape.vocab_size * shape.hidden_size) / (
         profile.tensor_parallel

@@ -30,14 +30,15 @@ _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 class RecordingFeed:
     """A feed that writes down what it gives."""
 
-    def __init__(self, feed: Feed, rank: int, num_ranks: int, new_folder: Callable[[], Path]) -> None:
+    def __init__(self, feed: Feed, rank: int, num_ranks: int, new_folder: Callable[[], Path | None]) -> None:
         """Write nothing yet.
 
         Args:
             feed: whose steps are recorded.
             rank: HDP rank.
             num_ranks: of them.
-            new_folder: makes or names the folder of this attempt, the same on all ranks.
+            new_folder: makes or names the folder of this attempt, the same on all ranks; None on those that are given
+                what another one writes down (of a tensor-parallel group or a pipeline).
         """
         self._feed = feed
         self._rank = rank
@@ -55,8 +56,10 @@ class RecordingFeed:
         self._feed.load_state_dict(state)
 
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> Loader:
-        path = self._new_folder() / f"rank-{self._rank:05d}.jsonl"
-        return _RecordingLoader(self._feed.open(planner, stop_step), path, self._num_ranks)
+        folder, loader = self._new_folder(), self._feed.open(planner, stop_step)
+        if folder is None:
+            return loader
+        return _RecordingLoader(loader, folder / f"rank-{self._rank:05d}.jsonl", self._num_ranks)
 
     def close(self) -> None:
         self._feed.close()

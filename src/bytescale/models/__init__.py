@@ -7,6 +7,6 @@ from bytescale.models.mixtral import Mixtral
 __all__ = ["Llama", "Mixtral", "build_model"]
 
 
-def build_model(architecture: Architecture) -> Llama:
-    """The family that ``architecture`` describes, with uninitialised weights (``model.initialise(seed)``)."""
-    return Mixtral(architecture) if architecture.num_experts else Llama(architecture)
+def build_model(architecture: Architecture, layers: range | None = None) -> Llama:
+    """The family that ``architecture`` describes, or some of its layers, with uninitialised weights."""
+    return (Mixtral if architecture.num_experts else Llama)(architecture, layers)

@@ -9,7 +9,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,50 +26,92 @@ AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Llama(nn.Module):
     """``forward`` gives the final hidden states; the loss takes them together with ``head_weight``.
 
-    Parameters carry Hugging Face's names, less the ``model.`` prefix.
+    Parameters carry Hugging Face's names, less the ``model.`` prefix. A part of the model, for a pipeline stage, keeps
+    the names and the numbers of its layers; the part with the first layer has the embedding, the one with the last the
+    final norm and the head.
     """
 
-    def __init__(self, shape: Architecture) -> None:
+    def __init__(self, shape: Architecture, layers: range | None = None) -> None:
+        """``layers``: which of the model's layers, a contiguous range; None: all of them."""
         super().__init__()
+        layers = range(shape.num_layers) if layers is None else layers
         self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape, self.make_feed_forward()) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.lm_head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        first, last = layers.start == 0, layers.stop == shape.num_layers
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
+        self.layers = Layers((number, Layer(shape, self.make_feed_forward())) for number in layers)
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps) if last else None
+        has_own_head = last and not (first and shape.tie_embeddings)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if has_own_head else None
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, attention: AttentionCallable) -> Tensor:
-        """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` in the parameters' dtype."""
-        hidden = self.embed_tokens(tokens)
+    def forward(self, inputs: Tensor, position_ids: Tensor, attention: AttentionCallable) -> Tensor:
+        """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` in the parameters' dtype.
+
+        A part without the embedding takes hidden states ``[T, C]`` in place of tokens; one without the last layer
+        returns the residual stream as it is.
+        """
+        hidden = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         rotation = rope_rotation(position_ids, self.shape, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rotation, attention)
-        return self.norm(hidden)
+        return hidden if self.norm is None else self.norm(hidden)
 
     @property
     def head_weight(self) -> Tensor:
         """``[V, C]`` weight that turns hidden states into logits."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        if self.embed_tokens is None or self.norm is None:
+            raise RuntimeError("this part of the model has no last layer, hence no head")
+        return self.embed_tokens.weight
+
+    @property
+    def hidden_size(self) -> int:
+        """C."""
+        return self.shape.hidden_size
 
     def make_feed_forward(self) -> nn.Module:
         """What each layer has behind its attention; families that differ there replace it."""
         return FeedForward(self.shape)
 
     def initialise(self, seed: int) -> None:
-        """Fill every parameter, the same values for the same seed whatever the number of ranks.
-
-        Matrices are normal with ``init_std``; those that write to the residual stream are scaled down by
-        ``sqrt(2 * layers)``, so that its variance does not grow with depth (GPT-2). Norms are ones.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        residual_std = self.shape.init_std / (2 * self.shape.num_layers) ** 0.5
+        """Fill every parameter with ``initial_values``."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.dim() == 1:
-                    parameter.fill_(1.0)
-                    continue
-                residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))  # the last: of experts
-                std = residual_std if residual else self.shape.init_std
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                parameter.copy_(initial_values(name, tuple(parameter.shape), self.shape, seed))
+
+
+class Layers(nn.Module):
+    """Layers under their numbers in the whole model, so that parameters of a part have the whole model's names."""
+
+    def __init__(self, numbered: Iterable[tuple[int, Layer]]) -> None:
+        super().__init__()
+        for number, layer in numbered:
+            self.add_module(str(number), layer)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, number: int) -> Layer:
+        """The layer that has this number in the whole model."""
+        return self._modules[str(number)]  # type: ignore[return-value]
+
+
+def initial_values(name: str, size: tuple[int, ...], shape: Architecture, seed: int) -> Tensor:
+    """A parameter's initial values in fp32, a function of the seed and its name alone: not of ranks or stages.
+
+    Matrices are normal with ``init_std``; those that write to the residual stream are scaled down by
+    ``sqrt(2 * layers)``, so that its variance does not grow with depth (GPT-2). Norms are ones.
+    """
+    if len(size) == 1:
+        return torch.ones(size)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))  # the last: of experts
+    std = shape.init_std / (2 * shape.num_layers) ** 0.5 if residual else shape.init_std
+    return torch.empty(size).normal_(0.0, std, generator=generator)
 
 
 class Layer(nn.Module):

@@ -16,10 +16,10 @@ from bytescale.models.moe import MixtureOfExperts
 class Mixtral(Llama):
     """A Llama whose layers are sparse. Fits ``runtime.auxiliary.HasBatchLoss``: see ``models.balance``."""
 
-    def __init__(self, shape: Architecture) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: Architecture, layers: range | None = None) -> None:
+        super().__init__(shape, layers)
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
-        balanced = [(mixture.balance, mixture.router.weight) for mixture in mixtures if mixture.balance is not None]
+        balanced = [(mixture.balance, mixture.router) for mixture in mixtures if mixture.balance is not None]
         self._balance = BalanceLoss(shape, balanced) if balanced else None
 
     def make_feed_forward(self) -> nn.Module:

@@ -1,10 +1,11 @@
 """Can a plan hang under 1F1B? The graph of all actions, with the members of a shared group meeting at once.
 
-An *action* is (stage, forward or backward, micro-batch of a rank). It waits for
+An *action* is (part of the model, forward or backward, micro-batch of a rank). A part is a stage, or with interleaving
+one of its chunks. An action waits for
 
-1. the action before it on its rank and stage: 1F1B runs ``p - 1 - stage`` warm-up forwards, then one forward and one
-   backward in turn, then the backwards that are left;
-2. for a forward, the same micro-batch's forward on the stage before; for a backward, its backward on the stage after;
+1. the action before it on its rank and stage (``plan.schedule``, which the runtime follows to the letter);
+2. for a forward, the same micro-batch's forward on the part before; for a backward, its backward on the part after, and
+   on the last part its own forward;
 3. all members of its shared group: ring attention needs every one of them, so their actions are ONE node here.
 
 A plan cannot hang if and only if this graph has no cycle::
@@ -20,26 +21,27 @@ from numpy.typing import NDArray
 
 from bytescale.plan.plan import Plan, offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.schedule import stage_actions
 
 IntArray = NDArray[np.int64]
 
 
-def find_cycle(plan: Plan, num_stages: int) -> list[str]:
+def find_cycle(plan: Plan, num_stages: int, num_chunks: int = 1) -> list[str]:
     """The actions of one cycle, in words, the first repeated at the end; empty when the plan cannot hang."""
     node_of, num_units = _nodes(plan)
-    before, after = _edges(plan, num_stages, node_of, num_units)
+    before, after = _edges(plan, num_stages, num_chunks, node_of, num_units)
     keep = before != after
     before, after = before[keep], after[keep]
-    left = _left_after_peeling(before, after, 2 * num_stages * num_units)
+    left = _left_after_peeling(before, after, 2 * num_stages * num_chunks * num_units)
     if not left.any():
         return []
-    return [_words(plan, num_stages, node_of, num_units, node) for node in _walk_back(before, after, left)]
+    return [_words(plan, num_stages, num_chunks, node_of, num_units, node) for node in _walk_back(before, after, left)]
 
 
 def _nodes(plan: Plan) -> tuple[IntArray, int]:
     """``[M]`` unit of each micro-batch (equal for the members of a shared group), and the number of units.
 
-    The node of an action is ``(2 * stage + is_backward) * num_units + unit``.
+    The node of an action is ``(2 * part + is_backward) * num_units + unit``.
     """
     first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1
@@ -48,41 +50,29 @@ def _nodes(plan: Plan) -> tuple[IntArray, int]:
     return node_of.astype(np.int64), len(units)
 
 
-def _edges(plan: Plan, num_stages: int, node_of: IntArray, num_units: int) -> tuple[IntArray, IntArray]:
+def _edges(
+    plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int
+) -> tuple[IntArray, IntArray]:
     """Waiting pairs of nodes: ``before[i]`` has to end before ``after[i]`` starts."""
     before, after = [], []
-    for stage in range(num_stages):
-        forward, backward = 2 * stage * num_units, (2 * stage + 1) * num_units
-        order = _one_f_one_b(plan, num_stages - 1 - stage)
-        nodes = np.where(order < 0, backward + node_of[-order - 1], forward + node_of[order])
-        ranks = np.repeat(np.arange(plan.num_ranks), 2 * np.diff(plan.rank_micro_batch_offsets))
-        same_rank = ranks[1:] == ranks[:-1]
-        before.append(nodes[:-1][same_rank])
-        after.append(nodes[1:][same_rank])
-        if stage + 1 < num_stages:
-            units = np.arange(num_units)
-            before += [forward + units, backward + 2 * num_units + units]
-            after += [forward + 2 * num_units + units, backward + units]
-    return np.concatenate(before), np.concatenate(after)
-
-
-def _one_f_one_b(plan: Plan, warm_up: int) -> IntArray:
-    """``[2M]`` actions of one stage, rank by rank in order: ``m`` forward of micro-batch m, ``-m - 1`` its backward.
-
-    On a rank with n micro-batches and w = min(warm_up, n): forward i runs at place i for i < w and at 2i - w after;
-    backward i at place w + 2i + 1 while forwards are left (i < n - w), and at n + i in the end.
-    """
     counts = np.diff(plan.rank_micro_batch_offsets)
-    first = np.repeat(plan.rank_micro_batch_offsets[:-1], counts)
-    number = np.arange(plan.num_micro_batches)
-    index, count = number - first, np.repeat(counts, counts)
-    warm = np.minimum(warm_up, count)
-    forward_place = np.where(index < warm, index, 2 * index - warm)
-    backward_place = np.where(index < count - warm, warm + 2 * index + 1, count + index)
-    order = np.empty(2 * plan.num_micro_batches, dtype=np.int64)
-    order[2 * first + forward_place] = number
-    order[2 * first + backward_place] = -number - 1
-    return order
+    for stage in range(num_stages):
+        for count in np.unique(counts[counts > 0]).tolist():
+            backward, chunk, index = stage_actions(count, num_stages, stage, num_chunks).T
+            first = plan.rank_micro_batch_offsets[:-1][counts == count]
+            units = node_of[first[:, None] + index]  # [ranks, actions]
+            nodes = (2 * (chunk * num_stages + stage) + backward) * num_units + units
+            before.append(nodes[:, :-1].ravel())
+            after.append(nodes[:, 1:].ravel())
+    units = np.arange(num_units)
+    for part in range(num_stages * num_chunks - 1):
+        forward, backward_of = 2 * part * num_units, (2 * part + 1) * num_units
+        before += [forward + units, backward_of + 2 * num_units + units]
+        after += [forward + 2 * num_units + units, backward_of + units]
+    last = 2 * (num_stages * num_chunks - 1) * num_units
+    before.append(last + units)
+    after.append(last + num_units + units)
+    return np.concatenate(before), np.concatenate(after)
 
 
 def _left_after_peeling(before: IntArray, after: IntArray, num_nodes: int) -> NDArray[np.bool_]:
@@ -115,11 +105,13 @@ def _walk_back(before: IntArray, after: IntArray, left: NDArray[np.bool_]) -> li
     return [*path[seen[node] :], node][::-1]
 
 
-def _words(plan: Plan, num_stages: int, node_of: IntArray, num_units: int, node: int) -> str:
+def _words(plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int, node: int) -> str:
     action, unit = divmod(node, num_units)
+    chunk, stage = divmod(action // 2, num_stages)
+    where = f"stage {stage}" if num_chunks == 1 else f"chunk {chunk} of stage {stage}"
     micro_batch = int(np.flatnonzero(node_of == unit)[0])
     group = int(plan.groups_of(micro_batch)[0])
     direction = "backward" if action % 2 else "forward"
     members = sorted(plan.ranks_of(group).tolist())
     shown = ", ".join(map(str, members[:4])) + (", ..." if len(members) > 4 else "")
-    return f"{direction} of group {group} on stage {action // 2} (rank{'s' if len(members) > 1 else ''} {shown})"
+    return f"{direction} of group {group} on {where} (rank{'s' if len(members) > 1 else ''} {shown})"

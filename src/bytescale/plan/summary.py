@@ -47,10 +47,12 @@ def gist(plan: Plan) -> str:
     shared_sequences = int((np.diff(plan.group_sequence_offsets) * (plan.group_sizes > 1)).sum())
     micro_batches = np.diff(plan.rank_micro_batch_offsets)
     longest = format_count(int(plan.lengths.max())) if plan.num_sequences else "0"
-    groups = ", ".join(f"{count} over {degree} ranks" for degree, count in shared.items()) or "none"
+    groups = ", ".join(f"{count} over {degree} ranks" for degree, count in shared.items())
+    least, most = int(micro_batches.min()), int(micro_batches.max())
     return (
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens (longest {longest}) on "
-        f"{plan.num_ranks} ranks by {plan.planner}: {plan.num_sequences - shared_sequences} whole on one rank, "
-        f"{shared_sequences} shared in slice groups ({groups}); {micro_batches.min()} to {micro_batches.max()} "
-        "micro-batches a rank"
+        f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''} by {plan.planner}: "
+        f"{plan.num_sequences - shared_sequences} whole on one rank, {shared_sequences} shared"
+        + (f" in slice groups ({groups}); " if groups else "; ")
+        + (f"{least} to {most} micro-batches a rank" if least < most else f"micro-batches a rank: {most}")
     )

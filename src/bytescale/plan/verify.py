@@ -37,6 +37,7 @@ def verify(
     plan: Plan,
     *,
     num_stages: int = 1,
+    num_chunks: int = 1,
     level: Literal["full", "cheap"] = "full",
     limits: MemoryLimits | None = None,
 ) -> None:
@@ -44,9 +45,10 @@ def verify(
 
     Args:
         plan: the plan of one global batch.
-        num_stages: pipeline stages of each rank; with more than one, rule 9 is checked for 1F1B.
-        level: ``"full"`` checks every rule; ``"cheap"`` leaves out rules 3, 5 and 9, which have to sort, and is meant
-            for plans that come straight from a planner whose tests ran ``"full"``.
+        num_stages: pipeline stages; with more than one, rule 9 is checked for 1F1B, at every level.
+        num_chunks: of layers per stage; above 1 the schedule is the interleaved one.
+        level: ``"full"`` checks every rule; ``"cheap"`` leaves out rules 3 and 5, which have to sort, and is meant for
+            plans that come straight from a planner whose tests ran ``"full"``.
         limits: memory of a rank. None: rule 8 is not checked, and rule 6 takes an offloaded token to need nothing on
             the device, where really the last layers keep theirs.
     """
@@ -61,8 +63,8 @@ def verify(
     _check_order(plan)
     if limits is not None:
         _check_memory(plan, limits)
-    if level == "full" and num_stages > 1:
-        _check_pipeline(plan, num_stages)
+    if num_stages > 1:
+        _check_pipeline(plan, num_stages, num_chunks)
 
 
 def _check_arrays(plan: Plan) -> None:
@@ -254,13 +256,14 @@ def _named(plan: Plan, micro_batch: int) -> str:
     return f"sequence {longest} ({plan.lengths[longest]} tokens{over})"
 
 
-def _check_pipeline(plan: Plan, num_stages: int) -> None:
+def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
     """Rule 9."""
-    cycle = find_cycle(plan, num_stages)
+    cycle = find_cycle(plan, num_stages, num_chunks)
     if cycle:
+        schedule = "1F1B" if num_chunks == 1 else f"1F1B with {num_chunks} chunks a stage"
         _refuse(
             "pipeline",
-            f"with {num_stages} stages under 1F1B these actions wait for each other: " + " -> ".join(cycle),
+            f"with {num_stages} stages under {schedule} these actions wait for each other: " + " -> ".join(cycle),
             so="training would hang",
             fix="give the ranks that share groups the same micro-batches around them",
         )

@@ -10,7 +10,8 @@
     7. Small     few sequences on few ranks: local search over the degrees (``small``)
     8. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
 
-Ranks that differ in speed or capacity take the same steps in ``mixed``, without 6 to 8.
+In a pipeline steps 2 to 4 are taken for several longest stage times (``pipeline``), and 5 to 7 left out. Ranks that
+differ in speed or capacity take the same steps in ``mixed``, without 6 to 8.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -34,6 +35,8 @@ from bytescale.planner.fill import deal
 from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.paper import paper_plan
+from bytescale.planner.pipeline import levels, pack_seconds
+from bytescale.planner.shelves import fill_shelves
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
 from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
@@ -43,6 +46,8 @@ FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 1.009
 """An end within this factor of the target ends the search."""
+GOOD_ENOUGH_MIXED = 1.015
+"""The same for ranks that differ, where an attempt takes ten times as long."""
 CLEARLY_BETTER = 0.998
 """An attempt replaces an earlier one only if it is better by this factor."""
 TRIMS = 12
@@ -56,19 +61,24 @@ class Attempt(NamedTuple):
 
     slack: float  # target over the ideal one
     snap: float  # how readily a group takes a whole plateau (``blocks``)
-    floors: int = 1  # degrees are chosen so that this many of the longest sequences fit above each other
+    floors: float = 1  # degrees are chosen so that this many of the longest sequences fit above each other
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
+    shelves: float = 0.0  # sequences of more than this share of the ranks stand on shelves (``shelves``); 0: none
 
 
 FIRST = Attempt(1.004, 0.0)
 ATTEMPTS = (
     Attempt(1.009, 0.0),
     Attempt(1.009, 0.0, fills=True),
+    *(Attempt(1.009, 0.0, shelves=share) for share in (0.5, 0.33, 0.25, 0.15)),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
 )
 """Below ``LARGE`` ranks."""
+SLACK_IN_PIPELINE = 1.01
+NO_SHELVES = (np.zeros(0, np.int64), np.zeros(0, np.int64), 0.0)
+"""Sequences, first ranks, and when all ranks are free."""
 LARGE = 512
 """Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
 LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
@@ -91,18 +101,20 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     order = longest_first(lengths)
     if not cluster.is_uniform:
         batch = mixed_batch(lengths[order], cluster, cost)
-        plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH), order, lengths, "balanced/adaptive")
+        plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH_MIXED), order, lengths, "balanced/adaptive")
         if num_stages == 1 or is_aligned(plan):
             return plan
         return paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
-    batch = Batch.of(lengths[order], cluster, cost)
-    trial = _search(batch)
-    if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
+    batch = Batch.of(lengths[order], cluster, cost, num_stages)
+    trial = _search(batch) if num_stages == 1 else _search_in_pipeline(batch)
+    if num_stages == 1 and len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
         trial = small.improve(batch, trial, GOOD_ENOUGH * batch.target)
     plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
-    if num_stages > 1:
-        plan = align(plan, cluster=cluster, cost=cost)
-    return _best_of_rivals(plan, batch, aligned=num_stages > 1)
+    if num_stages == 1:
+        return _best_of_rivals(plan, batch)
+    flat = adaptive_plan(lengths, cluster=cluster, cost=cost)  # where rings are dear, bubbles may be cheaper
+    plans = [align(plan, cluster=cluster, cost=cost), align(flat, cluster=cluster, cost=cost)]
+    return _best_of_rivals(min(plans, key=partial(_end, batch)), batch)
 
 
 def _search(batch: Batch) -> Trial:
@@ -121,6 +133,16 @@ def _search(batch: Batch) -> Trial:
     return _trim(batch, chosen, best) if chosen.snap > 0 and batch.cluster.num_ranks < LARGE else best
 
 
+def _search_in_pipeline(batch: Batch) -> Trial:
+    """Steps 2 to 4 for the most promising of the longest stage times (``pipeline``)."""
+    attempts = (
+        Attempt(SLACK_IN_PIPELINE * level.end / batch.target, snap, level.end / level.longest)
+        for level in levels(batch, batch.num_stages)
+        for snap in (0.0, 0.3)
+    )
+    return min((_try(batch, attempt) for attempt in attempts), key=lambda trial: trial.end)
+
+
 def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Trial:
     """Steps 2 to 4."""
     target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
@@ -128,7 +150,11 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
     degrees, seconds = degrees_within(
         batch.cost, batch.lengths[:count], batch.fewest[:count], num_ranks, target / attempt.floors
     )
-    widest_first = np.argsort(-degrees, kind="stable")
+    widest_first, local = np.argsort(-degrees, kind="stable"), np.arange(count, len(batch.lengths))
+    shelved, first, top = NO_SHELVES
+    if attempt.shelves > 0:
+        shelved, first, top = _shelve(batch, degrees, max(2, int(attempt.shelves * num_ranks) + 1))
+        widest_first, local = (part[~np.isin(part, shelved)] for part in (widest_first, local))
     narrow_work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
     narrow_work[1] += batch.local_seconds[count:].sum()
     blocks = place_blocks(
@@ -140,8 +166,12 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
         snap=attempt.snap,
         narrow_work=np.cumsum(narrow_work),
         may_snap=may_snap,
+        num_stages=batch.num_stages,
+        start=top,
     )
-    shared, asked, local = widest_first, degrees[widest_first], np.arange(count, len(batch.lengths))
+    shared = np.append(shelved, widest_first)
+    asked = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))[shared]
+    blocks = blocks.behind(first, asked[: len(shelved)])
     if attempt.fills:
         fillers = fill_gaps(batch, count, blocks.free_at, target)
         shared = np.append(shared, local[fillers.places])
@@ -152,10 +182,22 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
             degrees=np.append(blocks.degrees, fillers.degrees),
             free_at=fillers.free_at,
         )
-    local_ranks, free_at = deal(batch.local_seconds[local], blocks.free_at)
+    # A pipeline of short micro-batches only has their bubbles.
+    bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
+    local_ranks, free_at = deal(batch.local_seconds[local], np.maximum(blocks.free_at, bubbles))
     return Trial(
         shared=shared, asked=asked, blocks=blocks, local=local, local_ranks=local_ranks, end=float(free_at.max())
     )
+
+
+def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> tuple[IntArray, IntArray, float]:
+    """Places of the sequences on shelves in order, the first rank of each, and when all ranks are free."""
+    count = len(degrees)
+    degrees = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))
+    squares = np.square(batch.lengths.astype(np.float64))
+    seconds = batch.cost.group_seconds(batch.lengths, squares, degrees, degrees > 1)  # wherever nodes end
+    shelves = fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest)
+    return shelves.items, shelves.first, shelves.top
 
 
 def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
@@ -175,13 +217,17 @@ def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
     return best
 
 
-def _best_of_rivals(plan: Plan, batch: Batch, *, aligned: bool) -> Plan:
+def _end(batch: Batch, plan: Plan) -> float:
+    return evaluate(plan, cluster=batch.cluster, cost=batch.cost, num_stages=batch.num_stages).end_seconds
+
+
+def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 8. With free communication the mesh always balances and never pays: then only what is close counts."""
     if plan.num_sequences > MAX_RIVAL_SEQUENCES:
         return plan
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
-    cluster, cost = batch.cluster, batch.cost
-    end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
+    cluster, cost, aligned = batch.cluster, batch.cost, batch.num_stages > 1
+    end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
     rivals: list[Callable[..., Plan]] = [
         partial(paper_plan, num_buckets=1, aligned=aligned),
@@ -191,7 +237,7 @@ def _best_of_rivals(plan: Plan, batch: Batch, *, aligned: bool) -> Plan:
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)
-        rival_end = evaluate(rival, cluster=cluster, cost=cost).end_seconds
+        rival_end = _end(batch, rival)
         if rival_end < end:
             plan, end = rival, rival_end
     return plan

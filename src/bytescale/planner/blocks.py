@@ -15,13 +15,18 @@ groups and, in the end, whole sequences fill. Where they would not, the rectangl
 * when it would end after the target and a wider one on this plateau would not;
 * when it would leave a strip that is narrow against the plateau (less than ``snap`` of it) and for which the narrower
   groups have too little work (``HALL``): then it takes the whole plateau.
+
+In a pipeline of p stages the first rectangle on a rank counts p times: p - 1 times for the bubbles of its warm-up and
+cool-down, which shorter ones behind it do not add to (``evaluate``). So there a rectangle goes to the highest plateau
+on which it still ends in time: long ones share ranks, and those pay once.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -45,6 +50,10 @@ class Blocks:
     degrees: IntArray  # [G] ranks of each, after growing
     free_at: FloatArray  # [R] when each rank is done with all of them
 
+    def behind(self, first: IntArray, degrees: IntArray) -> Blocks:
+        """These, with others before them."""
+        return replace(self, first=np.append(first, self.first), degrees=np.append(degrees, self.degrees))
+
 
 def place_blocks(
     lengths: IntArray,
@@ -56,6 +65,8 @@ def place_blocks(
     snap: float,
     narrow_work: FloatArray,
     may_snap: NDArray[np.bool_] | None = None,
+    num_stages: int = 1,
+    start: float = 0.0,
 ) -> Blocks:
     """Place one rectangle per sequence.
 
@@ -68,9 +79,11 @@ def place_blocks(
         snap: see above; 0 never takes a whole plateau to spare a strip.
         narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree.
         may_snap: ``[G]`` groups that may; None: all.
+        num_stages: of the pipeline.
+        start: when all ranks are free.
     """
     seconds_on = timer(cost)
-    usable = [(0.0, 0, num_ranks)]  # a heap of plateaus at least as wide as the current degree: (free at, first, width)
+    usable = [(start, 0, num_ranks)]  # plateaus at least as wide as the current degree, rising: (free at, first, width)
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
     locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
@@ -81,12 +94,14 @@ def place_blocks(
             usable, narrow = _split_at_nodes(usable, narrow, cost.ranks_per_node, degree)
             split_at_nodes = False
         while narrow and -narrow[0][0] >= degree:
-            width, time, start = heapq.heappop(narrow)
-            heapq.heappush(usable, (time, start, -width))
-        time, start, width = heapq.heappop(usable)
+            width, time, left = heapq.heappop(narrow)
+            insort(usable, (time, left, -width))
         chosen, height = degree, seconds_on(work, length, degree)
-        if time + height > target:
-            chosen, height = _grow(seconds_on, work, length, degree, width, target - time)
+        place = 0 if num_stages == 1 else max(bisect_right(usable, (target - height, num_ranks, 0)) - 1, 0)
+        time, left, width = usable.pop(place)
+        times = num_stages if time == 0 else 1
+        if time + times * height > target:
+            chosen, height = _grow(seconds_on, work, length, degree, width, (target - time) / times)
         strip = width - chosen
         if snap > 0 and 0 < strip < degree:
             area = strip * (target - time)
@@ -95,12 +110,12 @@ def place_blocks(
                 chosen, height, strip = width, seconds_on(work, length, width), 0
             else:
                 locked[strip : degree + 1] += area
-        first[group], taken[group] = start, chosen
-        heapq.heappush(usable, (time + height, start, chosen))
+        first[group], taken[group] = left, chosen
+        insort(usable, (time + times * height, left, chosen))
         if strip >= degree:
-            heapq.heappush(usable, (time, start + chosen, strip))
+            insort(usable, (time, left + chosen, strip))
         elif strip > 0:
-            heapq.heappush(narrow, (-strip, time, start + chosen))
+            heapq.heappush(narrow, (-strip, time, left + chosen))
     return Blocks(first=first, degrees=taken, free_at=_free_at(usable, narrow, num_ranks))
 
 
@@ -109,7 +124,7 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     launch = cost.micro_batch_seconds
     if is_ideal(cost):
         return lambda work, length, degree: work / degree + launch
-    latency, squares = cost.ring_step_seconds, cost.attention_seconds_per_pair
+    latency, message, squares = cost.ring_step_seconds, cost.ring_message_seconds, cost.attention_seconds_per_pair
     intra = cost.ring_bytes_per_token / cost.intra_node_bytes_per_second
     inter = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second
     node = cost.ranks_per_node
@@ -117,7 +132,7 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     def seconds_on(work: float, length: int, degree: int) -> float:
         transfer = (inter if degree > node else intra) * length / degree + latency
         block = squares * length * length / (degree * degree)
-        return work / degree + (degree - 1) * max(transfer - block, 0.0) + launch
+        return work / degree + (degree - 1) * (max(transfer - block, 0.0) + message) + launch
 
     return seconds_on
 
@@ -155,9 +170,8 @@ def _split_at_nodes(
                 wide.append((time, left, right - left))
             else:
                 rest.append((left - right, time, left))
-    heapq.heapify(wide)
     heapq.heapify(rest)
-    return wide, rest
+    return sorted(wide), rest
 
 
 def _free_at(usable: list[tuple[float, int, int]], narrow: list[tuple[int, float, int]], num_ranks: int) -> FloatArray:

@@ -8,6 +8,14 @@ The rule of time, the same for every planner:
 * it takes as long as its slowest member, whose time is compute (its share of the group, and its whole sequences) over
   its speed, plus the ring's exposed part, plus g.
 
+In a pipeline of p stages the cost model tells the time of one stage, and a rank ends later by its bubbles::
+
+    (p - 1) * sum of max(0, t_i - t_{i-1})       t_i: time of its micro-batch i on a stage, t_0 = 0
+
+Warm-up costs (p - 1) t_1, each rise to a higher length level (p - 1) times the rise, and falls what cool-down then
+saves. So a rank that keeps to one level, or falls, pays (p - 1) times its longest micro-batch. An estimate: how a
+bubble delays the other ranks of a group is left out.
+
 ``evaluate`` computes it wave by wave in arrays; ``evaluate_slowly`` says it event by event in plain Python, for tests.
 Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
 """
@@ -33,7 +41,7 @@ class Outcome:
     """What a plan costs, in seconds at the cost model's scale."""
 
     end_seconds: float  # when the last rank ends
-    rank_end_seconds: FloatArray  # [R]
+    rank_end_seconds: FloatArray  # [R] bubbles of a pipeline included
     rank_busy_seconds: FloatArray  # [R] own compute, exposed ring and g: what is not waiting
     micro_batch_start_seconds: FloatArray  # [M]
     micro_batch_end_seconds: FloatArray  # [M]
@@ -47,14 +55,15 @@ class Outcome:
         return self.end_seconds / self.ideal_seconds
 
 
-def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Outcome:
-    """The outcome of ``plan``, which has to pass ``verify``. Without a pipeline."""
+def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Outcome:
+    """The outcome of ``plan``, which has to pass ``verify``, on ranks of ``num_stages`` stages that ``cost`` tells."""
     own_seconds = _own_seconds(plan, cluster, cost)
     first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1
     starts, ends = _run(plan, own_seconds, first_group, shared)
     last = plan.rank_micro_batch_offsets[1:] - 1
     rank_ends = np.where(np.diff(plan.rank_micro_batch_offsets) > 0, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
+    rank_ends += (num_stages - 1) * segment_sums(_rises(plan, ends - starts), plan.rank_micro_batch_offsets)
     smallest = int(plan.capacity_tokens.min())
     return Outcome(
         end_seconds=float(rank_ends.max()),
@@ -66,6 +75,13 @@ def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Outcome:
         traffic_tokens=int((plan.group_tokens * (plan.group_sizes - 1)).sum()),
         minimal_traffic_tokens=int((plan.lengths * (-(-plan.lengths // smallest) - 1)).sum()),
     )
+
+
+def _rises(plan: Plan, seconds: FloatArray) -> FloatArray:
+    """``[M]`` by how much each micro-batch is longer than the one before it on its rank."""
+    before = np.concatenate(([0.0], seconds[:-1]))[: len(seconds)]
+    before[plan.rank_micro_batch_offsets[:-1][np.diff(plan.rank_micro_batch_offsets) > 0]] = 0.0
+    return np.maximum(seconds - before, 0.0)
 
 
 def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:

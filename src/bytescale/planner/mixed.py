@@ -20,9 +20,10 @@ from bytescale.planner.trial import Batch, Trial, num_shared
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
-ATTEMPTS = (  # (slack of the target, snap: see ``blocks``)
-    *((1.005, snap) for snap in (0.0, 0.1, 0.2, 0.3, 0.4)),
-    *((slack, 0.3) for slack in (1.05, 1.2, 1.5, 2.5)),
+ATTEMPTS = (  # (slack of the target; snap: see ``blocks``; sequences that end within 1 / floors of it are dealt whole)
+    *((1.005, snap, 1.0) for snap in (0.0, 0.1, 0.2, 0.3, 0.4)),
+    *((1.005, 0.0, floors) for floors in (4.0, 16.0, 64.0)),
+    *((slack, 0.3, 1.0) for slack in (1.05, 1.2, 1.5, 2.5)),
 )
 
 
@@ -47,8 +48,8 @@ def mixed_batch(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
 def mixed_search(batch: Batch, good_enough: float) -> Trial:
     """The best of a few attempts; stops at one that ends within ``good_enough`` of the ideal."""
     best: Trial | None = None
-    for slack, snap in ATTEMPTS:
-        trial = _try(batch, slack * batch.target, snap)
+    for slack, snap, floors in ATTEMPTS:
+        trial = _try(batch, slack * batch.target, snap, floors)
         if best is None or trial.end < best.end:
             best = trial
         if best.end <= good_enough * batch.target:
@@ -57,9 +58,10 @@ def mixed_search(batch: Batch, good_enough: float) -> Trial:
     return best
 
 
-def _try(batch: Batch, target: float, snap: float) -> Trial:
+def _try(batch: Batch, target: float, snap: float, floors: float) -> Trial:
     cluster = batch.cluster
-    count = num_shared(batch.fewest, batch.local_seconds, target)
+    # ``local_seconds`` are those of the fastest rank; what a slow one ends too late has to be placed, not dealt.
+    count = num_shared(batch.fewest, batch.local_seconds, target / floors)
     blocks, weights = _place(batch, batch.lengths[:count], target, snap)
     work = batch.cost.work_seconds(batch.lengths[count:])
     work += batch.lengths[count:] * (batch.cost.micro_batch_seconds / float(cluster.capacity_tokens.mean()))

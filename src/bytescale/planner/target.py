@@ -77,7 +77,7 @@ def _best_on_grid(
 
 def is_ideal(cost: CostModel) -> bool:
     """Whether communication is free."""
-    return cost.ring_step_seconds == 0 and (
+    return cost.ring_step_seconds == cost.ring_message_seconds == 0 and (
         cost.ring_bytes_per_token == 0
         or (np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second))
     )

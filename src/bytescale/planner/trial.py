@@ -30,10 +30,11 @@ class Batch:
     local_seconds: FloatArray  # [S] on one rank, with its part of a micro-batch's g
     cluster: Cluster
     cost: CostModel
-    target: float  # when all could end together
+    target: float  # when all could end together, without a pipeline
+    num_stages: int = 1
 
     @staticmethod
-    def of(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
+    def of(lengths: IntArray, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Batch:
         """The batch of ``lengths`` ``[S]``, longest first, on equal ranks."""
         capacity = int(cluster.capacity_tokens.min())
         fewest = cluster.fewest_ranks(lengths)
@@ -44,7 +45,13 @@ class Batch:
             cost, lengths[:num_long], fewest[:num_long], float(local_seconds[num_long:].sum()), cluster.num_ranks
         )
         return Batch(
-            lengths=lengths, fewest=fewest, local_seconds=local_seconds, cluster=cluster, cost=cost, target=target
+            lengths=lengths,
+            fewest=fewest,
+            local_seconds=local_seconds,
+            cluster=cluster,
+            cost=cost,
+            target=target,
+            num_stages=num_stages,
         )
 
 

@@ -24,14 +24,24 @@ class VerifiedPlanner:
     cluster: Cluster
     cost: CostModel
     limits: MemoryLimits | None = None
+    num_stages: int = 1
+    """Of the pipeline."""
+    num_chunks: int = 1
+    """Of layers on each stage."""
 
     @cached_property
     def _plan(self) -> Callable[[ArrayLike], Plan]:
-        return make_planner(self.config, self.cluster, self.cost)
+        return make_planner(self.config, self.cluster, self.cost, num_stages=self.num_stages)
 
     def __call__(self, lengths: ArrayLike) -> Plan:
         """Raises ``PlanError`` when there is no plan, or the planner made one that breaks a rule."""
         plan = self._plan(lengths)
         if self.config.verify != "off":
-            verify(plan, level=self.config.verify, limits=self.limits)
+            verify(
+                plan,
+                num_stages=self.num_stages,
+                num_chunks=self.num_chunks,
+                level=self.config.verify,
+                limits=self.limits,
+            )
         return plan

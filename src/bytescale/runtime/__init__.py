@@ -5,11 +5,14 @@ Works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imp
 
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
-from bytescale.runtime.executor import StepResult, TrainableModel, run_rank_plan
+from bytescale.runtime.executor import ModelPart, StepResult, TrainableModel, run_rank_plan
 from bytescale.runtime.flat import FlatParameters
-from bytescale.runtime.hdp import HdpGroup
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
+from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.replicas import TiedHead
+from bytescale.runtime.token_shards import TokenShards
 from bytescale.runtime.zero import ShardedAdamW
 
 __all__ = [
@@ -17,11 +20,16 @@ __all__ = [
     "Activations",
     "FlatParameters",
     "HasBatchLoss",
-    "HdpGroup",
     "HostMemoryError",
     "HostPool",
+    "Mesh",
+    "MeshShape",
+    "ModelPart",
+    "RankGroup",
     "ShardedAdamW",
     "StepResult",
+    "TiedHead",
+    "TokenShards",
     "TrainableModel",
     "linear_cross_entropy",
     "run_rank_plan",

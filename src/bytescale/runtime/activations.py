@@ -11,6 +11,7 @@ from torch import nn
 from bytescale.common.errors import PlanError, problem
 from bytescale.plan import MicroBatch
 from bytescale.runtime.checkpointing import Checkpointing, KeptAttention, apply_checkpointing
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostPool
 from bytescale.runtime.offload import ActivationOffload, offloaded_tokens
 
@@ -30,10 +31,14 @@ class Activations:
         checkpointing: Checkpointing = "none",
         pool: HostPool | None = None,
         device: torch.device | None = None,
+        tp: RankGroup | None = None,
     ) -> None:
-        """``pool``: host memory for offloading; None: plans whose ratios are above 0 cannot be run."""
+        """``pool``: host memory for offloading; None: plans whose ratios are above 0 cannot be run.
+
+        ``tp``: the tensor-parallel ranks that share a micro-batch's rows.
+        """
         self.attention_memory: KeptAttention | None = apply_checkpointing(layers, checkpointing)
-        self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"))
+        self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
         if self.attention_memory is not None and self.offload is not None:
             self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from bytescale.runtime.hdp import HdpGroup
+from bytescale.runtime.mesh import Mesh
 
 
 @runtime_checkable
@@ -37,17 +37,18 @@ def begin_batch_loss(model: object) -> None:
         model.begin_batch()
 
 
-def finish_batch_loss(model: object, hdp: HdpGroup) -> float:
+def finish_batch_loss(model: object, mesh: Mesh) -> float:
     """After a step's last backward: adds the loss's gradient to this rank's; returns its value, 0 where there is none.
 
-    One all-reduce, and none for models without such a loss.
+    One all-reduce over the ranks with the same layers, and none for models without such a loss. (Tensor-parallel ranks
+    have each its tokens at the routers: theirs are added up too.)
     """
     if not isinstance(model, HasBatchLoss):
         return 0.0
     sums = model.batch_sums()
     if sums is None:
         return 0.0
-    loss = model.batch_loss(hdp.all_reduce(sums))
+    loss = model.batch_loss(mesh.tp.all_reduce(mesh.hdp.all_reduce(sums)))
     if loss.requires_grad:  # not on a rank without tokens
         loss.backward()
     return float(loss.detach())

@@ -1,34 +1,47 @@
-"""Runs one rank's part of a plan: forward and backward of its micro-batches, in order, with no barrier between them."""
+"""Runs one rank's part of a plan: forwards and backwards of its micro-batches in 1F1B order, with no barrier anywhere.
+
+Without a pipeline that order is forward, backward, forward, backward, ...; with one, ``plan.schedule`` has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, PackedAttention
-from bytescale.plan import RankPlan
+from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
-from bytescale.runtime.hdp import HdpGroup
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.pipeline import Action, StageLinks
 
 
 class TrainableModel(Protocol):
-    """What the runtime asks of a model: hidden states from packed tokens, and the weight that makes logits of them."""
+    """What the runtime asks of a model, or of a part of one: packed tokens to hidden states, and the logits' weight."""
 
     @property
     def head_weight(self) -> Tensor:
-        """``[V, C]``."""
+        """``[V, C]``; asked for on the last part only."""
         ...
 
-    def __call__(self, tokens: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
-        """``tokens, position_ids [T]`` int64 -> ``[T, C]``."""
+    @property
+    def hidden_size(self) -> int:
+        """C."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of an ``nn.Module``; all of one dtype, which is that of hidden states too."""
+        ...
+
+    def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
+        """``tokens, position_ids [T]`` int64 -> ``[T, C]``; parts behind the first take the one before's output."""
         ...
 
 
@@ -45,53 +58,125 @@ class MicroBatchTokens(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over this rank's tokens."""
+    """Sums over the tokens that this rank counts: every token is counted by one rank, whatever the mesh."""
 
     loss_sum: float  # sum of the tokens' cross-entropies, in nats
     num_targets: int
-    batch_loss: float = 0.0  # of the whole global batch, in the gradients but not in loss_sum (runtime.auxiliary)
+    batch_loss: float = 0.0  # of the layers here over the whole global batch; not in loss_sum (runtime.auxiliary)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPart:
+    """A contiguous part of the model, on one stage: all of it, the stage's layers, or one of the stage's chunks."""
+
+    model: TrainableModel
+    activations: Activations = field(default_factory=lambda: Activations([]))
+    """Checkpointing and offloading of its layers."""
 
 
 def run_rank_plan(
-    model: TrainableModel,
+    parts: Sequence[ModelPart],
     rank_plan: RankPlan,
     micro_batches: Sequence[MicroBatchTokens],
     *,
     num_global_targets: int,
     kernel: AttentionKernel,
-    hdp: HdpGroup,
-    activations: Activations | None = None,
+    mesh: Mesh,
+    z_loss: float = 0.0,
 ) -> StepResult:
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
     Args:
+        parts: what this stage has of the model, in order; several where stages are interleaved, as many on each.
         micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
-        activations: checkpointing and offloading of the model's layers; None: autograd keeps everything.
+        z_loss: see ``linear_cross_entropy``.
 
     A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
     """
-    losses: list[Tensor] = []
-    num_targets = 0
-    activations = activations or Activations([])
-    activations.begin_step(rank_plan.micro_batches)
-    begin_batch_loss(model)
-    for micro_batch, data in zip(rank_plan.micro_batches, micro_batches, strict=True):
-        tokens, labels, position_ids = (
-            torch.as_tensor(array).to(hdp.device, non_blocking=True)
-            for array in (data.tokens, data.labels, data.position_ids)
+    if len(micro_batches) != len(rank_plan.micro_batches):
+        raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {len(rank_plan.micro_batches)}")
+    run = _Run(parts, rank_plan.micro_batches, micro_batches, num_global_targets, kernel, mesh, z_loss)
+    model = parts[0].model
+    dtype = next(iter(model.parameters())).dtype
+    links = StageLinks(mesh, rank_plan.micro_batches, len(parts), model.hidden_size, dtype)
+    for part in parts:
+        part.activations.begin_step(rank_plan.micro_batches)
+        begin_batch_loss(part.model)
+    for place, action in enumerate(links.actions):
+        links.expect(links.actions[place : place + 2])
+        received = links.receive(action)
+        made = run.backward(action, received) if action[0] else run.forward(action, received)
+        if made is not None:
+            links.send(action, made)
+    links.finish()
+    return run.result()
+
+
+@dataclass
+class _Run:
+    """What lives between the forward and the backward of a step's micro-batches. Arguments as of ``run_rank_plan``."""
+
+    parts: Sequence[ModelPart]
+    plan: Sequence[MicroBatch]
+    data: Sequence[MicroBatchTokens]
+    num_global_targets: int
+    kernel: AttentionKernel
+    mesh: Mesh
+    z_loss: float
+    losses: list[Tensor] = field(default_factory=list)
+    num_targets: int = 0
+    held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """Input and output of the forward of a part and a micro-batch, until its backward."""
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Returns ``[t, C]`` for the next part; None on the last, which has the loss."""
+        _, chunk, index = action
+        part, data = self.parts[chunk], self.data[index]
+        inputs = self._to_device(data.tokens) if received is None else received.requires_grad_()
+        attention = PackedAttention(
+            self.plan[index], self.kernel, self.mesh.hdp.exchange, part.activations.attention_memory
         )
-        attention = PackedAttention(micro_batch, kernel, hdp.exchange, activations.attention_memory)
-        with activations.forward(micro_batch.index):
-            hidden = model(tokens, position_ids, attention)
-            loss_sum = linear_cross_entropy(hidden, model.head_weight, labels)
-        with activations.backward(micro_batch.index):
-            (loss_sum / num_global_targets).backward()
-        losses.append(loss_sum.detach())
-        num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
-    return StepResult(
-        loss_sum=float(torch.stack(losses).double().sum()) if losses else 0.0,
-        num_targets=num_targets,
-        batch_loss=finish_batch_loss(model, hdp),
-    )
+        with part.activations.forward(index):
+            output = part.model(inputs, self._to_device(data.position_ids), attention)
+            if self._is_last(chunk):
+                output = self._loss(part, output, data)
+        self.held[chunk, index] = received, output
+        return None if self._is_last(chunk) else output.detach()
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Takes the gradient of the output; returns that of the input, None on the first part."""
+        _, chunk, index = action
+        inputs, output = self.held.pop((chunk, index))
+        with self.parts[chunk].activations.backward(index):
+            output.backward(received)
+        return None if inputs is None else inputs.grad
+
+    def result(self) -> StepResult:
+        """The step's sums, after the last backward."""
+        counts = self.mesh.tp.rank == 0  # all ranks of a TP group have the same loss
+        return StepResult(
+            loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
+            num_targets=self.num_targets if counts else 0,
+            batch_loss=sum(finish_batch_loss(part.model, self.mesh) for part in self.parts),
+        )
+
+    def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
+        """This micro-batch's share of the step's loss."""
+        loss_sum = linear_cross_entropy(
+            hidden,
+            part.model.head_weight,
+            self._to_device(data.labels),
+            z_loss=self.z_loss,
+            group=self.mesh.tp.group,
+        )
+        self.losses.append(loss_sum.detach())
+        self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
+        return loss_sum / self.num_global_targets
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.mesh.is_last_stage and chunk == len(self.parts) - 1
+
+    def _to_device(self, array: NDArray[np.int64] | Tensor) -> Tensor:
+        return torch.as_tensor(array).to(self.mesh.hdp.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""All parameters in one flat buffer and all gradients in another, so that sharding them is a matter of slicing.
+"""All parameters of a rank in one flat buffer and all gradients in another, so that sharding is a matter of slicing.
 
 Weights that decay (matrices) come first, the rest (norms) behind them; each starts at a multiple of 64 elements, which
 keeps matrix products on aligned memory. The layout depends on the model alone, never on the number of ranks: only the
@@ -7,22 +7,29 @@ padding at the end of the buffer does. Gradients are summed over micro-batches i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from bytescale.common.cut import Cut
 
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one parameter lies in the flat buffers, in elements."""
+    """Where one parameter, or this rank's part of it, lies in the flat buffers, in elements."""
 
     name: str
-    shape: tuple[int, ...]
+    cut: Cut
     start: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is here."""
+        return self.cut.part_shape
 
     @property
     def stop(self) -> int:
@@ -30,7 +37,7 @@ class Entry:
 
 
 class FlatParameters:
-    """Moves a module's parameters into flat memory, in place, and gathers their gradients beside it.
+    """Moves parameters into flat memory, in place, and gathers their gradients beside it.
 
     Attributes:
         values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
@@ -39,8 +46,14 @@ class FlatParameters:
         num_decayed: elements of the leading part that weight decay applies to.
     """
 
-    def __init__(self, module: nn.Module, num_shards: int) -> None:
-        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        num_shards: int,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        """``cuts``: which part of the whole parameter each of them is, by name; without: they are whole."""
+        parameters = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not parameters:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         dtypes = {p.dtype for _, p in parameters}
@@ -52,7 +65,8 @@ class FlatParameters:
         self.num_decayed = 0
         stop = 0
         for name, parameter in decayed + others:
-            self.entries.append(Entry(name, tuple(parameter.shape), stop))
+            cut = Cut(shape=tuple(parameter.shape)) if cuts is None else cuts[name]
+            self.entries.append(Entry(name, cut, stop))
             stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             if parameter.dim() >= 2:
                 self.num_decayed = stop
@@ -80,13 +94,16 @@ class FlatParameters:
         """Forget the gradients of the step before."""
         self.gradients.zero_()
 
-    def layout(self) -> list[dict[str, object]]:
-        """Names, shapes and places, for checkpoints: two models with equal layouts share flat states."""
-        return [{"name": e.name, "shape": list(e.shape), "start": e.start} for e in self.entries]
+    def value_of(self, entry: Entry) -> Tensor:
+        """A parameter's view of ``values``."""
+        return self.values[entry.start : entry.stop].view(entry.shape)
+
+    def gradient_of(self, entry: Entry) -> Tensor:
+        """A parameter's view of ``gradients``."""
+        return self.gradients[entry.start : entry.stop].view(entry.shape)
 
     def _adopt(self, parameter: nn.Parameter, entry: Entry) -> None:
-        value = self.values[entry.start : entry.stop].view(entry.shape)
-        gradient = self.gradients[entry.start : entry.stop].view(entry.shape)
+        value, gradient = self.value_of(entry), self.gradient_of(entry)
         with torch.no_grad():
             value.copy_(parameter)
         parameter.data = value

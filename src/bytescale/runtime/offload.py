@@ -10,11 +10,12 @@ its use in backward (paper section 5.2). For layers 0 .. l-1, in time::
 
 Micro-batches may interleave in any way: each has its own pass, chosen by index around forward and around backward.
 
-What moves: a saved tensor with one row per token, contiguous, that is no parameter, no buffer and none of what several
-layers are given (rotary angles): those would be kept by the last layers anyway. A region of memory that is saved twice
-in a layer, also under another shape, moves once; a view moves only its own rows, never its base. Of the first ``n``
-rows, ``n`` the sum of floor(r_g n_g) over the micro-batch's groups, and not of each group its own first rows: which
-tokens move changes neither memory nor traffic nor any result, and one range is one copy where several would be several.
+What moves: a saved tensor with one row per token (or K: experts; or of the tokens that a tensor-parallel rank has),
+contiguous, that is no parameter, no buffer and none of what several layers are given (rotary angles): those would be
+kept by the last layers anyway. A region of memory that is saved twice in a layer, also under another shape, moves once;
+a view moves only its own rows, never its base. Of a tensor's rows the first ``n / T`` move, ``n`` the sum of
+floor(r_g n_g) over the micro-batch's groups, and not of each group its own first rows: which tokens move changes
+neither memory nor traffic nor any result, and one range is one copy where several would be several.
 
 Why no memory is handed out while a copy is in flight: a tensor under way is held here until the compute stream has been
 made to wait for its copy, and a page's next write waits for its last read. Hence neither ``record_stream``, which would
@@ -37,7 +38,9 @@ from torch.utils._pytree import tree_leaves
 
 from bytescale.plan import MicroBatch
 from bytescale.runtime.copy_lane import CopyLane, Event, compute_mark, compute_waits
+from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import Extent, HostPool, PageWriter
+from bytescale.runtime.token_shards import num_own_rows
 
 RESIDENT_LAYERS = 2
 
@@ -57,9 +60,15 @@ class ActivationOffload:
         with offload.backward(index): loss.backward()
     """
 
-    def __init__(self, layers: Sequence[nn.Module], pool: HostPool, device: torch.device) -> None:
-        """``layers`` in the order of forward; each is called with the residual stream first, then what all share."""
+    def __init__(
+        self, layers: Sequence[nn.Module], pool: HostPool, device: torch.device, tp: RankGroup | None = None
+    ) -> None:
+        """``layers`` in the order of forward; each is called with the residual stream first, then what all share.
+
+        ``tp``: the tensor-parallel ranks among which the rows outside of attention and feed-forward are shared out.
+        """
         self.pool = pool
+        self.tp = tp or RankGroup(device=device)
         self.device = device
         self.bytes_moved = 0  # to the host, since the start
         self._to_host = CopyLane(device)
@@ -138,6 +147,7 @@ class _Pass:
         self.index = index
         self.num_tokens = num_tokens
         self.num_moved = num_moved
+        self.num_own_rows = num_own_rows(num_tokens, owner.tp)
         self.layers: list[_LayerPass | None] = [None] * len(owner._layers)
         self.current: _LayerPass | None = None
         self._under_way: _LayerPass | None = None  # the layer before the current one
@@ -221,17 +231,23 @@ class _LayerPass:
     def _may_move(self, tensor: Tensor) -> bool:
         return (
             tensor.dim() > 0
-            and tensor.shape[0] == self.of.num_tokens
+            and (tensor.shape[0] % self.of.num_tokens == 0 or tensor.shape[0] == self.of.num_own_rows)
             and tensor.numel() > 0
+            and self._num_moved(tensor) > 0
             and tensor.is_contiguous()
             and tensor.device == self.of.owner.device
             and tensor.untyped_storage().data_ptr() not in self._staying
         )
 
+    def _num_moved(self, tensor: Tensor) -> int:
+        """How many of its rows go to the host."""
+        return tensor.shape[0] * self.of.num_moved // self.of.num_tokens
+
     def _move(self, tensor: Tensor) -> _Block:
         owner = self.of.owner
-        rows = tensor.detach().reshape(self.of.num_tokens, -1).view(torch.uint8)
-        moved = rows[: self.of.num_moved].reshape(-1)
+        rows = tensor.detach().reshape(tensor.shape[0], -1).view(torch.uint8)
+        num_moved = self._num_moved(tensor)
+        moved = rows[:num_moved].reshape(-1)
         extents = self._writer.reserve(moved.numel())
         pieces = moved.split([extent.stop - extent.start for extent in extents])
         after = [compute_mark(owner.device), *(extent.page.free_after for extent in extents)]
@@ -240,7 +256,7 @@ class _LayerPass:
         )
         owner.bytes_moved += moved.numel()
         self._sources.append(tensor)
-        rest = rows[self.of.num_moved :].clone() if self.of.num_moved < self.of.num_tokens else None
+        rest = rows[num_moved:].clone() if num_moved < len(rows) else None
         block = _Block(owner, rows.shape, extents, rest, self._copied)
         self.blocks.add(block)
         return block

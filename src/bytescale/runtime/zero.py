@@ -1,5 +1,7 @@
 """ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of one slice of the flat buffer.
 
+Ranks of one HDP group hold the same parameters: all of the model, or a pipeline stage's, or a tensor-parallel part.
+
 A step is: reduce-scatter the gradient sums, agree on the global norm, update the own slice in fp32, all-gather the
 parameters. No collective lies inside forward or backward, hence ranks may run any number of micro-batches.
 """
@@ -11,16 +13,22 @@ from torch import Tensor
 
 from bytescale.config import OptimizerConfig
 from bytescale.runtime.flat import FlatParameters
-from bytescale.runtime.hdp import HdpGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.replicas import TiedHead, sum_replicas
 
 
 class ShardedAdamW:
     """AdamW (decoupled weight decay on matrices) whose states and master weights are sharded over the HDP group."""
 
-    def __init__(self, parameters: FlatParameters, config: OptimizerConfig, hdp: HdpGroup) -> None:
+    def __init__(
+        self, parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
+    ) -> None:
+        """``tied_head``: where the embedding is used on the first stage and on the last."""
         self.parameters = parameters
         self.config = config
-        self.hdp = hdp
+        self.mesh = mesh
+        self.hdp = hdp = mesh.hdp
+        self.tied_head = tied_head
         own = parameters.shard(parameters.values, hdp.rank)
         # With fp32 parameters the master weights are the parameters themselves.
         same_dtype = own.dtype == parameters.master_dtype
@@ -36,12 +44,16 @@ class ShardedAdamW:
         )
         start = hdp.rank * parameters.shard_size
         self._num_decayed = min(max(parameters.num_decayed - start, 0), parameters.shard_size)
+        self._counted = _slices_by_replicas(parameters, start)
 
     def reduce_gradients(self) -> float:
-        """Sum gradients over ranks; returns the sum of squares of this rank's slice (the norm's share)."""
+        """Sum gradients over ranks; returns this rank's share of the squared norm: every parameter counts once."""
+        if self.tied_head is not None:
+            self.tied_head.bring_gradient_home()
+        sum_replicas(self.parameters, self.mesh.tp)
         shard = self.hdp.reduce_scatter(self.parameters.gradients)
         self.master.grad = shard
-        return float(shard.double().square().sum())
+        return sum(float(shard[own].double().square().sum()) / replicas for own, replicas in self._counted)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
@@ -76,3 +88,19 @@ class ShardedAdamW:
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
         self.hdp.all_gather(self.parameters.values, own)
+        if self.tied_head is not None:
+            self.tied_head.lend()
+
+
+def _slices_by_replicas(parameters: FlatParameters, start: int) -> list[tuple[slice, int]]:
+    """The slice that begins at ``start``, in pieces of parameters with equally many replicas."""
+    pieces: list[tuple[slice, int]] = []
+    for entry in parameters.entries:
+        low = max(entry.start - start, 0)
+        high = min(entry.stop - start, parameters.shard_size)
+        if low >= high:
+            continue
+        if pieces and pieces[-1][1] == entry.cut.replicas:
+            low = pieces.pop()[0].start  # what lies between two parameters is zero
+        pieces.append((slice(low, high), entry.cut.replicas))
+    return pieces

@@ -19,11 +19,15 @@ class ClusterConfig:
     """Tensor parallelism: devices that share a rank's heads and matrices."""
     pp: int = 1
     """Pipeline parallelism: stages of layers."""
+    sync_overlap: float = 0.0
+    """Share of the gradient sync that runs beside the last backwards and the next step's first forwards."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "gpus_per_node", "tp", "pp"):
             if getattr(self, name) < 1:
                 raise ConfigError(problem(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1"))
+        if not 0 <= self.sync_overlap <= 1:
+            raise ConfigError(problem(f"cluster.sync_overlap is {self.sync_overlap}", fix="use a share from 0 to 1"))
         if self.num_gpus % (self.tp * self.pp):
             raise ConfigError(
                 problem(

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, PlanError, problem
 from bytescale.cost.profile import Profile
-from bytescale.cost.stage import Loads, StageTimes, stage_activation_bytes, stage_times
-from bytescale.cost.step import stage_layers, stage_parameters, sync_bytes, sync_seconds
+from bytescale.cost.split import split_layers
+from bytescale.cost.stage import RESIDENT_LAYERS, Loads, StageTimes, stage_activation_bytes, stage_times
+from bytescale.cost.step import stage_parameters, sync_bytes, sync_seconds
 from bytescale.plan import Plan
 from bytescale.simulator.cluster import ClusterConfig
 from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
@@ -68,10 +69,10 @@ def simulate(
     """
     _check(plan, profile, cluster)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds)
-    layers = stage_layers(profile.architecture.num_layers, cluster.pp)
+    layers = split_layers(profile.architecture, cluster.pp)
     stages = [
-        stage_times(profile, events.loads, num_layers=count, has_head=stage == cluster.pp - 1)
-        for stage, count in enumerate(layers)
+        stage_times(profile, events.loads, num_layers=len(own), has_head=stage == cluster.pp - 1)
+        for stage, own in enumerate(layers)
     ]
     seconds = np.stack([events.longest_member(times.total) for times in stages])
     hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
@@ -135,7 +136,8 @@ def _account(
         parts["wait_members"][:, stage] = _per_rank(waited.sum(axis=0), ranks, num_ranks)
         dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage)
         parameters = stage_parameters(profile, stage=stage, pipeline_parallel=pp)
-        sync[:, stage] = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
+        in_all = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
+        sync[:, stage] = (1.0 - cluster.sync_overlap) * in_all
     stage_done = last.max(axis=0)  # a stage's gradients are reduced once all its ranks have run their last backward
     dp_bubble += stage_done - last
     end = float((stage_done + sync[0]).max())
@@ -185,8 +187,8 @@ def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, 
 def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline) -> FloatArray:
     """``[R, pp]`` most bytes that a device keeps for backwards still to come."""
     peaks = np.zeros((events.num_ranks, cluster.pp))
-    for stage, layers in enumerate(stage_layers(profile.architecture.num_layers, cluster.pp)):
-        kept = stage_activation_bytes(profile, events.loads, num_layers=layers)
+    for stage, layers in enumerate(split_layers(profile.architecture, cluster.pp)):
+        kept = stage_activation_bytes(profile, events.loads, num_layers=len(layers))
         when, change, ranks = memory_changes(events, timeline, stage, kept)
         order = np.lexsort((change, when, ranks))  # at equal times what is freed goes first
         level = np.cumsum(change[order])  # every rank's changes add up to 0, so levels of one rank start at 0
@@ -209,7 +211,7 @@ def _traffic(profile: Profile, cluster: ClusterConfig, events: Events) -> Traffi
     loads: Loads = events.loads
     parameters = [stage_parameters(profile, stage=p, pipeline_parallel=cluster.pp) for p in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
-    movable = sum(max(0, count - 2) for count in stage_layers(layers, cluster.pp))
+    movable = sum(max(0, len(own) - RESIDENT_LAYERS) for own in split_layers(profile.architecture, cluster.pp))
     return Traffic(
         ring_intra_node=ring * float(events.intra_node_ring_tokens.sum()),
         ring_inter_node=ring * float(events.inter_node_ring_tokens.sum()),

@@ -1,8 +1,8 @@
 """Checkpoints through torch.distributed.checkpoint (DCP): whole at any moment, loadable on any number of ranks.
 
-Each rank's slices of master weights and Adam moments are written as a ``DTensor`` sharded over the flat buffer, whose
-layout does not depend on the number of ranks; DCP reshards on load. A checkpoint is written into a hidden folder and
-renamed when every rank's part is on disk: a folder named ``step-*`` is always complete.
+Master weights and Adam moments are stored under the model's own names and shapes (``train.stored_state``), so that any
+mesh reads what any other wrote. A checkpoint is written into a hidden folder and renamed when every rank's part is on
+disk: a folder named ``step-*`` is always complete.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.common.units import format_bytes
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedAdamW
 from bytescale.train.ranks import Ranks
+from bytescale.train.stored_state import PieceReader, PieceWriter, host_copies, stored_pieces
 
-_STATE_FILE = "run_state.json"
+FORMAT = 2
+"""Of checkpoints: 1 stored flat buffers, and was never released."""
+STATE_FILE = "run_state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,8 @@ class RunState:
     step: int  # optimizer updates done
     sampler: dict[str, Any]  # where the data order stands
     architecture: dict[str, Any]
-    layout: list[dict[str, Any]]  # of the flat buffers
-    num_ranks: int  # that wrote it; for people only
+    mesh: dict[str, int]  # that wrote it; for people only
+    format: int = FORMAT
 
 
 class Checkpointer:
@@ -63,11 +65,14 @@ class Checkpointer:
         if self.ranks.is_first:
             shutil.rmtree(final, ignore_errors=True)  # a resumed run may pass the same step again
             hidden.mkdir(parents=True, exist_ok=True)
-            (hidden / _STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-        torch.distributed.barrier(group=self.ranks.checkpoint_group)
-        tensors = self._host_copies(optimizer)
+            (hidden / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
+        dist.barrier(group=self.ranks.checkpoint_group)
         writing = self._thread.submit(
-            dcp.save, tensors, checkpoint_id=str(hidden), process_group=self.ranks.checkpoint_group
+            dcp.save,
+            stored_pieces(optimizer, host_copies(optimizer)),
+            checkpoint_id=str(hidden),
+            planner=PieceWriter(),
+            process_group=self.ranks.checkpoint_group,
         )
         self._pending = (writing, hidden, final)
         if not self.config.background:
@@ -94,12 +99,8 @@ class Checkpointer:
         Raises ``CheckpointError`` when the checkpoint is of another model.
         """
         state = read_run_state(path)
-        _check_same_model(path, state, expected)
-        tensors = self._host_copies(optimizer)
-        dcp.load(tensors, checkpoint_id=str(path), process_group=self.ranks.checkpoint_group)
-        for name, state_tensor in optimizer.states().items():
-            loaded = tensors[name].to_local()
-            state_tensor[: loaded.numel()].copy_(loaded)
+        check_same_model(path, state.architecture, expected.architecture)
+        load_states(path, optimizer, self.ranks.checkpoint_group)
         optimizer.restore(state.step)
         return state
 
@@ -130,23 +131,6 @@ class Checkpointer:
             old.replace(doomed)  # renamed first: a half-deleted folder is never taken for a checkpoint
             shutil.rmtree(doomed)
 
-    def _host_copies(self, optimizer: ShardedAdamW) -> dict[str, DTensor]:
-        """This rank's slices, without the padding, copied to host memory as shards of flat ``[num_elements]`` tensors.
-
-        A copy, because training goes on while it is written. (DCP's own stager would copy the whole storage that a
-        slice is a view of.)
-        """
-        flat, hdp = optimizer.parameters, self.ranks.hdp
-        size = min(max(flat.num_elements - hdp.rank * flat.shard_size, 0), flat.shard_size)
-        mesh = DeviceMesh.from_group(self.ranks.checkpoint_group, "cpu")
-        whole = torch.Size([flat.num_elements])
-        return {
-            name: DTensor.from_local(
-                tensor.detach()[:size].to("cpu", copy=True), mesh, [Shard(0)], run_check=False, shape=whole, stride=(1,)
-            )
-            for name, tensor in optimizer.states().items()
-        }
-
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in ``folder``, oldest first."""
@@ -158,23 +142,38 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def read_run_state(path: Path) -> RunState:
     """What a checkpoint says of itself."""
     try:
-        return RunState(**json.loads((path / _STATE_FILE).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT:
+            raise ValueError(f"format {content.get('format', 1)}, this version reads {FORMAT}")
+        return RunState(**content)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             problem(f"{path} is not a checkpoint of bytescale: {error}", fix="name a folder checkpoints/step-*")
         ) from error
 
 
-def _check_same_model(path: Path, state: RunState, expected: RunState) -> None:
-    if state.layout != expected.layout or state.architecture != expected.architecture:
-        different = [
-            f"{key} {state.architecture.get(key)} there, {expected.architecture.get(key)} here"
-            for key in sorted({*state.architecture, *expected.architecture})
-            if state.architecture.get(key) != expected.architecture.get(key)
-        ]
+def load_states(
+    path: Path, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
+) -> None:
+    """Fill this rank's slices from a checkpoint of any mesh; ``only`` some of the states (``optimizer.states``)."""
+    own = optimizer.states()
+    loaded = {name: copy for name, copy in host_copies(optimizer).items() if only is None or name in only}
+    dcp.load(stored_pieces(optimizer, loaded), checkpoint_id=str(path), planner=PieceReader(), process_group=group)
+    for name, values in loaded.items():
+        own[name].copy_(values)
+
+
+def check_same_model(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` when two architectures differ, with what differs."""
+    different = [
+        f"{key} {there.get(key)} there, {here.get(key)} here"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]
+    if different:
         raise CheckpointError(
             problem(
-                f"{path} is a checkpoint of another model ({'; '.join(different) or 'other parameter names'})",
+                f"{path} is a checkpoint of another model ({'; '.join(different)})",
                 so="its weights do not fit",
                 fix="resume with the config.toml of its run folder, or start a new run",
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from bytescale.common.units import format_si
 from bytescale.config import Config, resolve_architecture
+from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost import flops
 from bytescale.data import check_vocabulary, prepare_corpus
 from bytescale.data.mixture import make_sampler
@@ -27,6 +28,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         corpus = prepare_corpus(config.data, progress)
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
+    check_mesh(config.parallel, architecture, config.parallel.ranks)
     batch = make_sampler(corpus, config.data).next_batch()
     device = choose_device(config.trainer.device, 0, 1)
     dtype = choose_dtype(config.trainer.dtype, device)
@@ -34,7 +36,14 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     profile = measured_profile(config, architecture, device, dtype)
     memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
     cost = planning_cost(profile, architecture, device, dtype)
-    plan = VerifiedPlanner(config.planner, memory.cluster(ranks), cost, memory.limits)(batch.lengths)
+    plan = VerifiedPlanner(
+        config.planner,
+        memory.cluster(hdp_ranks(config.parallel)),
+        cost,
+        memory.limits,
+        num_stages=config.parallel.pp,
+        num_chunks=config.parallel.virtual_stages,
+    )(batch.lengths)
     print_line(f"model   {format_si(flops.total_parameters(architecture))} parameters on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")
     for line in memory.lines():

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -23,8 +20,6 @@ from bytescale.train.checkpoint import read_run_state
 from bytescale.train.initial_weights import architecture_pieces, folder_of
 from bytescale.train.ranks import DTYPES
 
-_MASTER = "master"
-
 
 def export_checkpoint(
     checkpoint: Path,
@@ -36,8 +31,7 @@ def export_checkpoint(
 ) -> list[Path]:
     """Write ``target`` with config.json, safetensors shards and, where the run names them, the tokenizer's files.
 
-    The master weights lie in a memory-mapped file beside ``target`` meanwhile: the process holds one shard, and one
-    rank's slice of the checkpoint while it is read. ``target`` appears when it is complete.
+    The process holds one shard, and the parameter that is being read. ``target`` appears when it is complete.
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp64``; master weights are rounded to it.
@@ -54,22 +48,16 @@ def export_checkpoint(
     if target.exists():
         raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
     shape = Architecture(**state.architecture)
-    starts = {str(entry["name"]): int(entry["start"]) for entry in state.layout}
+    master = _StoredMaster(checkpoint)
     hidden = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     try:
-        with _mapped_master(checkpoint, hidden.parent) as master:
-
-            def value(piece: Piece) -> Tensor:
-                size = torch.Size(piece.shape).numel()
-                start = starts[piece.name] + (piece.expert or 0) * size
-                return master[start : start + size]
-
-            shards = write_pieces(
-                hidden, architecture_pieces(shape), value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
-            )
+        shards = write_pieces(
+            hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
+        )
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
+        copy_companions(checkpoint, hidden)  # where it was made of a Hugging Face folder
         _copy_tokenizer(hidden, run_config)
         hidden.replace(target)
     finally:
@@ -77,23 +65,36 @@ def export_checkpoint(
     return [target / shard.name for shard in shards]
 
 
-@contextmanager
-def _mapped_master(checkpoint: Path, folder: Path) -> Iterator[Tensor]:
-    """The flat master weights as a file-backed tensor, whose memory the system may take back at any time."""
-    try:
-        stored: Any = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata[_MASTER]
-    except (OSError, KeyError) as error:
-        raise CheckpointError(
-            problem(f"{checkpoint} has no master weights ({error})", fix="name a complete checkpoint")
-        ) from error
-    count, dtype = stored.size.numel(), stored.properties.dtype
-    with NamedTemporaryFile(dir=folder, prefix=".bytescale-", suffix=".tmp") as file:
-        file.truncate(count * dtype.itemsize)
-        master = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
+class _StoredMaster:
+    """Master weights of a checkpoint, read one parameter at a time."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        try:
+            stored: Any = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+        except OSError as error:
+            raise CheckpointError(
+                problem(f"{checkpoint} has no weights ({error})", fix="name a complete checkpoint")
+            ) from error
+        self.checkpoint = checkpoint
+        self._stored = stored
+        self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
+
+    def value(self, piece: Piece) -> Tensor:
+        """One tensor of a Hugging Face file."""
+        if self._last is None or self._last[0] != piece.name:
+            self._last = piece.name, self._read(f"master.{piece.name}")
+        return self._last[1] if piece.expert is None else self._last[1][piece.expert]
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self._stored:
+            raise CheckpointError(
+                problem(f"{self.checkpoint} has no {name}", fix="name a complete checkpoint of this model")
+            )
+        whole = torch.empty(self._stored[name].size, dtype=self._stored[name].properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
-            dcp.load({_MASTER: master}, checkpoint_id=str(checkpoint), no_dist=True)
-        yield master
+            dcp.load({name: whole}, checkpoint_id=str(self.checkpoint), no_dist=True)
+        return whole
 
 
 def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:

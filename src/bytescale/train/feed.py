@@ -44,18 +44,21 @@ def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     with _join_ray(config, ranks) as session:
         from bytescale.data.remote.feed import RemoteFeed
 
-        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.hdp.size)
+        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first)
         try:
             yield feed
         finally:
             feed.close()
 
 
-def _new_attempt(folder: Path, ranks: Ranks) -> Path:
-    """Where this attempt writes down its data; the first rank says, once the run folder is there."""
+def _new_attempt(folder: Path, ranks: Ranks) -> Path | None:
+    """Where this attempt writes down its data; the first rank says, once the run folder is there.
+
+    None on ranks that are given the same as another: those behind the first stage or the first tensor-parallel rank.
+    """
     told: list[Any] = [new_attempt_folder(folder) if ranks.is_first else None]
     dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
-    return told[0]
+    return told[0] if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
         dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
         yield told[0]
         return
-    starts = ray_cluster(config.data.ray_address, ranks.hdp.size) if ranks.is_first else nullcontext("")
+    starts = ray_cluster(config.data.ray_address, ranks.world.size) if ranks.is_first else nullcontext("")
     with starts as address:
         told = [address, f"bytescale-{uuid.uuid4().hex[:12]}", keys_to_join()]
         dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)

@@ -1,44 +1,67 @@
-"""Weights to start from: a Hugging Face folder, read by every rank into its flat buffers, tensor by tensor."""
+"""Weights to start from, a Hugging Face folder's or a checkpoint's: every rank reads what it holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import HF_PREFIX, Architecture, Config, resolve_architecture
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_architecture
 from bytescale.models import build_model
 from bytescale.models.hf import Piece, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
 from bytescale.runtime import FlatParameters, ShardedAdamW
+from bytescale.train.checkpoint import check_same_model, load_states, read_run_state
 
 
 def check_initial_weights(config: Config) -> None:
     """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
-    if config.trainer.init:
-        check_pieces(folder_of(config.trainer.init), architecture_pieces(resolve_architecture(config.model)))
+    source = config.trainer.init
+    if source.startswith(CHECKPOINT_PREFIX):
+        _check_checkpoint(source, resolve_architecture(config.model))
+    elif source:
+        check_pieces(folder_of(source), architecture_pieces(resolve_architecture(config.model)))
 
 
 def load_initial_weights(
-    source: str, architecture: Architecture, parameters: FlatParameters, optimizer: ShardedAdamW
+    source: str,
+    architecture: Architecture,
+    parameters: FlatParameters,
+    optimizer: ShardedAdamW,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Fill parameters, and master weights in their full precision. The same on every rank, without a message.
+    """Fill parameters, and master weights in their full precision, from the tensors of which this rank has a part.
+
+    Args:
+        source: ``hf:FOLDER``, or ``checkpoint:FOLDER`` for the weights of a checkpoint of ours, of any mesh.
+        group: of all ranks, for messages between hosts.
 
     Raises:
-        ConfigError: ``source`` is not ``hf:FOLDER``, or there are no weights in it.
+        ConfigError: ``source`` is neither, or there are no weights in it.
         CheckpointError: tensors are missing or of other shapes; none was loaded.
     """
+    if source.startswith(CHECKPOINT_PREFIX):
+        folder = _check_checkpoint(source, architecture)
+        load_states(folder, optimizer, group, only=["master"])
+        optimizer.restore(0)
+        return
     entries = {entry.name: entry for entry in parameters.entries}
     first = optimizer.hdp.rank * parameters.shard_size
     master = optimizer.states()["master"]
-    for piece, tensor in read_pieces(folder_of(source), architecture_pieces(architecture)):
-        start = entries[piece.name].start + (piece.expert or 0) * tensor.numel()
-        flat = tensor.flatten()
+    pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
+    for piece, tensor in read_pieces(folder_of(source), pieces):
+        entry = entries[piece.name]
+        cut = entry.cut if piece.expert is None else entry.cut.of_row()
+        flat = cut.of(tensor).flatten()
+        start = entry.start + (piece.expert or 0) * len(flat)
         parameters.values[start : start + len(flat)] = flat.to(parameters.values)
         low, high = max(start, first), min(start + len(flat), first + parameters.shard_size)
         if low < high:
             master[low - first : high - first] = flat[low - start : high - start].to(master)
+    if optimizer.tied_head is not None:
+        optimizer.tied_head.lend()
 
 
 def architecture_pieces(architecture: Architecture) -> list[Piece]:
@@ -51,6 +74,15 @@ def folder_of(source: str) -> Path:
     """``hf:FOLDER`` -> the folder."""
     if not source.startswith(HF_PREFIX):
         raise ConfigError(
-            problem(f"trainer.init is {source!r}", fix=f"write {HF_PREFIX}FOLDER, or leave it empty for random weights")
+            problem(
+                f"trainer.init is {source!r}",
+                fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
+            )
         )
     return Path(source.removeprefix(HF_PREFIX)).expanduser()
+
+
+def _check_checkpoint(source: str, architecture: Architecture) -> Path:
+    folder = Path(source.removeprefix(CHECKPOINT_PREFIX)).expanduser()
+    check_same_model(folder, read_run_state(folder).architecture, architecture.as_dict())
+    return folder

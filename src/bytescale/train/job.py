@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,19 +12,20 @@ import torch
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.config import Architecture, Config, resolve_architecture
+from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.profile_file import require_device, require_model
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import Loader
-from bytescale.models import Llama, build_model
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, FlatParameters, ShardedAdamW
+from bytescale.runtime import Activations, FlatParameters, ModelPart, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.memory import MemoryBudget, memory_budget
+from bytescale.train.own_model import build_own_model
 from bytescale.train.peak import device_name, peak_flops_per_second
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
@@ -40,11 +41,11 @@ class Job:
     ranks: Ranks
     architecture: Architecture
     feed: Feed
-    model: Llama
+    parts: Sequence[ModelPart]
+    """What this rank has of the model: one part, or several interleaved ones."""
     parameters: FlatParameters
     optimizer: ShardedAdamW
     kernel: AttentionKernel
-    activations: Activations
     memory: MemoryBudget
     planner: Planner
     peak_flops_per_second: float  # of one rank's device
@@ -74,23 +75,23 @@ class Job:
             step=step,
             sampler=sampler,
             architecture=self.architecture.as_dict(),
-            layout=self.parameters.layout(),
-            num_ranks=self.ranks.hdp.size,
+            mesh=asdict(self.ranks.mesh.shape),
         )
 
 
 def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other; the data is there already."""
-    # 1. Model: the same initial weights on every rank; parameters move into flat buffers.
+    # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
     check_vocabulary(feed.facts, architecture.vocab_size)
-    model = build_model(architecture)
-    model.initialise(config.trainer.seed)
-    model.to(device=ranks.device, dtype=ranks.dtype)
-    parameters = FlatParameters(model, num_shards=ranks.hdp.size)
-    optimizer = ShardedAdamW(parameters, config.optimizer, ranks.hdp)
+    parallel, mesh = config.parallel, ranks.mesh
+    check_mesh(parallel, architecture, ranks.world.size)
+    model = build_own_model(
+        architecture, mesh, virtual_stages=parallel.virtual_stages, dtype=ranks.dtype, seed=config.trainer.seed
+    )
+    optimizer = ShardedAdamW(model.parameters, config.optimizer, mesh, model.tied_head)
     if config.trainer.init:
-        load_initial_weights(config.trainer.init, architecture, parameters, optimizer)
+        load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
 
     # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
@@ -103,28 +104,42 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         architecture,
         device=ranks.device,
         dtype=ranks.dtype,
-        num_ranks=ranks.hdp.size,
+        num_ranks=ranks.world.size,
         profile=profile,
-        smallest=lambda own: [min(column) for column in zip(*ranks.hdp.share(own), strict=True)],
+        smallest=lambda own: [min(column) for column in zip(*ranks.world.share(own), strict=True)],
     )
-    activations = Activations(
-        list(model.layers),
-        checkpointing=config.trainer.checkpointing,
-        pool=memory.host_pool(ranks.device),
-        device=ranks.device,
-    )
+    pool = memory.host_pool(ranks.device)
+    parts = [
+        ModelPart(
+            model=chunk,
+            activations=Activations(
+                list(chunk.layers),
+                checkpointing=config.trainer.checkpointing,
+                pool=pool,
+                device=ranks.device,
+                tp=mesh.tp,
+            ),
+        )
+        for chunk in model.chunks
+    ]
     return Job(
         config=config,
         ranks=ranks,
         architecture=architecture,
         feed=feed,
-        model=model,
-        parameters=parameters,
+        parts=parts,
+        parameters=model.parameters,
         optimizer=optimizer,
         kernel=select_kernel(config.trainer.attention, ranks.device, ranks.dtype),
-        activations=activations,
         memory=memory,
-        planner=VerifiedPlanner(config.planner, memory.cluster(ranks.hdp.size), cost, memory.limits),
+        planner=VerifiedPlanner(
+            config.planner,
+            memory.cluster(mesh.hdp.size),
+            cost,
+            memory.limits,
+            num_stages=mesh.shape.pp,
+            num_chunks=parallel.virtual_stages,
+        ),
         peak_flops_per_second=peak,
         stop=stop,
     )

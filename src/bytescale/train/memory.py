@@ -14,6 +14,7 @@ import torch
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import AUTO_CAPACITY, Architecture, Config
+from bytescale.config.validate import hdp_ranks, kind_of_ranks
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
@@ -91,24 +92,30 @@ def memory_budget(
 
     Args:
         profile: measured times for Eq. 3; None: round numbers for the kind of device.
+        num_ranks: of the whole mesh.
         smallest: takes this rank's numbers and returns the smallest of any rank, so that all plan alike.
 
     Raises:
         ConfigError: the capacity does not fit into the device, or the context not into all ranks.
     """
     on_gpu = device.type == "cuda"
+    hdp = hdp_ranks(config.parallel, num_ranks)
     device_bytes, host_bytes = smallest(
         [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
     )
-    model = MemoryModel(
+    whole = MemoryModel(
         architecture=architecture,
         element_bytes=dtype.itemsize,
-        num_ranks=num_ranks,
+        num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
         fused_norm=on_gpu,
-        loss_chunk_tokens=chunk_tokens(architecture.vocab_size, device.type),
+        loss_chunk_tokens=chunk_tokens(architecture.vocab_size // config.parallel.tp, device.type),
         fused_loss=on_gpu and dtype == torch.bfloat16,
+        tensor_parallel=config.parallel.tp,
+        num_stages=config.parallel.pp,
+        virtual_stages=config.parallel.virtual_stages,
     )
+    model = min(whole.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))  # the stage that fills first
     capacity = _fitting_capacity(config, model, device_bytes)
     offloads = config.memory.offload == "on" or (config.memory.offload == "auto" and on_gpu)
     rule = None
@@ -118,9 +125,9 @@ def memory_budget(
         kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
         rule = OffloadRule(
             profile=replace(times, activation_bytes=kept, points=()),
-            num_layers=architecture.num_layers,
+            num_layers=model.num_layers,
             movable_share=model.limits().movable_share,
-            host_bytes=host_bytes,
+            host_bytes=host_bytes / model.num_in_flight,
         )
     budget = MemoryBudget(
         model=model,
@@ -129,7 +136,7 @@ def memory_budget(
         host_bytes=host_bytes if rule else 0.0,
         rule=rule,
     )
-    _check_context(config, budget, num_ranks)
+    _check_context(config, budget, hdp)
     return budget
 
 
@@ -190,20 +197,21 @@ def _fitting_capacity(config: Config, model: MemoryModel, device_bytes: float) -
     return wanted
 
 
-def _check_context(config: Config, budget: MemoryBudget, num_ranks: int) -> None:
-    longest = budget.cluster(num_ranks).largest_sequence
+def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
+    longest = budget.cluster(hdp).largest_sequence
     context = config.data.context_length
     if context > longest:
-        over = (context - longest) / num_ranks * budget.model.saved_bytes_per_token
+        kind = kind_of_ranks(config.parallel)
+        over = (context - longest) / hdp * budget.model.saved_bytes_per_token
         may_start_to = budget.rule is None and budget.model.movable_bytes_per_token > 0  # the last two layers stay
         raise ConfigError(
             problem(
-                f"a sequence of data.context_length = {context} tokens does not fit: {num_ranks} ranks of capacity "
+                f"a sequence of data.context_length = {context} tokens does not fit: {hdp} {kind} of capacity "
                 f"{budget.capacity_tokens} hold {longest} tokens together"
                 + (", all offloaded that may be" if budget.rule else "")
                 + f" ({format_bytes(over)} a rank too many)",
                 so="a document of full length could not be trained on",
-                fix=f"use {-(-context * num_ranks // longest)} ranks, a shorter context, trainer.checkpointing"
+                fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, trainer.checkpointing"
                 + (', memory.offload = "on"' if may_start_to else "")
                 + ", or more memory (memory.device_gib, memory.host_gib)",
             )

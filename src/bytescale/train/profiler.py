@@ -1,17 +1,19 @@
 """Measures what one layer costs on this device, and fits the cost model's curves to it (``bytescale profile``).
 
-Each quantity is the fastest of several runs after a warm-up: other load only ever adds. Lengths
-double from ``MIN_TOKENS`` until one more would exceed the time that is left, so that the same call takes about as long
-on a laptop and on a GPU.
+Each quantity is the fastest of several sweeps over all lengths: other load only ever adds. Lengths double from
+``MIN_TOKENS`` until one more would exceed the time, so that the same call takes about as long on a laptop and on a GPU.
+Several ranks measure the same things at the same moments, since they share caches, memory and power when they train.
 
 * attention   forward and backward of the causal kernel over one sequence
-* rest        a layer whose attention is a no-op: projections, norms, rotation, feed-forward
-* head        the linear cross-entropy; what gradients add to it is counted as backward
+* rest        a layer whose attention is a no-op: projections, norms, rotation, feed-forward; backward adds to gradients
+              that exist, as from the second micro-batch on
+* head        the linear cross-entropy as it trains: its forward makes the gradients, its backward scales them
 * activations bytes that autograd saves in a layer, each piece of memory once, without parameters and shared inputs
 * ring block  one step of a ring, n queries against n / 2 keys: the same area as the triangle of n, so that the
               attention curve's s^2 term should tell it; kept as raw points
 * host        copies of 64 MiB to and from (pinned) host memory
-* links       the ring exchange between ranks, when there are several: one transfer over sizes, latency and bandwidth
+* links       the ring exchange between ranks, when there are several: one transfer over sizes, latency and bandwidth;
+              and what a step of ring attention takes beyond its blocks
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import AttentionKernel, select_kernel
+from bytescale.attention import AttentionKernel, PackedAttention, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.config import Architecture
 from bytescale.cost import Links, Profile, flops
@@ -34,13 +36,21 @@ from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import CURVES
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
-from bytescale.runtime import HdpGroup, linear_cross_entropy
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import RankGroup, linear_cross_entropy
 from bytescale.train.peak import device_name
 
 MIN_TOKENS = 256
-REPEATS = 5
+SWEEPS = 5
+"""Times that all lengths are measured, one sweep after the other: a burst of other load falls on one of them."""
+MIN_SECONDS = 0.05
+"""A quantity is measured again within a sweep for so long."""
 HOST_COPY_BYTES = 2**26
 LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+RING_TOKENS = 512
+"""Slice of the ring whose overhead is measured."""
+RING_ROUNDS = 20
 BAD_RESIDUAL = 0.3
 """A fit that is further than this from a point, relative to it, is worth a warning."""
 
@@ -52,16 +62,22 @@ class Stopwatch:
     device: torch.device
 
     def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        """The fastest of ``REPEATS`` runs after one to warm up; ``prepare`` before each is not counted."""
-        times = []
-        for _ in range(REPEATS + 1):
-            prepare()
-            self._synchronise()
-            started = time.perf_counter()
-            work()
-            self._synchronise()
-            times.append(time.perf_counter() - started)
-        return min(times[1:])
+        """The fastest of the runs after one to warm up; ``prepare`` before each is not counted."""
+        self.once(work, prepare)
+        started = time.perf_counter()
+        times = [self.once(work, prepare)]
+        while time.perf_counter() - started < MIN_SECONDS:
+            times.append(self.once(work, prepare))
+        return min(times)
+
+    def once(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        """Of one run."""
+        prepare()
+        self._synchronise()
+        started = time.perf_counter()
+        work()
+        self._synchronise()
+        return time.perf_counter() - started
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -70,12 +86,12 @@ class Stopwatch:
 
 @dataclass
 class Measurer:
-    """One device, one model, one dtype; points gather in ``points``."""
+    """One device, one model, one dtype; the fastest time of each (curve, tokens) gathers in ``fastest``."""
 
     architecture: Architecture
     device: torch.device
     dtype: torch.dtype
-    points: list[Point] = field(default_factory=list)
+    fastest: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.device)
@@ -83,7 +99,8 @@ class Measurer:
         model = build_model(replace(self.architecture, num_layers=1, vocab_size=64, tie_embeddings=True))
         model.initialise(0)
         self.layer: nn.Module = model.layers[0].to(device=self.device, dtype=self.dtype)
-        self.head = self._random(self.architecture.vocab_size, self.architecture.hidden_size) * 0.02
+        head = self._random(self.architecture.vocab_size, self.architecture.hidden_size) * 0.02
+        self.head = head.requires_grad_()
 
     def measure(self, tokens: int) -> None:
         """Every curve at one length."""
@@ -138,7 +155,6 @@ class Measurer:
 
         def reset() -> None:
             outputs.clear()
-            self.layer.zero_grad(set_to_none=True)
             hidden.grad = None
 
         def prepare_backward() -> None:
@@ -148,21 +164,21 @@ class Measurer:
         self._add("rest_forward", tokens, self.watch.seconds(forward, prepare=reset))
         backward = self.watch.seconds(lambda: outputs[0].backward(gradient), prepare=prepare_backward)
         self._add("rest_backward", tokens, backward)
-        reset()
 
     def _head(self, tokens: int) -> None:
         hidden = self._random(tokens, self.architecture.hidden_size).requires_grad_()
         labels = torch.randint(self.architecture.vocab_size, (tokens,), device=self.device)
-        with torch.no_grad():
-            forward = self.watch.seconds(lambda: linear_cross_entropy(hidden, self.head, labels))
-        weight = self.head.detach().requires_grad_()
+        losses: list[Tensor] = []
 
-        def both() -> None:
-            hidden.grad = weight.grad = None
-            linear_cross_entropy(hidden, weight, labels).backward()
+        def forward() -> None:
+            losses[:] = [linear_cross_entropy(hidden, self.head, labels)]
 
-        self._add("head_forward", tokens, forward)
-        self._add("head_backward", tokens, max(self.watch.seconds(both) - forward, 0.1 * forward))
+        def prepare_backward() -> None:
+            hidden.grad = None
+            forward()
+
+        self._add("head_forward", tokens, self.watch.seconds(forward, prepare=losses.clear))
+        self._add("head_backward", tokens, self.watch.seconds(lambda: losses[0].backward(), prepare=prepare_backward))
 
     def host_rates(self) -> tuple[float, float]:
         """Bytes a second to the host and from it."""
@@ -173,7 +189,7 @@ class Measurer:
         return HOST_COPY_BYTES / to_host, HOST_COPY_BYTES / to_device
 
     def _add(self, curve: str, tokens: int, value: float) -> None:
-        self.points.append(Point(curve=curve, tokens=tokens, value=value))
+        self.fastest[curve, tokens] = min(value, self.fastest.get((curve, tokens), value))
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
@@ -189,53 +205,72 @@ def measure_profile(
     dtype: torch.dtype,
     max_tokens: int,
     seconds: float,
-    links: Links | None = None,
+    hdp: RankGroup | None = None,
     progress: Callable[[int, float], None] = lambda tokens, share: None,
 ) -> Profile:
-    """Measure lengths ``MIN_TOKENS``, twice that, and so on, and fit.
+    """Measure lengths ``MIN_TOKENS``, twice that, and so on, and fit. Every rank calls it and gets the same profile.
 
     Args:
         max_tokens: longest length.
         seconds: time for all lengths together; one that would not fit, going by the last one's time, is left out.
-        links: of this rank to others (``measure_links``); its host rates are replaced.
+        hdp: the ranks that measure together; None: this one alone, to which links count as ideal.
         progress: called with the next length and the share of time that is spent.
     """
+    hdp = hdp or RankGroup(device=device)
     measurer = Measurer(architecture, device, dtype)
-    started, tokens = time.perf_counter(), MIN_TOKENS
-    while True:
-        spent = time.perf_counter() - started
-        progress(tokens, min(spent / seconds, 1.0))
+    lengths: list[int] = []
+    started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
+    # The first sweep finds the lengths: doubling one at most quadruples its time.
+    while not lengths or (tokens <= max_tokens and SWEEPS * (_elapsed(hdp, started) + 4 * last) <= seconds):
+        progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
+        before = time.perf_counter()
         measurer.measure(tokens)
-        last = time.perf_counter() - started - spent
+        last = float(np.max(hdp.share([time.perf_counter() - before])))
+        lengths.append(tokens)
         tokens *= 2
-        # Doubling the length at most quadruples the time.
-        if tokens > max_tokens or time.perf_counter() - started + 4 * last > seconds:
-            break
-    to_host, to_device = measurer.host_rates()
+    for _ in range(SWEEPS - 1):
+        for tokens in lengths:
+            progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
+            measurer.measure(tokens)
+    points = _fastest_of_all(measurer, hdp)
+    links = measure_links(hdp, measurer) if hdp.size > 1 else Links()
+    to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
     ring = flops.ring_bytes_per_token(
         architecture, bytes_per_element=element, gradient_bytes_per_element=max(4, element)
     )
-    fits: dict[str, Any] = {name: _fit(measurer.points, name) for name in CURVES}
+    fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
     return Profile(
         name=f"measured on {device_name(device, dtype)}",
-        source=f"bytescale profile, fastest of {REPEATS} runs, torch {torch.__version__}",
+        source=f"bytescale profile, fastest of {SWEEPS} sweeps on {hdp.size} rank(s), torch {torch.__version__}",
         device=device_name(device, dtype),
         architecture=architecture,
         ring_forward_bytes_per_token=ring[0],
         ring_backward_bytes_per_token=ring[1],
         links=replace(
-            links or Links(),
+            links,
             device_to_host_bytes_per_second=to_host,
             host_to_device_bytes_per_second=to_device,
         ),
         layer_parameters=flops.layer_parameters(architecture),
-        points=tuple(measurer.points),
+        points=tuple(points),
         **fits,
     )
 
 
-def measure_links(hdp: HdpGroup) -> Links:
+def _elapsed(hdp: RankGroup, started: float) -> float:
+    """Seconds since ``started`` by the slowest rank: all ranks decide alike."""
+    return float(np.max(hdp.share([time.perf_counter() - started])))
+
+
+def _fastest_of_all(measurer: Measurer, hdp: RankGroup) -> list[Point]:
+    """Every point by the fastest rank."""
+    keys = list(measurer.fastest)
+    values = np.min(hdp.share([measurer.fastest[key] for key in keys]), axis=0).tolist()
+    return [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in zip(keys, values, strict=True)]
+
+
+def measure_links(hdp: RankGroup, measurer: Measurer) -> Links:
     """Latency and bandwidth of a ring over all ranks, all of them sending at once; every rank calls it."""
     sizes, times = [], []
     for size in LINK_BYTES:
@@ -247,11 +282,52 @@ def measure_links(hdp: HdpGroup) -> Links:
             hdp.exchange.start(send=send, to=following, receive=receive, source=previous, tag=0).wait()
 
         sizes.append(size)
-        times.append(Stopwatch(hdp.device).seconds(transfer))
+        times.append(min(measurer.watch.once(transfer) for _ in range(RING_ROUNDS)))
     slowest = np.max(np.array(hdp.share(times)), axis=0)  # the ring goes at the pace of its slowest link
     line = fit_curve(sizes, slowest, quadratic=False)
     rate = 1.0 / max(line.linear, 1e-15)
-    return Links(intra_node_bytes_per_second=rate, inter_node_bytes_per_second=rate, latency_seconds=line.constant)
+    return Links(
+        intra_node_bytes_per_second=rate,
+        inter_node_bytes_per_second=rate,
+        latency_seconds=line.constant,
+        message_seconds=measure_ring_step(hdp, measurer),
+    )
+
+
+def measure_ring_step(hdp: RankGroup, measurer: Measurer) -> float:
+    """Seconds that a step of ring attention takes beyond its blocks, mean of forward and backward, in a quiet round.
+
+    The ring over all ranks, against the same blocks computed without messages; every rank calls it.
+    """
+    shape, length = measurer.architecture, hdp.size * RING_TOKENS
+    plan = Plan.build(
+        lengths=[length],
+        capacity_tokens=[RING_TOKENS] * hdp.size,
+        groups=[GroupSpec(sequences=[0], ranks=range(hdp.size))],
+        schedule=[[[0]]] * hdp.size,
+    )
+    ring = PackedAttention(RankPlan.of(plan, hdp.rank).micro_batches[0], measurer.kernel, hdp.exchange)
+    assert ring.ring is not None, "the only sequence is shared"
+    blocks = list(ring.ring.blocks.values())
+    q = measurer._random(RING_TOKENS, shape.num_heads, shape.head_dim).requires_grad_()
+    k, v = (measurer._random(RING_TOKENS, shape.num_kv_heads, shape.head_dim).requires_grad_() for _ in range(2))
+    scale = shape.head_dim**-0.5
+    with torch.no_grad():
+        out, lse = measurer.kernel.forward(q, k, v, ring.triangles, scale)
+
+    def alone() -> None:
+        with torch.no_grad():
+            for part in (ring.triangles, *blocks):
+                measurer.kernel.forward(q, k, v, part, scale)
+                measurer.kernel.backward(out, q, k, v, out, lse, part, scale)
+
+    beyond = []
+    for _ in range(RING_ROUNDS):
+        hdp.share([0.0])  # all start together
+        seconds = measurer.watch.once(lambda: ring(q, k, v).backward(out))
+        beyond.append(seconds - measurer.watch.once(alone))
+    slowest = np.max(hdp.share(beyond[1:]), axis=0)
+    return max(0.0, float(np.quantile(slowest, 0.2)) / (2 * (hdp.size - 1)))
 
 
 def fit_warnings(profile: Profile) -> list[str]:
@@ -278,12 +354,13 @@ def _fit(points: list[Point], name: str) -> Curve:
     chosen = [point for point in points if point.curve == name]
     tokens, values = (np.array(column) for column in zip(*((p.tokens, p.value) for p in chosen), strict=True))
     quadratic = name.startswith("attention")
-    curve = fit_curve(tokens, values, quadratic=quadratic)
+    weights = np.sqrt(tokens)  # long micro-batches hold most of the tokens
+    curve = fit_curve(tokens, values, quadratic=quadratic, weights=weights)
     errors = np.abs(relative_errors(curve, tokens, values))
     kept = errors <= max(3 * float(np.median(errors)), 0.1)
     if kept.all() or kept.sum() < max(3, 0.7 * len(kept)):
         return curve
-    return fit_curve(tokens[kept], values[kept], quadratic=quadratic)
+    return fit_curve(tokens[kept], values[kept], quadratic=quadratic, weights=weights[kept])
 
 
 class _WithLse:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
-from bytescale.runtime import HdpGroup
+from bytescale.runtime import Mesh, MeshShape, RankGroup
 
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Set by our launcher: it may be gone before its ranks have imported torch."""
@@ -31,15 +31,25 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 class Ranks:
     """Where this process stands."""
 
-    hdp: HdpGroup
+    mesh: Mesh
     checkpoint_group: dist.ProcessGroup  # gloo, so that checkpoints can be written from a thread while NCCL trains
     device: torch.device
     dtype: torch.dtype
 
     @property
+    def world(self) -> RankGroup:
+        """All ranks."""
+        return self.mesh.world
+
+    @property
+    def hdp(self) -> RankGroup:
+        """The ranks with the same weights as this one."""
+        return self.mesh.hdp
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank prints and keeps the run folder."""
-        return self.hdp.rank == 0
+        return self.world.rank == 0
 
 
 def under_torchrun() -> bool:
@@ -89,13 +99,27 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         )
     try:
         yield Ranks(
-            hdp=HdpGroup(dist.group.WORLD, device=device),
+            mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
             checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
             device=device,
             dtype=dtype,
         )
     finally:
         dist.destroy_process_group()
+
+
+def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
+    """The groups that this rank is in. Under NCCL every one is connected here, while nobody waits for anything else."""
+
+    def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+        if world.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+        return group
+
+    parallel = config.parallel
+    shape = MeshShape(hdp=world.size // (parallel.tp * parallel.pp), tp=parallel.tp, pp=parallel.pp)
+    return Mesh.of(world, shape, make_group, interleaved=parallel.virtual_stages > 1)
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

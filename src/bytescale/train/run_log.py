@@ -76,7 +76,8 @@ class RunLog:
             return
         self._introduced = True
         self._metrics = MetricsFile(self.run, tensorboard=self.config.trainer.tensorboard)
-        shape, hdp = job.architecture, job.ranks.hdp
+        shape, mesh = job.architecture, job.ranks.mesh.shape
+        degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
         self.say(
             f"model   {format_si(flops.total_parameters(shape))} parameters{_active(shape)}, "
@@ -85,7 +86,7 @@ class RunLog:
         )
         self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
-            f"ranks   {hdp.size} x {job.ranks.device.type} ({dtype}), capacity "
+            f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
         )
@@ -121,9 +122,12 @@ class RunLog:
         if stopped:
             self.say(f"stopped by SIGTERM; continue with: bytescale train --resume {self.run.path}")
             return
-        more = self.config.trainer.steps * 2
+        more, parallel = self.config.trainer.steps * 2, self.config.parallel
+        flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
+        others = 2 if parallel.ranks != 2 or flat else 1
         self.say("next    train on, on other ranks if you like:")
-        self.say(f"          bytescale train --resume {self.run.path} --trainer.steps {more} --parallel.ranks 2")
+        command = f"bytescale train --resume {self.run.path} --trainer.steps {more}"
+        self.say(f"          {command} --parallel.ranks {others}{flat}")
         self.say("        see how a batch would lie on 64 ranks:")
         self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
 

@@ -9,7 +9,7 @@ from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
 from bytescale.data import StepData
 from bytescale.data.loader import LoaderTimes
-from bytescale.runtime import StepResult, run_rank_plan
+from bytescale.runtime import Mesh, StepResult, run_rank_plan
 from bytescale.train.checkpoint import Checkpointer
 from bytescale.train.job import Job
 from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
@@ -24,42 +24,46 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         NonFiniteError: loss or gradient norm is not a number; the update was not made.
     """
     watch = Stopwatch()
-    hdp, config = job.ranks.hdp, job.config
+    mesh, config = job.ranks.mesh, job.config
+    exchange = mesh.hdp.exchange
     num_targets = max(1, data.num_targets)  # a batch of single tokens has none: its loss and gradients are zero
 
     # 1. All ranks hold the same plan, or nobody starts.
-    hdp.agree(f"the plan of step {step}", data.rank_plan.digest)
+    mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
 
-    # 2. Forward and backward of this rank's micro-batches; ranks wait only inside shared slice groups.
-    waited, sent, started = hdp.exchange.wait_seconds, hdp.exchange.bytes_sent, watch.elapsed()
+    # 2. Forward and backward of this rank's micro-batches; ranks wait only for members of a slice group
+    # and, in a pipeline, for the stage before or after.
+    waited, sent, started = seconds_waited(mesh), exchange.bytes_sent, watch.elapsed()
     job.parameters.zero_gradients()
     sums = run_rank_plan(
-        job.model,
+        job.parts,
         data.rank_plan,
         data.micro_batches,
         num_global_targets=num_targets,
         kernel=job.kernel,
-        hdp=hdp,
-        activations=job.activations,
+        mesh=mesh,
+        z_loss=config.optimizer.z_loss,
     )
-    busy_seconds = watch.elapsed() - started - (hdp.exchange.wait_seconds - waited)
+    busy_seconds = watch.elapsed() - started - (seconds_waited(mesh) - waited)
 
     # 3. One reduction of the gradients, one exchange of sums: loss, norm, and what each rank's time went to.
     report = RankReport.of(
         sums,
+        batch_loss=sums.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=job.optimizer.reduce_gradients(),
         busy_seconds=busy_seconds,
-        bytes_sent=hdp.exchange.bytes_sent - sent,
+        bytes_sent=exchange.bytes_sent - sent,
         memory=memory_bytes(job.ranks.device),
         stop=job.stop.heard,
         times=data.times,
     )
-    reports = [RankReport(*row) for row in hdp.share(list(astuple(report)))]
+    reports = [RankReport(*row) for row in mesh.world.share(list(astuple(report)))]
     job.stop.agreed = any(other.stop_heard for other in reports)
     check_targets(step, sum(other.num_targets for other in reports), data)
     loss = sum(other.loss_sum for other in reports) / num_targets
     grad_norm = sum(other.norm_share for other in reports) ** 0.5
-    check_finite(step, loss + sums.batch_loss, grad_norm, checkpoints.latest())
+    batch_loss = sum(other.batch_loss for other in reports)
+    check_finite(step, loss + batch_loss, grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its slice of the weights, then all gather them.
     rate = learning_rate(step, config.trainer.steps, config.optimizer)
@@ -72,7 +76,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         data,
         reports,
         loss=loss,
-        batch_loss=sums.batch_loss,
+        batch_loss=batch_loss,
         grad_norm=grad_norm,
         learning_rate=rate,
         seconds=seconds,
@@ -85,6 +89,7 @@ class RankReport:
 
     loss_sum: float
     num_targets: float
+    batch_loss: float  # of this rank's stage, on one rank of it
     norm_share: float  # sum of squares of this rank's slice of the gradient
     busy_seconds: float  # in forward and backward, less waiting for peers
     bytes_sent: float  # attention traffic
@@ -102,6 +107,7 @@ class RankReport:
     def of(
         sums: StepResult,
         *,
+        batch_loss: float,
         norm_share: float,
         busy_seconds: float,
         bytes_sent: int,
@@ -111,11 +117,17 @@ class RankReport:
     ) -> RankReport:
         """This rank's report."""
         numbers = (
-            *(sums.loss_sum, sums.num_targets, norm_share, busy_seconds, bytes_sent, memory, stop),
+            *(sums.loss_sum, sums.num_targets, batch_loss, norm_share, busy_seconds, bytes_sent, memory, stop),
             *(times.wait_seconds, times.planning_seconds, times.bytes_read, times.bytes_received),
             *(times.steps_ready, times.steps_planned, times.restarts),
         )
         return RankReport(*map(float, numbers))
+
+
+def seconds_waited(mesh: Mesh) -> float:
+    """So far, for other ranks' messages."""
+    groups = (mesh.hdp, *mesh.pipeline_groups())
+    return sum(group.exchange.wait_seconds for group in groups) + mesh.tp.collective_seconds
 
 
 def step_metrics(

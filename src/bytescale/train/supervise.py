@@ -49,7 +49,11 @@ def supervise(
 
 
 def next_attempt(config: Config, num_ranks: int) -> Config:
-    """The run resumed on ``num_ranks``. Raises ``ConfigError`` where these cannot hold the context."""
+    """The run resumed on ``num_ranks``, or as many of them as make a whole mesh.
+
+    Raises ``ConfigError`` where these cannot hold the context.
+    """
+    num_ranks -= num_ranks % (config.parallel.tp * config.parallel.pp) if num_ranks < config.parallel.ranks else 0
     resumed = replace(
         config,
         trainer=replace(config.trainer, resume=True),

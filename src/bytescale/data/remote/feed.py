@@ -30,21 +30,24 @@ _LOOK_AGAIN_SECONDS = 0.05
 class RemoteFeed:
     """One rank's end of the actors of one attempt at a run. Ray is joined before and left after."""
 
-    def __init__(self, config: DataConfig, session: str, rank: int, num_ranks: int) -> None:
-        """Start the actors (first rank), or wait for them.
+    def __init__(
+        self, config: DataConfig, session: str, rank: int, num_ranks: int, *, is_owner: bool | None = None
+    ) -> None:
+        """Start the actors (their owner), or wait for them.
 
         Args:
             config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
-            rank: HDP rank.
-            num_ranks: of them.
+            rank: HDP rank, whose slices are fetched; in a mesh several processes have the same.
+            num_ranks: processes that fetch.
+            is_owner: whether this one starts the actors; None: HDP rank 0 does.
 
         Raises:
             ConfigError, DataError: as ``prepare_corpus``.
         """
         self._config = config
         self._rank = rank
-        self._is_owner = rank == 0
+        self._is_owner = rank == 0 if is_owner is None else is_owner
         if self._is_owner:
             self._actors = start_actors(config, session, num_ranks)
         else:

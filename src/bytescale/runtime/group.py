@@ -1,8 +1,9 @@
-"""The hybrid data parallel group: every collective and every message of training goes through one process group.
+"""A group of ranks: every collective and every message of training goes through one of these.
 
-Inside a step there are exactly four collectives, none of them between micro-batches: agreement before the first
-forward, reduce-scatter of gradients and one sum of statistics after the last backward, all-gather of parameters. A
-model whose experts are kept in balance adds one of a few KB after the last backward.
+One HDP group is all there is without tensor and pipeline parallelism (``runtime.mesh`` has the others). Inside a step
+it sees exactly four collectives, none of them between micro-batches: agreement before the first forward, reduce-scatter
+of gradients and one sum of statistics after the last backward, all-gather of parameters. A model whose experts are kept
+in balance adds one of a few KB after the last backward.
 """
 
 from __future__ import annotations
@@ -22,27 +23,31 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class HdpGroup:
-    """One rank's view of the HDP group. With ``group=None`` there is a single rank and nothing is sent."""
+class RankGroup:
+    """One rank's view of a group. With ``group=None`` there is a single rank and nothing is sent."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None, name: str = "HDP"
+    ) -> None:
+        """``name``: what messages call it."""
         self.group = group
+        self.name = name
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.device = device or torch.device("cpu")
-        self.exchange = Exchange(group, self.rank, batched=self.device.type == "cuda")
+        self.exchange = Exchange(group, self.rank, batched=self.device.type == "cuda", name=name)
         self.collective_seconds = 0.0
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
-        """Sum ``full [size * n]`` over ranks; returns this rank's ``[n]`` part."""
+        """Sum ``full [size * n, ...]`` over ranks; returns this rank's ``[n, ...]`` part."""
         if self.group is None:
             return full
-        shard = full.new_empty(full.numel() // self.size)
+        shard = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
         self._timed(lambda: _reduce_scatter(shard, full, group=self.group))
         return shard
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        """Fill ``full [size * n]`` with every rank's ``shard [n]``, in rank order."""
+        """Fill ``full [size * n, ...]`` with every rank's ``shard [n, ...]``, in rank order."""
         if self.group is None:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
@@ -74,7 +79,7 @@ class HdpGroup:
         if largest != smallest:
             raise RankFailure(
                 problem(
-                    f"ranks disagree on {what} (this one, HDP rank {self.rank}, has {value:#x})",
+                    f"ranks disagree on {what} (this one, {self.name} rank {self.rank}, has {value:#x})",
                     so="they would wait for each other forever or train on different data",
                     fix="check that every node has the same corpus, config and version of bytescale and NumPy",
                 )
@@ -87,7 +92,7 @@ class HdpGroup:
         except RuntimeError as error:
             raise RankFailure(
                 problem(
-                    f"HDP rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
+                    f"{self.name} rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
                     so="the step cannot be finished, every rank stops",
                     fix="look for the first error in the other ranks' output, then resume",
                 )

@@ -1,0 +1,231 @@
+"""The pipeline executor: its bubble against the ideal one, its own overhead, and balancing of pipelines.
+
+    python benchmarks/pipeline.py [--rounds 5] [--json FILE]
+
+1. Bubble: real gloo ranks, a stage each, micro-batches of equal lengths. The share of time in which stages wait,
+   beside (p - 1) / (m + p - 1) of an ideal 1F1B. One core a stage is needed: stages beyond the machine's cores share
+   them, and waiting means nothing then.
+2. Overhead: CPU seconds of a stage's thread per micro-batch with a model that does next to nothing (one product a
+   micro-batch), messages included: what the executor costs beside the model's operations.
+3. Balance: static, naive (Algorithm 1), paper (Algorithm 2, PP-Balance) and adaptive plans of the shared length
+   distributions on the simulated 70B cluster of the paper's section 8, four stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tests.helpers.forks import run_forked
+from torch import Tensor, nn
+
+import paper_assumptions as paper
+from bytescale.attention import select_kernel
+from bytescale.config import PlannerConfig, resolve_architecture
+from bytescale.config.schema import ModelConfig
+from bytescale.cost import Cluster
+from bytescale.data.length_distributions import sample_lengths
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.planner import make_planner
+from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
+from bytescale.simulator import ClusterConfig, simulate
+from bytescale.train.own_model import build_own_model
+from bytescale.train.step import seconds_waited
+
+TOKENS = 512
+STAGES = 2
+MICRO_BATCHES = (2, 4, 8, 16)
+
+
+class Tokens:
+    """Random tokens of one micro-batch."""
+
+    def __init__(self, num_tokens: int, vocabulary: int) -> None:
+        self.tokens = torch.randint(vocabulary, (num_tokens,))
+        self.labels = self.tokens.roll(-1)
+        self.position_ids = torch.arange(num_tokens)
+
+
+class Nothing(nn.Module):
+    """A part of a model that multiplies by one number."""
+
+    hidden_size = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head_weight = torch.zeros(16, self.hidden_size)
+
+    def forward(self, inputs: Tensor, position_ids: Tensor, attention: object) -> Tensor:
+        if inputs.dim() == 1:
+            inputs = torch.ones(len(inputs), self.hidden_size)
+        return inputs * self.scale
+
+
+def equal_micro_batches(count: int, num_tokens: int) -> RankPlan:
+    """One pipeline, ``count`` sequences of the same length."""
+    plan = Plan.build(
+        lengths=[num_tokens] * count,
+        capacity_tokens=[num_tokens],
+        groups=[GroupSpec(sequences=[number], ranks=[0]) for number in range(count)],
+        schedule=[[[number] for number in range(count)]],
+    )
+    return RankPlan.of(plan, 0)
+
+
+def open_mesh(num_stages: int) -> Mesh:
+    """A pipeline of forked ranks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    world = RankGroup(dist.group.WORLD)
+    return Mesh.of(world, MeshShape(hdp=1, pp=num_stages), lambda _, ranks: dist.new_group(list(ranks)))
+
+
+def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rounds: int) -> list[dict[str, float]]:
+    """Of each round the wall seconds, the seconds spent waiting for messages, and this thread's CPU seconds."""
+    rank_plan, data = equal_micro_batches(count, num_tokens), [Tokens(num_tokens, 16) for _ in range(count)]
+    kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+    results = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        waited = seconds_waited(mesh)
+        started, cpu = time.perf_counter(), time.thread_time()
+        run_rank_plan([part], rank_plan, data, num_global_targets=count * num_tokens, kernel=kernel, mesh=mesh)
+        dist.barrier()
+        results.append(
+            {
+                "wall": time.perf_counter() - started,
+                "wait": seconds_waited(mesh) - waited,
+                "cpu": time.thread_time() - cpu,
+            }
+        )
+    return results[1:]  # the first warms up
+
+
+def bubble(rounds: int) -> list[dict[str, float]]:
+    """Idle share of all stages for each number of micro-batches."""
+    shape = resolve_architecture(
+        ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=16)
+    )
+
+    def one_rank(_: int) -> dict[int, list[dict[str, float]]]:
+        mesh = open_mesh(STAGES)
+        model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0)
+        part = ModelPart(model=model.chunks[0])
+        return {count: measured_steps(mesh, part, count, TOKENS, rounds) for count in MICRO_BATCHES}
+
+    ranks = run_forked(STAGES, one_rank, timeout_seconds=540)
+    rows = []
+    for count in MICRO_BATCHES:
+        shares = []
+        for steps in zip(*(rank[count] for rank in ranks), strict=True):
+            wall = max(step["wall"] for step in steps)
+            # What a stage does not compute: it waits for a message, or at the end for the other stage.
+            shares.append(1 - sum(step["cpu"] for step in steps) / (STAGES * wall))
+        ideal = (STAGES - 1) / (count + STAGES - 1)
+        rows.append({"micro_batches": count, "ideal": ideal, "measured": statistics.median(shares)})
+    return rows
+
+
+def overhead(rounds: int) -> dict[str, float]:
+    """CPU milliseconds per micro-batch of each stage's thread, with a model that does nothing."""
+    count = 64
+
+    def one_rank(_: int) -> list[dict[str, float]]:
+        return measured_steps(open_mesh(STAGES), ModelPart(model=Nothing()), count, 16, rounds)
+
+    ranks = run_forked(STAGES, one_rank, timeout_seconds=120)
+    return {
+        f"stage {stage}": 1e3 * statistics.median(step["cpu"] for step in steps) / count
+        for stage, steps in enumerate(ranks)
+    }
+
+
+def balance(num_batches: int, context: int = 2**21) -> list[dict[str, Any]]:
+    """Simulated step seconds of the 70B model on the paper's cluster, one row per data set and planner."""
+    model = next(model for model in paper.MODELS if model.name == "70B")
+    capacity = 8192
+    tp, pp = model.layout(capacity)
+    devices = ClusterConfig(num_gpus=model.num_gpus, gpus_per_node=paper.GPUS_PER_NODE, tp=tp, pp=pp)
+    profile = model.profile(tp)
+    cluster = Cluster.uniform(devices.num_ranks, capacity, ranks_per_node=devices.ranks_per_node)
+    cost = profile.cost_model(pipeline_parallel=pp)
+    planners: dict[str, PlannerConfig] = {
+        "static": PlannerConfig(name="static", static_cp=context // capacity),
+        "naive": PlannerConfig(name="naive"),
+        "paper": PlannerConfig(balance="paper"),
+        "adaptive": PlannerConfig(balance="adaptive"),
+    }
+    rows = []
+    for data_set in paper.DATA_SETS:
+        for name, config in planners.items():
+            plan = make_planner(config, cluster, cost, context_length=context, num_stages=pp)
+            steps = [
+                simulate(plan(sample_lengths(data_set, paper.BATCH_TOKENS, seed, context)), profile, devices)
+                for seed in range(num_batches)
+            ]
+            seconds = float(np.mean([step.step_seconds for step in steps]))
+            rows.append({"data_set": data_set, "planner": name, "tp": tp, "pp": pp, "seconds": seconds})
+    return rows
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=("bubble", "overhead", "balance"))
+    options = parser.parse_args()
+    parts: dict[str, Callable[[], Any]] = {
+        "bubble": lambda: bubble(options.rounds),
+        "overhead": lambda: overhead(options.rounds),
+        "balance": lambda: balance(options.batches),
+    }
+    results = {name: part() for name, part in parts.items() if options.only in (None, name)}
+    print_tables(results)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def print_tables(results: dict[str, Any]) -> None:
+    """One table per part."""
+    console = Console()
+    if "bubble" in results:
+        table = Table("micro-batches", "ideal idle share", "measured", title=f"1F1B on {STAGES} gloo ranks")
+        for row in results["bubble"]:
+            table.add_row(str(row["micro_batches"]), f"{row['ideal']:.1%}", f"{row['measured']:.1%}")
+        console.print(table)
+    if "overhead" in results:
+        table = Table("stage", "CPU ms per micro-batch", title="executor with a model that does nothing")
+        for stage, milliseconds in results["overhead"].items():
+            table.add_row(stage, f"{milliseconds:.2f}")
+        console.print(table)
+    if "balance" in results:
+        table = Table("data", "planner", "step seconds", "static over it", title="70B, simulated, four stages")
+        static = {row["data_set"]: row["seconds"] for row in results["balance"] if row["planner"] == "static"}
+        for row in results["balance"]:
+            ratio = static[row["data_set"]] / row["seconds"]
+            table.add_row(row["data_set"], row["planner"], f"{row['seconds']:.1f}", f"{ratio:.2f}x")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Does the simulator predict what training takes here? The whole chain: profile, train, simulate the same plans.
+
+    .venv/bin/python benchmarks/predict_gloo.py [--rounds 3] [--steps 4] [--ranks 1,2] [--out FOLDER]
+
+1. ``bytescale profile`` on 1 and on 2 ranks of one thread: costs of a layer of the tiny model, links of gloo.
+2. ``bytescale train`` of the demo's model on every mix of documents by every planner, with the profile; the runs take
+   turns, round after round, so that noise of the machine falls on all of them alike.
+3. The plans of every run folder are simulated and compared with its metrics.jsonl, step by step. The first step of a
+   run (fresh memory) is left out; each other step's time is the median over the rounds, the fastest is shown too.
+
+Other people's work is in measured times and not in predicted ones. So each run waits until the machine is idle
+(``--quiet-seconds``), and one during which others took more than ``--others`` of the machine is done again, at most
+``--tries`` times; then it counts as it is. ``--again`` only repeats step 3 on the folder's runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytescale.cost import Profile, load_profile
+from bytescale.plan.io import load_plan
+from bytescale.simulator import ClusterConfig, simulate
+
+CONFIG = Path(__file__).parents[1] / "configs/stdlib-tiny.toml"
+CAPACITY = {1: 8192, 2: 4096}
+MIXES: dict[str, list[str]] = {
+    "short": ["--data.max-document-tokens", "1024"],
+    "mixed": [],
+    "long": ["--data.min-document-tokens", "3000", "--data.batch-tokens", "24K"],
+}
+PLANNERS: dict[str, list[str]] = {
+    "static": ["--planner.name", "static"],
+    "naive": ["--planner.name", "naive"],
+    "paper": ["--planner.name", "balanced", "--planner.balance", "paper"],
+    "adaptive": ["--planner.name", "balanced", "--planner.balance", "adaptive"],
+}
+WITHIN = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of run."""
+
+    ranks: int
+    mix: str
+    planner: str
+
+    def folder(self, out: Path, number: int) -> Path:
+        return out / f"{self.ranks}-{self.mix}-{self.planner}-{number}"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    all_ranks = [int(text) for text in arguments.ranks.split(",")]
+    cases = [Case(ranks, mix, planner) for ranks in all_ranks for mix in MIXES for planner in PLANNERS]
+    if not arguments.again:
+        for ranks in all_ranks:
+            in_quiet(arguments, f"profile on {ranks}", lambda ranks=ranks: take_profile(out, ranks, arguments))
+        for number in range(arguments.rounds):
+            for case in cases:
+                in_quiet(arguments, str(case), lambda case=case, number=number: train(case, out, number, arguments))
+    profiles = {ranks: load_profile(profile_path(out, ranks)) for ranks in all_ranks}
+    rows = [row for case in cases for row in compare(case, out, profiles[case.ranks])]
+    print_table(rows)
+    (out / "predict_gloo.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks to try")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of each run; the first one is not counted")
+    parser.add_argument("--profile-seconds", type=float, default=100.0)
+    parser.add_argument("--quiet-seconds", type=float, default=600.0, help="how long a run waits for an idle machine")
+    parser.add_argument("--others", type=float, default=0.05, help="share of the machine that others may take")
+    parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/predict_gloo"))
+    parser.add_argument("--again", action="store_true", help="train nothing, only compare")
+    return parser.parse_args()
+
+
+def in_quiet(arguments: argparse.Namespace, what: str, work: Callable[[], None]) -> None:
+    """Run ``work`` in a quiet moment, again if others disturbed it."""
+    for attempt in range(arguments.tries):
+        deadline = time.monotonic() + arguments.quiet_seconds
+        while others_share(lambda: time.sleep(2.0)) > arguments.others and time.monotonic() < deadline:
+            pass
+        share = others_share(work)
+        print(f"{what}: others took {share:.0%} of the machine", flush=True)
+        if share <= arguments.others or attempt == arguments.tries - 1:
+            return
+
+
+def others_share(work: Callable[[], None]) -> float:
+    """Share of all cores that other processes take while ``work`` runs (Linux)."""
+
+    def busy() -> float:
+        ticks = [int(text) for text in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]
+        return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+
+    def own() -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+    started, before = time.monotonic(), busy() - own()
+    work()
+    return (busy() - own() - before) / ((time.monotonic() - started) * (os.cpu_count() or 1))
+
+
+def profile_path(out: Path, ranks: int) -> Path:
+    return out / f"profile-{ranks}.toml"
+
+
+def take_profile(out: Path, ranks: int, arguments: argparse.Namespace) -> None:
+    bytescale(
+        *("profile", str(CONFIG), "--ranks", str(ranks), "--seconds", str(arguments.profile_seconds)),
+        *("--max-tokens", str(max(CAPACITY.values())), "--device", "cpu", "--out", str(profile_path(out, ranks))),
+    )
+
+
+def train(case: Case, out: Path, number: int, arguments: argparse.Namespace) -> None:
+    folder = case.folder(out, number)
+    shutil.rmtree(folder, ignore_errors=True)
+    bytescale(
+        *("train", str(CONFIG), "--trainer.run-dir", str(folder), "--trainer.steps", str(arguments.steps)),
+        *("--parallel.ranks", str(case.ranks), "--parallel.capacity-tokens", str(CAPACITY[case.ranks])),
+        *("--data.cache-dir", str(out / "cache"), "--trainer.device", "cpu", "--checkpoint.every", "0"),
+        *("--cost.profile", str(profile_path(out, case.ranks)), *MIXES[case.mix], *PLANNERS[case.planner]),
+    )
+
+
+def bytescale(*arguments: str) -> None:
+    """Run the command; on failure show what it said, and stop."""
+    command = [sys.executable, "-m", "bytescale", *arguments]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+
+
+def compare(case: Case, out: Path, profile: Profile) -> list[dict[str, object]]:
+    """One row per step but the first: seconds predicted, and measured by the median and the fastest round."""
+    folders = sorted(out.glob(case.folder(out, 0).name[:-1] + "*"))
+    runs = [[json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")] for folder in folders]
+    rows: list[dict[str, object]] = []
+    for place, metrics in enumerate(runs[0][1:], start=1):
+        plan = load_plan(folders[0] / "plans" / f"step-{metrics['step']:06d}.npz")
+        measured = [run[place]["step_seconds"] for run in runs]
+        rows.append(
+            {
+                "ranks": case.ranks,
+                "mix": case.mix,
+                "planner": case.planner,
+                "step": metrics["step"],
+                "shared": int((plan.group_sizes > 1).sum()),
+                "predicted": simulate(plan, profile, ClusterConfig(num_gpus=plan.num_ranks)).step_seconds,
+                "median": statistics.median(measured),
+                "fastest": min(measured),
+            }
+        )
+    return rows
+
+
+def print_table(rows: list[dict[str, object]]) -> None:
+    """One line per case: predicted over measured, all its steps together; then how many steps are within the mark."""
+    print(f"{'ranks':>5} {'mix':>6} {'planner':>9} {'shared':>6} {'predicted':>9} {'median':>9} {'fastest':>9}  ratios")
+    keys = dict.fromkeys((row["ranks"], row["mix"], row["planner"]) for row in rows)
+    for key in keys:
+        mine = [row for row in rows if (row["ranks"], row["mix"], row["planner"]) == key]
+        sums = {name: sum(float(str(row[name])) for row in mine) for name in ("predicted", "median", "fastest")}
+        shared = sum(int(str(row["shared"])) for row in mine)
+        print(
+            f"{key[0]:>5} {key[1]:>6} {key[2]:>9} {shared:>6} {sums['predicted']:>8.2f}s {sums['median']:>8.2f}s "
+            f"{sums['fastest']:>8.2f}s  {sums['predicted'] / sums['median']:.3f} of the median, "
+            f"{sums['predicted'] / sums['fastest']:.3f} of the fastest"
+        )
+    for name in ("median", "fastest"):
+        ratios = [float(str(row["predicted"])) / float(str(row[name])) for row in rows]
+        good = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
+        print(
+            f"predicted / {name}: {good} of {len(ratios)} steps within {WITHIN:.0%}, "
+            f"median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Tensor and sequence parallelism, put on a plain model from outside: its mathematics stays as it is written.
+
+With N ranks (Megatron-LM, Shoeybi et al. 2019, section 3; sequence parallelism, Korthikanti et al. 2022, section 4),
+T tokens and t of them on this rank::
+
+    residual stream and norms    [t, C]     each rank its tokens, all channels
+    between gather and scatter   [T, C/N]   all tokens, each rank its heads, feed-forward columns or words
+
+    embedding     words are cut: each rank looks up its own            scatter
+    attention     gather    q, k, v: rows of heads; o: columns         scatter
+    feed-forward  gather    gate, up: rows of F; down: columns         scatter
+    experts       gather    the same, in every expert                  scatter
+    router        every rank its tokens; logits are gathered, so that all ranks send all tokens to the same experts
+    head          gather    words are cut; the loss sums over ranks
+
+*gather* makes all tokens of each rank's; its gradient is summed over ranks and scattered. *scatter* sums the ranks'
+partial results and leaves each its tokens; its gradient is gathered. So the same collectives run forward and backward,
+and a norm or router sees each token on one rank only: their gradients are partial sums, added up once a step.
+
+Attention needs no change at all: a rank has fewer heads, and its ring runs among ranks with the same heads. With fewer
+key/value heads than ranks, neighbours hold the same one (``Cut.replicas``).
+
+Why plain sharded linears and not DTensor: for small blocks DTensor's dispatch costs 4x the products (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bytescale.common.cut import Cut
+from bytescale.models.llama import Llama
+from bytescale.models.moe import MixtureOfExperts
+
+
+class TokenShards(Protocol):
+    """How a model's rows are spread over the tensor-parallel ranks, and the collectives that move them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def begin(self, num_tokens: int) -> None:
+        """What follows works on ``num_tokens`` tokens."""
+        ...
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """``[t, ...] -> [T, ...]``; the gradient is summed over ranks and scattered."""
+        ...
+
+    def gather_for_loss(self, rows: Tensor) -> Tensor:
+        """``[t, ...] -> [T, ...]``, for a consumer whose gradient is the same, and complete, on every rank."""
+        ...
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        """Sum of all ranks' ``[T, ...] -> [t, ...]``; the gradient is gathered."""
+        ...
+
+
+def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:
+    """Cut ``model`` (all of it, or a stage) down to one rank's part. Returns the cut of every parameter, by name.
+
+    The model is changed in place and may be on the meta device. Sizes have been checked (``config.validate``).
+    """
+    whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    cuts = {name: _cut(name, size, model, shards) for name, size in whole.items()}
+    # 1. Parameters: every matrix becomes this rank's part.
+    for name, cut in cuts.items():
+        _replace(model, name, cut)
+    # 2. Communication, in the order in which a forward meets it.
+    if model.embed_tokens is not None:
+        model.embed_tokens = VocabularyShard(model.embed_tokens, shards)  # type: ignore[assignment]
+    for layer in model.layers:
+        _begin_before(layer.self_attn, shards)
+        _gather_before(layer.self_attn, shards)
+        _scatter_after(layer.self_attn, shards)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            layer.mlp.router.register_forward_hook(lambda module, args, logits: shards.gather(logits))
+            _gather_before(layer.mlp.experts, shards)
+            _scatter_after(layer.mlp.experts, shards)
+        else:
+            _gather_before(layer.mlp, shards)
+            _scatter_after(layer.mlp, shards)
+    if model.norm is not None:
+        model.norm.register_forward_hook(lambda module, args, hidden: shards.gather_for_loss(hidden))
+    return cuts
+
+
+class VocabularyShard(nn.Module):
+    """An embedding of which this rank has some words: ``[T] -> [t, C]``."""
+
+    def __init__(self, part: nn.Embedding, shards: TokenShards) -> None:
+        super().__init__()
+        self.weight = part.weight
+        self._shards = shards
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self._shards.begin(len(tokens))
+        own = tokens - self._shards.rank * len(self.weight)
+        here = (own >= 0) & (own < len(self.weight))
+        rows = F.embedding(own.where(here, 0), self.weight) * here[:, None]
+        return self._shards.scatter(rows)
+
+
+def _cut(name: str, size: tuple[int, ...], model: Llama, shards: TokenShards) -> Cut:
+    """Where a parameter is cut: by its rows (what it makes), its columns (what it takes), or not at all."""
+    if len(size) == 1 or name.endswith("router.weight"):
+        return Cut(shape=size, replicas=shards.size, replica=shards.rank)
+    if name.endswith(("k_proj.weight", "v_proj.weight")):
+        count = min(shards.size, model.shape.num_kv_heads)
+        replicas = shards.size // count
+        index, replica = divmod(shards.rank, replicas)
+        return Cut(shape=size, dim=0, index=index, count=count, replicas=replicas, replica=replica)
+    takes = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+    # Matrices are [out, in], experts' [expert, out, in].
+    return Cut(shape=size, dim=len(size) - 1 if takes else len(size) - 2, index=shards.rank, count=shards.size)
+
+
+def _replace(model: nn.Module, name: str, cut: Cut) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    with torch.no_grad():
+        setattr(owner, leaf, nn.Parameter(cut.of(getattr(owner, leaf).detach()).clone()))
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = owner.weight.shape
+
+
+def _begin_before(attention: nn.Module, shards: TokenShards) -> None:
+    """Every layer says how many tokens it works on: it may be one that is computed again, amid other micro-batches."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        _, (cosines, _), _ = args
+        shards.begin(len(cosines))
+
+    attention.register_forward_pre_hook(hook)
+
+
+def _gather_before(module: nn.Module, shards: TokenShards) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = args
+        return (shards.gather(hidden), *rest)
+
+    module.register_forward_pre_hook(hook)
+
+
+def _scatter_after(module: nn.Module, shards: TokenShards) -> None:
+    module.register_forward_hook(lambda module, args, partial: shards.scatter(partial))

@@ -1,0 +1,93 @@
+"""Shelves: what stands beside a wide group is filled up to the group's end, so that all ranks are free together again.
+
+``blocks`` stacks groups like stairs, and a strip between two steps has to be filled by groups that are as narrow as it.
+With few ranks for the longest sequences most steps are a few ranks wide, and too few sequences are as narrow. A shelf
+closes the strip at once instead::
+
+    free at       +---------+--+--+
+       ^          |         | b|  |        a is the shelf's wide group; b, c, d, e the widest groups, or the longest
+       |          |    a    +--+ e|        whole sequences, that fit into what is left beside it, then beside those,
+       |          |         | c+--+        until nothing fits; then comes the next shelf, on all ranks
+       |          |         |  | d|
+                  +---------+--+--+
+
+Every sequence keeps its degree, so there is no more traffic than with the fewest ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+class Shelves(NamedTuple):
+    """K sequences on shelves, by their start."""
+
+    items: IntArray  # [K] which of the sequences
+    first: IntArray  # [K] first rank
+    top: float  # when all ranks are free
+
+
+def fill_shelves(degrees: IntArray, seconds: FloatArray, *, num_ranks: int, narrowest: int) -> Shelves:
+    """Put every sequence of at least ``narrowest`` ranks on a shelf of its own, and narrower ones beside them.
+
+    Args:
+        degrees: ``[n]`` ranks of each sequence, 1 for whole ones.
+        seconds: ``[n]`` time of each there.
+        num_ranks: R.
+        narrowest: degree of the last shelf's wide group.
+    """
+    stock = _Stock(degrees, seconds)
+    placed: list[tuple[float, int, int]] = []  # (start, first rank, item)
+    widths, times = degrees.tolist(), seconds.tolist()
+    top = 0.0
+    while (item := stock.take(num_ranks, np.inf, at_least=narrowest)) >= 0:
+        end = top + times[item]
+        placed.append((top, 0, item))
+        spaces = [(widths[item], num_ranks - widths[item], top, end)]  # (first rank, width, start, stop)
+        while spaces:
+            first, width, start, stop = spaces.pop()
+            item = stock.take(width, stop - start)
+            if item >= 0:
+                placed.append((start, first, item))
+                above = start + times[item]
+                spaces.append((first, width, above, stop))
+                spaces.append((first + widths[item], width - widths[item], start, above))
+        top = end
+    placed.sort()
+    return Shelves(
+        items=np.array([item for _, _, item in placed], dtype=np.int64),
+        first=np.array([first for _, first, _ in placed], dtype=np.int64),
+        top=top,
+    )
+
+
+class _Stock:
+    """Sequences that are not placed yet, by degree, and by time inside."""
+
+    def __init__(self, degrees: IntArray, seconds: FloatArray) -> None:
+        rising = np.lexsort((seconds, degrees))
+        edges = np.flatnonzero(np.diff(degrees[rising])) + 1
+        runs = [run.tolist() for run in np.split(rising, edges)]
+        self._items: dict[int, list[int]] = {int(degrees[run[0]]): run for run in runs if run}
+        self._seconds = {degree: seconds[run].tolist() for degree, run in self._items.items()}
+        self._falling = sorted(self._items, reverse=True)
+
+    def take(self, width: int, room: float, *, at_least: int = 1) -> int:
+        """The widest sequence of at most ``width`` ranks and ``room`` seconds, the longest of these; -1: none."""
+        for degree in self._falling:
+            if degree < at_least:
+                break
+            if degree > width:
+                continue
+            place = bisect_right(self._seconds[degree], room) - 1
+            if place >= 0:
+                self._seconds[degree].pop(place)
+                return self._items[degree].pop(place)
+        return -1

@@ -1,0 +1,131 @@
+"""The mesh of ranks: pipeline stages x hybrid data parallelism x tensor parallelism.
+
+Ranks are ordered (pp, hdp, tp) with tp innermost, where messages are most frequent and links fastest (inside a node)::
+
+    rank = (stage * hdp + hdp_index) * tp + tp_index
+
+Every (stage, tp index) has its own HDP group, every (stage, HDP index) its TP group, every (HDP index, tp index) its
+pipeline. A rank makes the groups that it is in, and none for a dimension of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from bytescale.runtime.group import RankGroup
+
+GroupMaker = Callable[[str, Sequence[int]], dist.ProcessGroup]
+"""``(name, world ranks in order) -> process group``, called by the group's members alone, in the same order on each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """How many ranks there are along each dimension."""
+
+    hdp: int
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.hdp * self.tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Stage, HDP index and tp index of a world rank."""
+        rest, tp = divmod(rank, self.tp)
+        stage, hdp = divmod(rest, self.hdp)
+        return stage, hdp, tp
+
+    def rank(self, stage: int, hdp: int, tp: int) -> int:
+        """The world rank at a place."""
+        return (stage * self.hdp + hdp) * self.tp + tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """One rank's place, and the groups that it is in.
+
+    Attributes:
+        world: all ranks, for agreement and statistics.
+        hdp: the ranks with the same weights: rings, and reduction of gradients.
+        tp: the ranks that hold one another's parts of this stage.
+        forward, backward: the ranks of this pipeline, stage by stage, for what travels in each direction; one group for
+            every second boundary between stages. Under NCCL the messages of one group are done in order, so that a
+            receive would wait for a send before it: with these, a rank receives and sends in different groups, and
+            waits for nothing but what ``plan.pipeline_order`` knows.
+    """
+
+    shape: MeshShape
+    stage: int
+    world: RankGroup
+    hdp: RankGroup
+    tp: RankGroup
+    forward: Sequence[RankGroup]
+    backward: Sequence[RankGroup]
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.shape.pp - 1
+
+    def across(self, groups: Sequence[RankGroup], boundary: int) -> RankGroup:
+        """Of ``forward`` or ``backward`` the group of the boundary behind stage ``boundary`` (the last: to stage 0)."""
+        return groups[boundary_colour(boundary, self.shape.pp)]
+
+    def pipeline_groups(self) -> list[RankGroup]:
+        """All of both directions."""
+        return [*self.forward, *self.backward]
+
+    @staticmethod
+    def of(world: RankGroup, shape: MeshShape, make_group: GroupMaker, *, interleaved: bool = False) -> Mesh:
+        """The mesh over ``world``, whose size is the shape's; called by every rank of it.
+
+        ``interleaved``: the last stage also sends to the first.
+        """
+        if shape.tp == shape.pp == 1:
+            return Mesh.of_hdp(world)
+        if world.size != shape.size:
+            raise ValueError(f"a mesh of {shape.pp} x {shape.hdp} x {shape.tp} ranks, but there are {world.size}")
+        stage, hdp, tp = shape.coordinates(world.rank)
+        members = {
+            "HDP": [shape.rank(stage, other, tp) for other in range(shape.hdp)],
+            "TP": [shape.rank(stage, hdp, other) for other in range(shape.tp)],
+            "pipeline": [shape.rank(other, hdp, tp) for other in range(shape.pp)],
+        }
+
+        boundaries = range(shape.pp - 1 + int(interleaved))
+        colours = sorted({boundary_colour(boundary, shape.pp) for boundary in boundaries})
+
+        def group(dimension: str, direction: str = "") -> RankGroup:
+            ranks = members[dimension]
+            if len(ranks) == 1:
+                return RankGroup(device=world.device, name=dimension)
+            if len(ranks) == world.size and not direction:
+                return RankGroup(world.group, device=world.device, name=dimension)
+            made = make_group(f"{dimension}{direction} {ranks[0]}", ranks)
+            return RankGroup(made, device=world.device, name=dimension)
+
+        return Mesh(
+            shape=shape,
+            stage=stage,
+            world=world,
+            hdp=group("HDP"),
+            tp=group("TP"),
+            forward=[group("pipeline", f" forward {colour}") for colour in colours],
+            backward=[group("pipeline", f" backward {colour}") for colour in colours],
+        )
+
+    @staticmethod
+    def of_hdp(hdp: RankGroup) -> Mesh:
+        """The mesh without tensor and pipeline parallelism: one group for everything."""
+        alone = RankGroup(device=hdp.device)
+        shape = MeshShape(hdp=hdp.size)
+        return Mesh(shape=shape, stage=0, world=hdp, hdp=hdp, tp=alone, forward=(), backward=())
+
+
+def boundary_colour(boundary: int, num_stages: int) -> int:
+    """Neighbouring boundaries have different ones, also around the ring of stages."""
+    closes_odd_ring = boundary == num_stages - 1 and num_stages % 2 == 1
+    return 2 if closes_odd_ring else boundary % 2

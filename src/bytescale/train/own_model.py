@@ -1,0 +1,68 @@
+"""What one rank has of the model: its stage's layers, cut for its tensor-parallel place, in flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bytescale.common.cut import Cut
+from bytescale.config import Architecture
+from bytescale.cost.split import split_layers
+from bytescale.models import Llama, build_model
+from bytescale.models.llama import initial_values
+from bytescale.models.tensor_parallel import apply_tensor_parallelism
+from bytescale.runtime import FlatParameters, Mesh, TiedHead, TokenShards
+
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    """One rank's part of the model.
+
+    Attributes:
+        chunks: of layers; several where stages are interleaved.
+        parameters: of all chunks, in flat buffers.
+        tied_head: where the embedding is the output head too, and another stage's rank has one of the two.
+    """
+
+    chunks: Sequence[Llama]
+    parameters: FlatParameters
+    tied_head: TiedHead | None
+
+
+def build_own_model(
+    architecture: Architecture, mesh: Mesh, *, virtual_stages: int, dtype: torch.dtype, seed: int
+) -> OwnModel:
+    """Make this rank's part and nothing else of the model, with the initial values that belong to ``seed``."""
+    # 1. Layers of this stage, without memory, cut for this rank, then made.
+    ranges = split_layers(architecture, mesh.shape.pp * virtual_stages)[mesh.stage :: mesh.shape.pp]
+    chunks: list[Llama] = []
+    cuts: dict[str, Cut] = {}
+    for layers in ranges:
+        with torch.device("meta"):
+            chunk = build_model(architecture, layers)
+            if mesh.tp.size > 1:
+                cuts.update(apply_tensor_parallelism(chunk, TokenShards(mesh.tp)))
+            else:
+                cuts.update({name: Cut(shape=tuple(p.shape)) for name, p in chunk.named_parameters()})
+        chunks.append(chunk.to(dtype).to_empty(device=mesh.world.device))
+
+    # 2. Flat buffers. A borrowed head is not among them: the first stage keeps it up to date.
+    named = [item for chunk in chunks for item in chunk.named_parameters()]
+    borrows = architecture.tie_embeddings and mesh.shape.pp > 1
+    borrowed = [item for item in named if borrows and item[0] == _HEAD]
+    parameters = FlatParameters([item for item in named if item not in borrowed], mesh.hdp.size, cuts)
+    lent = FlatParameters(borrowed, 1, cuts) if borrowed else parameters
+    shared = [entry for entry in lent.entries if borrows and entry.name in (_HEAD, _EMBEDDING)]
+    tied_head = TiedHead(mesh, lent.value_of(shared[0]), lent.gradient_of(shared[0])) if shared else None
+
+    # 3. Initial values, parameter by parameter: no rank ever holds more than one whole.
+    for entry in parameters.entries:
+        whole = initial_values(entry.name, entry.cut.shape, architecture, seed)
+        parameters.value_of(entry).copy_(entry.cut.of(whole))
+    if tied_head is not None:
+        tied_head.lend()
+    return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)

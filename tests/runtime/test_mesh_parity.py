@@ -1,0 +1,319 @@
+"""The promise over the whole mesh: any tensor x pipeline x hybrid data parallelism gives one process's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bytescale.attention import select_kernel
+from bytescale.common.cut import Cut
+from bytescale.config import Architecture, PlannerConfig
+from bytescale.cost import Cluster, CostModel
+from bytescale.cost.split import split_layers
+from bytescale.models import build_model
+from bytescale.models.tensor_parallel import apply_tensor_parallelism
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.plan.verify import verify
+from bytescale.planner import align, make_planner
+from bytescale.runtime import FlatParameters, HostPool, Mesh, MeshShape, ModelPart, TokenShards, run_rank_plan
+from bytescale.runtime.activations import Activations
+from bytescale.runtime.mesh import boundary_colour
+from bytescale.runtime.pipeline import StageLinks
+from bytescale.runtime.replicas import sum_replicas
+from tests.helpers.plans import random_plan
+from tests.helpers.ranks import run_mesh
+from tests.helpers.steps import (
+    Batch,
+    StepOutcome,
+    make_model,
+    random_batch,
+    reference_step,
+    slice_batch,
+    small_shape,
+    worst_relative_error,
+)
+from tests.runtime.test_moe_parity import reference as mixture_reference
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5, "init_std": 0.2}
+MESHES = [
+    MeshShape(pp=pp, hdp=hdp, tp=tp) for pp in (1, 2, 4) for hdp in (1, 2, 4) for tp in (1, 2, 4) if pp * hdp * tp <= 8
+]
+
+
+def mesh_shape(**changes: object) -> Architecture:
+    numbers = {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 64}
+    return small_shape(**{**numbers, "ffn_hidden_size": 32, **changes})
+
+
+def parts_of(mesh: Mesh, shape: Architecture, dtype: torch.dtype, num_chunks: int) -> tuple[list, dict[str, Cut]]:
+    """This rank's chunks of layers, cut for its TP rank, with the values of the whole model."""
+    whole = {name: value.detach() for name, value in make_model(shape, dtype).named_parameters()}
+    if shape.tie_embeddings:
+        whole["lm_head.weight"] = whole["embed_tokens.weight"]
+    ranges = split_layers(shape, mesh.shape.pp * num_chunks)
+    models, cuts = [], {}
+    for chunk in range(num_chunks):
+        model = build_model(shape, ranges[chunk * mesh.shape.pp + mesh.stage]).to(dtype)
+        if mesh.tp.size > 1:
+            cuts.update(apply_tensor_parallelism(model, TokenShards(mesh.tp)))
+        else:
+            cuts.update({name: Cut(shape=tuple(value.shape)) for name, value in model.named_parameters()})
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.copy_(cuts[name].of(whole[name]))
+        models.append(model)
+    return models, cuts
+
+
+def mesh_step(
+    mesh_shape: MeshShape,
+    shape: Architecture,
+    dtype: torch.dtype,
+    batch: Batch,
+    plan: Plan,
+    *,
+    num_chunks: int = 1,
+    checkpointing: str = "none",
+    offload: bool = False,
+) -> StepOutcome:
+    """One step on a mesh of threads; gradients put together from all parts."""
+
+    def one_rank(mesh: Mesh):
+        models, cuts = parts_of(mesh, shape, dtype, num_chunks)
+        flat = FlatParameters([item for model in models for item in model.named_parameters()], 1, cuts)
+        rank_plan = RankPlan.of(plan, mesh.hdp.rank)
+        pool = HostPool(2**24, pinned=False) if offload else None
+        parts = [
+            ModelPart(
+                model=model,
+                activations=Activations(
+                    list(model.layers),
+                    checkpointing=checkpointing,  # type: ignore[arg-type]
+                    pool=pool,
+                    tp=mesh.tp,
+                ),
+            )
+            for model in models
+        ]
+        result = run_rank_plan(
+            parts,
+            rank_plan,
+            [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
+            num_global_targets=batch.num_targets,
+            kernel=select_kernel("auto", torch.device("cpu"), dtype),
+            mesh=mesh,
+        )
+        sum_replicas(flat, mesh.tp)
+        gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
+        return mesh.hdp.rank, result, gradients
+
+    outcomes = run_mesh(mesh_shape, one_rank, interleaved=num_chunks > 1, timeout_seconds=40)
+    loss = sum(result.loss_sum for _, result, _ in outcomes) / batch.num_targets
+    # Every stage's ranks know their layers' share of the balance loss.
+    balance = sum(result.batch_loss for _, result, _ in outcomes) / (mesh_shape.hdp * mesh_shape.tp)
+    assert sum(result.num_targets for _, result, _ in outcomes) == batch.num_targets
+    return StepOutcome(
+        loss, put_together([gradients for _, _, gradients in outcomes], shape.tie_embeddings), [], balance
+    )
+
+
+def put_together(ranks: Sequence[dict[str, tuple[Cut, Tensor]]], tied: bool) -> dict[str, Tensor]:
+    """Whole gradients: summed over HDP ranks and uses, parts in their places, replicas counted once."""
+    whole: dict[str, Tensor] = {}
+    for gradients in ranks:
+        for name, (cut, gradient) in gradients.items():
+            home = "embed_tokens.weight" if tied and name == "lm_head.weight" else name
+            total = whole.setdefault(home, gradient.new_zeros(cut.shape))
+            if cut.replica == 0:
+                cut.of(total).add_(gradient)
+    return whole
+
+
+def assert_parity(
+    mesh: MeshShape, plan: Plan, lengths: list[int], dtype: torch.dtype, *, seed: int = 0, **options: object
+) -> None:
+    run_options = {key: options.pop(key) for key in ("num_chunks", "checkpointing", "offload") if key in options}
+    shape = mesh_shape(**options)
+    batch = random_batch(lengths, shape.vocab_size, seed)
+    if batch.num_targets == 0:
+        batch.labels[0][0] = 1
+    ours = mesh_step(mesh, shape, dtype, batch, plan, **run_options)  # type: ignore[arg-type]
+    if shape.num_experts:
+        loss, balance, gradients = mixture_reference(shape, dtype, batch)
+        assert ours.batch_loss == pytest.approx(balance, rel=TOLERANCE[dtype])
+    else:
+        reference = reference_step(make_model(shape, dtype), batch)
+        loss, gradients = reference.loss, reference.gradients
+    assert ours.loss == pytest.approx(loss, rel=TOLERANCE[dtype])
+    assert worst_relative_error(ours.gradients, gradients) <= TOLERANCE[dtype]
+
+
+def runnable_plan(lengths: list[int], mesh: MeshShape, seed: int, num_chunks: int = 1) -> Plan:
+    """A random plan; with stages one that the check for deadlock accepts."""
+    plan = random_plan(lengths, mesh.hdp, seed)
+    if mesh.pp > 1:
+        cluster = Cluster.uniform(mesh.hdp, int(np.sum(lengths)))
+        plan = align(plan, cluster=cluster, cost=CostModel.from_work(linear_per_square=40))
+        verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
+    return plan
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"pp{mesh.pp}-hdp{mesh.hdp}-tp{mesh.tp}")
+def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape, family: str) -> None:
+    experts = MIXTURE if family == "mixtral" else {}
+    lengths = [33, 5, 18, 1, 9, 27, 2]
+    plan = runnable_plan(lengths, mesh, seed=mesh.size)
+    assert_parity(mesh, plan, lengths, torch.float64, **experts)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    mesh=st.sampled_from(MESHES),
+    family=st.sampled_from(["llama", "mixtral"]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    seed=st.integers(0, 10_000),
+    heads=st.sampled_from([(4, 2), (4, 4), (8, 1)]),
+    tied=st.booleans(),
+    checkpointing=st.sampled_from(["none", "full", "attention"]),
+    ratio=st.sampled_from([0.0, 0.4, 1.0]),
+)
+@example(  # rows that no tensor-parallel rank can share evenly, and ranks without any
+    mesh=MeshShape(pp=2, hdp=1, tp=4),
+    family="mixtral",
+    dtype=torch.float64,
+    lengths=[1, 2, 3],
+    seed=1,
+    heads=(4, 2),
+    tied=True,
+    checkpointing="full",
+    ratio=1.0,
+)
+def test_any_mesh_any_plan(
+    mesh: MeshShape,
+    family: str,
+    dtype: torch.dtype,
+    lengths: list[int],
+    seed: int,
+    heads: tuple[int, int],
+    tied: bool,
+    checkpointing: str,
+    ratio: float,
+) -> None:
+    experts = MIXTURE if family == "mixtral" else {}
+    plan = runnable_plan(lengths, mesh, seed)
+    plan = replace(plan, group_offload_ratio=np.full(plan.num_groups, ratio))
+    assert_parity(
+        mesh,
+        plan,
+        lengths,
+        dtype,
+        seed=seed,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        tie_embeddings=tied,
+        num_layers=5,
+        checkpointing=checkpointing,
+        offload=ratio > 0,
+        **experts,
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    planner=st.sampled_from(["naive", "paper", "adaptive"]),
+    mesh=st.sampled_from([MeshShape(pp=2, hdp=4), MeshShape(pp=4, hdp=2), MeshShape(pp=2, hdp=2, tp=2)]),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=16),
+    slack=st.integers(0, 8),
+)
+def test_plans_of_every_planner_run_through_a_pipeline(
+    planner: str, mesh: MeshShape, lengths: list[int], slack: int
+) -> None:
+    """Small capacities: pipelines get different numbers of micro-batches, and shared groups between them."""
+    config = PlannerConfig(name="naive") if planner == "naive" else PlannerConfig(name="balanced", balance=planner)  # type: ignore[arg-type]
+    cluster = Cluster.uniform(mesh.hdp, -(-max(lengths) // mesh.hdp) + slack)
+    plan = make_planner(config, cluster, CostModel.from_work(linear_per_square=40), num_stages=mesh.pp)(lengths)
+    verify(plan, num_stages=mesh.pp)
+    assert_parity(mesh, plan, lengths, torch.float64, seed=slack)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    mesh=st.sampled_from([MeshShape(pp=2, hdp=1), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1, tp=2)]),
+    num_chunks=st.sampled_from([2, 3]),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    checkpointing=st.sampled_from(["none", "full"]),
+    tied=st.booleans(),
+)
+def test_interleaved_stages(
+    mesh: MeshShape, num_chunks: int, lengths: list[int], checkpointing: str, tied: bool
+) -> None:
+    """Whole sequences on every rank, as many micro-batches as it takes."""
+    groups = [GroupSpec(sequences=[n], ranks=[n % mesh.hdp]) for n in range(len(lengths))]
+    plan = Plan.build(
+        lengths=lengths,
+        capacity_tokens=[max(lengths)] * mesh.hdp,
+        groups=groups,
+        schedule=[[[n] for n in range(rank, len(lengths), mesh.hdp)] for rank in range(mesh.hdp)],
+    )
+    verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
+    assert_parity(
+        mesh,
+        plan,
+        lengths,
+        torch.float64,
+        num_layers=12,
+        num_chunks=num_chunks,
+        checkpointing=checkpointing,
+        tie_embeddings=tied,
+    )
+
+
+def test_sends_are_let_go_while_the_step_runs() -> None:
+    """Of 40 micro-batches a stage holds no more messages than are in flight under 1F1B."""
+    plan = Plan.build(
+        lengths=[8] * 40,
+        capacity_tokens=[8],
+        groups=[GroupSpec(sequences=[n], ranks=[0]) for n in range(40)],
+        schedule=[[[n] for n in range(40)]],
+    )
+    held: list[int] = []
+    remember = StageLinks.send
+
+    def counting(self: StageLinks, action: tuple[int, int, int], rows: Tensor) -> None:
+        remember(self, action, rows)
+        held.append(len(self._sent))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageLinks, "send", counting)
+        assert_parity(MeshShape(pp=4, hdp=1), plan, [8] * 40, torch.float64)
+    assert len(held) == 40 * 6  # three stages send forward, three backward
+    assert max(held) <= 8
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_a_rank_receives_and_sends_in_different_groups(num_stages: int) -> None:
+    """Else, under NCCL, a message that nobody takes yet would hold up the next one to come."""
+    colours = [boundary_colour(boundary, num_stages) for boundary in range(num_stages)]
+    for stage in range(num_stages):
+        assert colours[stage] != colours[stage - 1]
+    assert len(set(colours[:-1])) <= 2
+
+
+def test_ranks_are_ordered_stage_then_hdp_then_tensor_parallel() -> None:
+    """docs/architecture.md: 2 stages x 3 HDP x 2 TP."""
+    shape = MeshShape(pp=2, hdp=3, tp=2)
+    places = {shape.coordinates(rank): rank for rank in range(shape.size)}
+    assert len(places) == shape.size
+    assert all(shape.rank(*place) == rank for place, rank in places.items())
+    assert (places[0, 1, 0], places[0, 1, 1], places[1, 1, 0], places[1, 1, 1]) == (2, 3, 8, 9)

@@ -1,0 +1,161 @@
+"""Whole runs on meshes of tensor and pipeline parallelism: the same losses, and checkpoints that move between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config, ModelConfig, validate
+from bytescale.train.checkpoint import complete_checkpoints
+from bytescale.train.export import export_checkpoint
+from bytescale.train.stored_state import boxes_of
+from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
+
+# Fewer than ten steps: the order of fp32 sums is amplified less than in a hundred (tests/train/test_training.py).
+SAME_LOSSES = 1e-4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
+    """Four layers, so that there may be four stages."""
+    config = small_run(corpus, run_dir, steps=8)
+    shape = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64, **model}
+    return replace(config, model=ModelConfig(preset="tiny-moe" if "num_experts" in model else "tiny", **shape))  # type: ignore[arg-type]
+
+
+def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_stages: int = 1) -> Config:
+    parallel = replace(
+        config.parallel,
+        ranks=tp * pp * hdp,
+        tp=tp,
+        pp=pp,
+        virtual_stages=virtual_stages,
+        capacity_tokens=256 if hdp == 1 else 128,
+    )
+    return replace(config, parallel=parallel)
+
+
+FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_experts": 4, "experts_per_token": 2}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """Settings of a model family, and its losses in one process."""
+    settings = FAMILIES[request.param]
+    config = deep_run(corpus, tmp_path_factory.mktemp(request.param) / "alone", **settings)
+    return settings, run(on_mesh(config))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"tp": 2},
+        {"pp": 2},
+        {"pp": 4},
+        {"pp": 2, "virtual_stages": 2},
+        {"tp": 2, "pp": 2, "hdp": 2},
+    ],
+    ids=str,
+)
+def test_every_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, family: tuple, mesh: dict) -> None:
+    settings, alone = family
+    ours = run(on_mesh(deep_run(corpus, tmp_path / "run", **settings), **mesh))
+    np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
+
+
+def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family: tuple) -> None:
+    """(tp, pp, hdp) = (2, 2, 2), then (1, 4, 1), (4, 1, 2) and (1, 1, 1), each killed after two steps."""
+    settings, alone = family
+    config = with_trainer(deep_run(corpus, tmp_path / "run", **settings), resume=True)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=2))
+    interrupt(with_trainer(on_mesh(config, tp=2, pp=2, hdp=2), resume=False), after_step=2)
+    interrupt(on_mesh(config, pp=4), after_step=4)
+    interrupt(on_mesh(config, tp=4, hdp=2), after_step=6)
+    np.testing.assert_allclose(run(on_mesh(config)), alone, rtol=SAME_LOSSES)
+
+
+def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path) -> None:
+    mesh = {"tp": 2, "pp": 2}
+    whole = run(on_mesh(deep_run(corpus, tmp_path / "whole", tie_embeddings=True), **mesh))
+    parts = on_mesh(deep_run(corpus, tmp_path / "parts", tie_embeddings=True), **mesh)
+    interrupt(parts, after_step=5)
+    assert run(with_trainer(parts, resume=True)) == whole
+
+
+def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, tmp_path: Path, family: tuple) -> None:
+    """Trained in one process, exported, and started from on a mesh: the losses of starting from it in one process."""
+    settings, _ = family
+    run(on_mesh(deep_run(corpus, tmp_path / "first", **settings)))
+    export_checkpoint(complete_checkpoints(tmp_path / "first" / "checkpoints")[-1], tmp_path / "hf")
+    started = with_trainer(deep_run(corpus, tmp_path / "alone", **settings), init=f"hf:{tmp_path / 'hf'}", steps=3)
+    alone = run(on_mesh(started))
+    ours = run(on_mesh(with_trainer(started, run_dir=str(tmp_path / "mesh")), tp=2, pp=2))
+    np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
+
+
+def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -> None:
+    run(on_mesh(deep_run(corpus, tmp_path / "alone")))
+    run(on_mesh(deep_run(corpus, tmp_path / "mesh"), tp=2, pp=2, hdp=2))
+    ours, alone = metrics(tmp_path / "mesh"), metrics(tmp_path / "alone")
+    for key in ("num_tokens", "num_sequences"):
+        assert [line[key] for line in ours] == [line[key] for line in alone]
+    np.testing.assert_allclose(
+        [line["grad_norm"] for line in ours], [line["grad_norm"] for line in alone], rtol=SAME_LOSSES
+    )
+    assert len(losses(tmp_path / "mesh")) == 8
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 5)])
+def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel())
+    for low in range(len(numbers) + 1):
+        for high in range(low, len(numbers) + 1):
+            boxes = list(boxes_of(shape, low, high))
+            assert len(boxes) <= 2 * len(shape) - 1
+            pieces = [
+                numbers.view(shape)[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))].flatten()
+                for offsets, sizes in boxes
+            ]
+            assert torch.equal(torch.cat(pieces or [numbers[:0]]), numbers[low:high])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "message"),
+    [
+        ({"tp": 3}, {}, "num_heads = 4 is no multiple of parallel.tp = 3"),
+        ({"pp": 5}, {}, "makes 5 parts of 4 layers"),
+        ({"pp": 2, "virtual_stages": 3}, {}, "makes 6 parts of 4 layers"),
+        ({"virtual_stages": 2}, {}, "without a pipeline"),
+        ({"tp": 4}, {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4}, "either of parallel.tp = 4 and"),
+        ({"tp": 2}, {"ffn_hidden_size": 33}, "ffn_hidden_size = 33 is no multiple"),
+        ({"tp": 2}, {"vocab_size": 301}, "vocab_size = 301 is no multiple"),
+        ({"tp": 4}, {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 48}, "no multiple of 8"),
+    ],
+)
+def test_meshes_that_do_not_divide_are_refused(
+    corpus: Path, tmp_path: Path, mesh: dict, model: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(on_mesh(deep_run(corpus, tmp_path / "run", **model), **mesh))
+
+
+def test_ranks_that_make_no_mesh_are_refused(corpus: Path, tmp_path: Path) -> None:
+    config = on_mesh(deep_run(corpus, tmp_path / "run"), tp=2, pp=2)
+    with pytest.raises(ConfigError, match=r"6 ranks are no multiple of parallel.tp = 2 x parallel.pp = 2"):
+        validate(config, num_ranks=6)
+
+
+def test_a_context_that_no_pipeline_can_hold_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = on_mesh(deep_run(corpus, tmp_path / "run"), pp=2)
+    config = replace(config, parallel=replace(config.parallel, capacity_tokens=100))
+    with pytest.raises(ConfigError, match=r"exceeds 1 HDP ranks x parallel.capacity_tokens = 100"):
+        validate(config)
