@@ -3,13 +3,15 @@
     .venv/bin/python benchmarks/loader.py rate     # tokens/s of the loader alone, against what a run consumed
     .venv/bin/python benchmarks/loader.py bytes    # bytes and memory per rank, against every rank reading the batch
     .venv/bin/python benchmarks/loader.py planner  # 32M tokens for 1024 and 16384 simulated clients
+    .venv/bin/python benchmarks/loader.py start    # until the first step: tokenising everything, or from the cache
 
-All three start a Ray of their own on loopback and end it. Results: docs/benchmarks.md, ``Remote dataloader``.
+All start a Ray of their own on loopback and end it. Results: docs/benchmarks.md, ``Remote dataloader``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +175,7 @@ def planner_at_scale(folder: Path) -> None:
         server = ray.remote(DataServer).options(num_cpus=0).remote(0, 1, work)
         for num_ranks in (1024, 16384):
             actor = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=1000)
-            planner = actor.remote(config, work, ["here"], [server])
+            planner = actor.remote(config, work, [server], {})
             state = ray.get(planner.check_state.remote(None))
             ray.get(planner.configure.remote(planner_for(num_ranks, 8192), steps))
             process = psutil.Process(ray.get(planner.pid.remote()))
@@ -203,7 +206,45 @@ def cut_seconds(planned: PlannedStep, rank: int) -> float:
     return time.perf_counter() - started
 
 
-WAYS: dict[str, Callable[[Path], None]] = {"rate": rate, "bytes": bytes_read, "planner": planner_at_scale}
+# start: how long until the first step, when servers have to tokenise and when they find their work in the cache.
+
+
+def start(folder: Path) -> None:
+    from bytescale.data.remote.cluster import ray_cluster
+    from bytescale.data.remote.feed import RemoteFeed
+
+    random = np.random.default_rng(0)
+    vocabulary = ["".join(random.choice(list("etaoinshrdlu"), length)) for length in random.integers(2, 10, 20_000)]
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
+        for length in sample_lengths("github", 20 * MIB, seed=0, max_length=131072).tolist():
+            file.write(json.dumps({"text": " ".join(random.choice(vocabulary, max(1, length)))}) + "\n")
+    num_bytes = (folder / "text.jsonl").stat().st_size
+    print(f"{num_bytes / MIB:.0f} MiB of JSONL   tokenizer   first time   from the cache")
+    for tokenizer in ("bytes", "bpe"):
+        config = replace(
+            config_for(folder, context_length=131072, batch_tokens=MIB),
+            sources=(str(folder / "text.jsonl"),),
+            tokenizer=tokenizer,
+            over_length="split",
+        )
+        seconds = []
+        with ray_cluster("", 2):
+            for attempt in ("first", "second"):
+                started = time.perf_counter()
+                feed = RemoteFeed(config, f"start-{tokenizer}-{attempt}", 0, 1)
+                with feed.open(planner_for(1, 131072), 1) as loader:
+                    next(iter(loader))
+                seconds.append(time.perf_counter() - started)
+                feed.close()
+        print(f"{'':15} {tokenizer:>12}   {seconds[0]:>8.1f} s   {seconds[1]:>10.1f} s")
+
+
+WAYS: dict[str, Callable[[Path], None]] = {
+    "rate": rate,
+    "bytes": bytes_read,
+    "planner": planner_at_scale,
+    "start": start,
+}
 
 
 def main() -> None:

@@ -240,6 +240,7 @@ def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict]:
 def kinds_to_kill(number: int, dice: random.Random) -> list[str]:
     """Every kind in its share, at least once if ``number`` allows, in random order."""
     kinds = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * number / 50)))]
+    kinds += ["server"] * (number - len(kinds))
     dice.shuffle(kinds)
     return kinds[:number]
 

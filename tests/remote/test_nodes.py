@@ -37,7 +37,9 @@ import bytescale.data.remote
 from ray.cluster_utils import Cluster
 
 settings = dict(num_cpus=2, object_store_memory=80 * 1024**2, node_ip_address="127.0.0.1")
-cluster = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
+noticed = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+head = {**settings, "include_dashboard": False, "_system_config": noticed}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 second = cluster.add_node(**settings)
 time.sleep(2)  # until raylets know each other; before, Ray places soft affinities anywhere
 print(cluster.address, flush=True)
@@ -97,21 +99,22 @@ def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp
         session = f"nodes-{uuid.uuid4().hex[:8]}"
         first = RemoteFeed(config, session, 0, 2)
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        places = [node_of(server) for server in first.actors[1:]]
-        assert Counter(places) == dict.fromkeys(living, 2)
+        _, *others = first.actors
+        assert Counter(map(node_of, others[:4])) == dict.fromkeys(living, 2), "servers"
+        assert Counter(map(node_of, others[4:])) == dict.fromkeys(living, 1), "relays"
         assert len(living) == 2
 
         def second_rank() -> tuple[str, str, list[Any]]:
             feed = RemoteFeed(config, session, 1, 2)
             with feed.open(planner_for(2), stop_step=5) as loader:
-                return ray.get_runtime_context().get_node_id(), node_of(feed._relay()), list(loader)
+                return ray.get_runtime_context().get_node_id(), node_of(feed.relay), list(loader)
 
         elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
         place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
         there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
         with first.open(planner_for(2), stop_step=5) as loader:
             mine = list(loader)
-        assert node_of(first._relay()) == ray.get_runtime_context().get_node_id()
+        assert node_of(first.relay) == ray.get_runtime_context().get_node_id()
         node, relay, theirs = ray.get(there, timeout=90)
         assert node == relay == elsewhere
         corpus = prepare_corpus(config)
@@ -141,4 +144,4 @@ def test_a_run_over_two_nodes_goes_on_with_one_when_the_other_dies(nodes: TwoNod
     assert "restarting on 2 ranks; 1 restarts are left" in output
     assert "ranks   2 x cpu" in output
     np.testing.assert_allclose(losses(tmp_path / "run"), undisturbed, rtol=TOLERANCE)
-    assert_every_token_was_given_once(config)
+    assert_every_token_was_given_once(config, config.trainer.steps)

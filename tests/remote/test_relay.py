@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
-from bytescale.common.errors import PlanError
+from bytescale.common.errors import LoaderFailure, PlanError
 from bytescale.data import prepare_corpus
 from bytescale.data.corpus import IntArray
 from bytescale.data.mixture import make_sampler
+from bytescale.data.remote.client import RemoteLoader
 from bytescale.data.remote.relay import FAN_OUT, Relay, above
 from bytescale.data.remote.slices import PartOwners, PlannedStep, StepReference, locate_segments
 from bytescale.plan import RankPlan
@@ -74,7 +76,7 @@ def test_ranks_of_a_node_share_one_request() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
         assert await relay.plan(state(0), "") is None, "nobody has said how to plan"
-        relay.configure("how", 9)
+        await relay.configure("how", 9)
         planner.asked.clear()
         answers = await asyncio.gather(*(relay.plan(state(0), "") for _ in range(8)))
         assert planner.told == [("how", 9)]
@@ -95,7 +97,7 @@ def test_a_planner_that_died_is_told_again_and_its_objects_are_asked_for_again()
     async def check() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
-        relay.configure("how", None)
+        await relay.configure("how", None)
         first = await relay.plan(state(0), "")
         assert first is not None
         planner.life = "second"
@@ -111,7 +113,7 @@ def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
     async def check() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
-        relay.configure("how", None)
+        await relay.configure("how", None)
         outcomes = await asyncio.gather(*(relay.plan(state(13), "") for _ in range(3)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [PlanError] * 3
         asked = len(planner.asked)
@@ -148,3 +150,23 @@ def test_what_ranks_cut_from_the_shared_object_is_what_the_local_loader_reads(tm
         for start, length in zip(corpus.pieces.start[batch.pieces], batch.lengths, strict=True)
     ]
     assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(np.concatenate(wanted)))
+
+
+def test_a_planner_that_never_stays_is_given_up(ray_joined: str, tmp_path: Path) -> None:
+    """It forgets what it was told each time, as one would that dies again and again."""
+
+    class Forgetful:
+        def plan(self, state: dict[str, Any], lost: str = "") -> None:
+            return None
+
+        def configure(self, planner: Any, stop_step: int | None) -> None:
+            pass
+
+    actor = ray.remote(Forgetful).options(num_cpus=0).remote()
+    settings = {"servers": [], "planner": None, "rank": 0, "state": state(0), "stop_step": 1, "prefetch_steps": 1}
+    with (
+        RemoteLoader(relay=actor, answer_seconds=1.0, **settings) as loader,
+        pytest.raises(LoaderFailure, match=r"planner actor did not answer within 1 s.*raise data.answer_seconds"),
+    ):
+        next(loader)
+    ray.kill(actor)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,34 +16,23 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from bytescale.common.errors import DataError
 from bytescale.config import config_to_toml
 from bytescale.data.corpus import prepare_corpus
+from tests.helpers.disk import grow, small_disk
 from tests.train.runs import losses, on_ranks, run, small_run, with_trainer, write_corpus
 
 MIB = 1024**2
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a disk of so many bytes."""
-    mounted: list[Path] = []
-
-    def mount(num_bytes: int) -> Path:
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("no right to mount a small disk here")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Of as many bytes as the test is given."""
+    with small_disk(tmp_path / "disk", request.param) as folder:
+        yield folder
 
 
 @pytest.mark.slow
-def test_checkpoints_until_the_disk_is_full(tmp_path: Path, small_disk: Callable[[int], Path]) -> None:
+@pytest.mark.parametrize("disk", [3 * MIB], indirect=True)
+def test_checkpoints_until_the_disk_is_full(tmp_path: Path, disk: Path) -> None:
     """Each takes 0.5 MiB: after some, one message; those before load, and once there is room the run goes on."""
-    disk = small_disk(3 * MIB)
     config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), disk / "run", steps=30), 2)
     config = replace(config, checkpoint=replace(config.checkpoint, every=1, keep=100))
     path = tmp_path / "run.toml"
@@ -68,21 +57,21 @@ def test_checkpoints_until_the_disk_is_full(tmp_path: Path, small_disk: Callable
     assert complete
     for checkpoint in complete:
         dcp_to_torch_save(checkpoint, tmp_path / "loaded.pt")
-    subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
+    grow(disk, 100 * MIB)
     whole = run(with_trainer(config, run_dir=str(tmp_path / "whole")))
     assert run(with_trainer(config, resume=True)) == whole
     assert not list((disk / "run" / "checkpoints").glob(".step-*")), "what was half written is gone"
     assert len(losses(disk / "run")) == 30
 
 
-def test_a_cache_on_a_full_disk(tmp_path: Path, small_disk: Callable[[int], Path]) -> None:
+@pytest.mark.parametrize("disk", [MIB], indirect=True)
+def test_a_cache_on_a_full_disk(tmp_path: Path, disk: Path) -> None:
     """Half written tokens are no corpus; with room, the same command goes on."""
-    disk = small_disk(MIB)
     text = tmp_path / "a.txt"
     text.write_text("words " * 300_000, encoding="utf-8")
     config = replace(small_run(text, tmp_path / "run").data, sources=(str(text),), cache_dir=str(disk / "cache"))
     with pytest.raises(DataError, match=r"cannot be written .*No space left on device"):
         prepare_corpus(config)
     assert not [path for path in disk.rglob("*") if path.suffix in (".bin", ".idx", ".tmp")]
-    subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+    grow(disk, 20 * MIB)
     assert prepare_corpus(config).facts.num_tokens == 1_800_001

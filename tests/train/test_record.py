@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -117,6 +118,17 @@ def test_two_runs_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.
         pass
     with folder.lock():  # and it is free again
         pass
+
+
+def test_a_file_system_without_locks_is_told_of_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("bytescale.train.run_folder.fcntl.flock", refuse)
+    with RunFolder(tmp_path / "run").lock():
+        assert "has no locks ([Errno 37] No locks available): see that no other run writes there" in caplog.text
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from bytescale.data.bpe import cached_bpe
 from bytescale.data.facts import TokenFacts
 from bytescale.data.pieces import PieceCounts, PieceTable, make_pieces
 from bytescale.data.progress import ProgressCallback, ignore_progress
+from bytescale.data.retry import with_retries
 from bytescale.data.shards import Shard, ShardReader, check_corrupt_records, fingerprint_shards
 from bytescale.data.sources import SourceFile, expand_sources
 from bytescale.data.tokenizer import Tokenizer, load_tokenizer
@@ -163,7 +165,7 @@ def prepare_corpus(config: DataConfig, progress: ProgressCallback = ignore_progr
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:
     """List the sources, find or train the tokenizer, and cut the corpus into shards. Raises as ``prepare_corpus``."""
-    files = expand_sources(config.sources, config.format)
+    files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
     tokenizer = choose_tokenizer(config, [file for file in files if file.format != "bin"], progress)
     reader = ShardReader.of(config, tokenizer)
     return reader.plan(files), reader

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Literal, Protocol, cast, get_args
 
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.data.retry import UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
             num_bytes, version = path.describe()
             yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:
-        raise DataError(
+        raise UnreadableError(
             problem(
                 f"data source {source!r} cannot be reached ({error.strerror or error})",
                 so="its text would be missing",

@@ -10,6 +10,7 @@ import errno
 import glob
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -140,10 +141,21 @@ def _guarded(url: str, action: Callable[[], Result]) -> Result:
         return action()
     except OSError as error:
         if error.filename is None or error.strerror is None:
-            raise type(error)(error.errno or errno.EIO, str(error) or type(error).__name__, url) from error
+            raise _named(error, url) from error
         raise
     except Exception as error:  # aiohttp, botocore, ...: each with its own kinds
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+
+
+def _named(error: OSError, url: str) -> OSError:
+    """``error`` with its reason and ``url``. To fsspec, every failing HTTP file is one that is not there."""
+    cause, status = error.__cause__, getattr(error.__cause__, "status", None)
+    if isinstance(error, FileNotFoundError) and cause is not None and status not in (404, 410):
+        kind = PermissionError if status in (401, 403) else OSError
+        return kind(errno.EACCES if kind is PermissionError else errno.EIO, f"{type(cause).__name__}: {cause}", url)
+    text = str(error)
+    reason = os.strerror(error.errno or errno.ENOENT) if isinstance(error, FileNotFoundError) else text
+    return type(error)(error.errno or errno.EIO, reason or type(error).__name__, url)
 
 
 def _is_hidden(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
 from bytescale.config import Config
@@ -84,7 +84,8 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
     bundle = _bundle(config)
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     ranks: list[Any] = []
-    console: Any = ray.remote(Console).options(num_cpus=0).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    console: Any = ray.remote(Console).options(num_cpus=0, scheduling_strategy=here).remote()  # no other node takes it
     try:
         if not group.wait(_PLACE_SECONDS):
             raise _no_room(num_ranks, bundle)
@@ -92,7 +93,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
             ranks.append(ray.remote(RankActor).options(scheduling_strategy=place, **options).remote())
-        addresses = ray.get([rank.address.remote() for rank in ranks])
+        addresses = _addresses(ranks, config.trainer.run_dir)
         running = {
             rank.run.remote(config, environment, console): number
             for number, (rank, environment) in enumerate(zip(ranks, _environments(addresses), strict=True))
@@ -140,6 +141,24 @@ def _bundles_of_living_nodes(bundle: dict[str, float]) -> int:
     return int(sum(min(node.get(name, 0) // need for name, need in bundle.items()) for node in nodes))
 
 
+def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]]:
+    """What each rank says of itself; the first that died before it could say anything is named."""
+    references = [rank.address.remote() for rank in ranks]
+    addresses = []
+    for number, reference in enumerate(references):
+        try:
+            addresses.append(ray.get(reference))
+        except ray.exceptions.RayActorError as error:
+            raise RankFailure(
+                problem(
+                    f"rank {number} died before it had started ({type(error).__name__})",
+                    so="the other ranks were stopped; checkpoints written before are whole",
+                    fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
+                )
+            ) from error
+    return addresses
+
+
 def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, str]]:
     """What torchrun would set. Ray shows each rank its own GPU alone, so every rank is the first of its node."""
     _, host, port, _ = addresses[0]
@@ -165,7 +184,7 @@ def _wait(
     while left:
         if asked.heard and not told:
             told = True
-            ray.get([rank.stop.remote() for rank in ranks])
+            ray.wait([rank.stop.remote() for rank in ranks], num_returns=len(ranks), timeout=_TRY_SECONDS)
         patience = _BLAME_SECONDS if failures else _LOOK_SECONDS
         ended, left = ray.wait(left, num_returns=1, timeout=patience)
         for line in ray.get(console.take.remote()):

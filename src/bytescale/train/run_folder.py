@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config, config_to_toml
+
+logger = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 20.0
 """Ranks whose launcher was killed take a moment to end."""
@@ -110,4 +114,8 @@ def _locked(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        logger.warning("the run folder's file system has no locks (%s): see that no other run writes there", error)
     return True

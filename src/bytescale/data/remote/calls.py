@@ -36,13 +36,8 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             return cause
         return translated(cause, who) if isinstance(cause, ray.exceptions.RayError) else error
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return LoaderFailure(
-            problem(
-                f"{who} did not answer within {timeout_seconds:.0f} s",
-                so="the step has no data; checkpoints written before are whole",
-                fix="look at the load of its node, or raise data.answer_seconds, then resume",
-            )
-        )
+        assert timeout_seconds is not None, "only a call with a limit can pass it"
+        return no_answer(who, timeout_seconds)
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         return LoaderFailure(
             problem(
@@ -60,6 +55,17 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             )
         )
     return error
+
+
+def no_answer(who: str, seconds: float) -> LoaderFailure:
+    """``who`` was given up."""
+    return LoaderFailure(
+        problem(
+            f"{who} did not answer within {seconds:.0f} s",
+            so="the step has no data; checkpoints written before are whole",
+            fix="look at the load of its node, or raise data.answer_seconds, then resume",
+        )
+    )
 
 
 def _first_line(error: Exception) -> str:

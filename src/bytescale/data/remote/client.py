@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import LoaderTimes, StepData
 from bytescale.data.prefetch import Prefetcher
-from bytescale.data.remote.calls import translated, wait_for
+from bytescale.data.remote.calls import no_answer, translated, wait_for
 from bytescale.data.remote.slices import (
     IntArray,
     PlannedStep,
@@ -47,7 +47,7 @@ class RemoteLoader:
         """Start fetching at ``state``.
 
         Args:
-            relay: handle of the server that relays plans to this node, or of the ``PlannerActor`` itself.
+            relay: handle of the ``Relay`` of this node, or of the ``PlannerActor`` itself.
             servers: handles of the ``DataServer`` actors, in order.
             planner: how the planner actor has to plan; told again whenever it was restarted.
             rank: HDP rank.
@@ -89,11 +89,12 @@ class RemoteLoader:
         self.close()
 
     def _fetch_steps(self) -> Iterator[StepData]:
-        state = self._state
-        while self._stop_step is None or state["step"] < self._stop_step:
+        state, asked = self._state, None
+        while self._wants(state):
             # 1. This rank's part of the plan, cut from the one copy of the plan that its node has.
-            reference, planned = self._planned(state)
+            reference, planned = self._planned(state, asked)
             started = time.perf_counter()
+            asked = self._relay.plan.remote(planned.state_after) if self._wants(planned.state_after) else None
             rank_plan = RankPlan.of(planned.plan, self._rank, digest=planned.digest)
             segments = locate_segments(rank_plan, planned)
             # 2. One call to each server that has some of its tokens; all of them at the same time.
@@ -119,26 +120,33 @@ class RemoteLoader:
             )
             state = planned.state_after
 
-    def _planned(self, state: SamplerState) -> tuple[StepReference, PlannedStep]:
-        """The step that starts at ``state``. A planner that was restarted is told how to plan, and plans it again."""
+    def _wants(self, state: SamplerState) -> bool:
+        return self._stop_step is None or state["step"] < self._stop_step
+
+    def _planned(self, state: SamplerState, asked: Any) -> tuple[StepReference, PlannedStep]:
+        """The step that starts at ``state``. A planner that was restarted is told how to plan, and plans it again.
+
+        ``asked`` is the request for it, if it is on its way: it travels while the step before is read.
+        """
         who, lost = "the planner actor", ""
         deadline = time.monotonic() + self._answer_seconds
-        while True:
-            reference: StepReference | None = wait_for(self._relay.plan.remote(state, lost), who, self._answer_seconds)
+        while time.monotonic() < deadline:
+            asked = asked if asked is not None else self._relay.plan.remote(state, lost)
+            reference: StepReference | None = wait_for(asked, who, self._answer_seconds)
+            asked = None
             if reference is None:
                 wait_for(self._relay.configure.remote(self._planner, self._stop_step), who, self._answer_seconds)
                 continue
             try:
                 planned = ray.get(reference.planned, timeout=self._answer_seconds)
-            except ray.exceptions.ObjectLostError as error:  # it went with the planner that had made it
-                if time.monotonic() > deadline:
-                    raise translated(error, who) from error
+            except ray.exceptions.ObjectLostError:  # it went with the planner that had made it
                 lost = reference.life
             except Exception as error:
                 raise translated(error, who, self._answer_seconds) from error
             else:
                 self._alive("planner", reference.life)
                 return reference, planned
+        raise no_answer(who, self._answer_seconds)
 
     def _fetch(self, segments: SegmentTable) -> dict[int, NDArray[np.integer]]:
         ranges = segments.ranges

@@ -52,8 +52,8 @@ class RemoteFeed:
             self._actors = start_actors(config, session, num_ranks)
         else:
             planner = _find(f"{session}-planner", config.answer_seconds)
-            places, servers = wait_for(planner.servers.remote(), "the planner actor", config.answer_seconds)
-            self._actors = Actors(planner=planner, places=places, servers=servers)
+            servers, relays = wait_for(planner.others.remote(), "the planner actor", config.answer_seconds)
+            self._actors = Actors(planner=planner, servers=servers, relays=relays)
         # Tokenising may take hours: no limit, the actors' end would end the wait.
         self._facts: CorpusFacts = wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
         self._state: SamplerState = self._checked(None)
@@ -65,8 +65,8 @@ class RemoteFeed:
 
     @property
     def actors(self) -> list[Any]:
-        """The planner, then the servers: for those who watch or kill them."""
-        return [self._actors.planner, *self._actors.servers]
+        """The planner, then the servers, then the relays: for those who watch or kill them."""
+        return [self._actors.planner, *self._actors.servers, *self._actors.relays.values()]
 
     def state_dict(self) -> SamplerState:
         """Where the first step of ``open`` starts."""
@@ -79,7 +79,7 @@ class RemoteFeed:
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> RemoteLoader:
         """Fetch steps from here on, up to the one before ``stop_step``; ``planner`` is sent to the planner actor."""
         return RemoteLoader(
-            relay=self._relay(),
+            relay=self.relay,
             servers=self._actors.servers,
             planner=planner,
             rank=self._rank,
@@ -95,13 +95,13 @@ class RemoteFeed:
             for actor in self.actors:
                 ray.kill(actor)
 
-    def _relay(self) -> Any:
-        """The first server of this rank's node; a node that came later asks that of another."""
-        places = self._actors.places
-        here = ray.get_runtime_context().get_node_id()
-        nodes = list(dict.fromkeys(places))
-        node = here if here in nodes else nodes[self._rank % len(nodes)]
-        return self._actors.servers[places.index(node)]
+    @property
+    def relay(self) -> Any:
+        """Whom this rank asks for plans: the relay of its node, of another if its node came later, or the planner."""
+        relays = list(self._actors.relays.values())
+        if not relays:
+            return self._actors.planner
+        return self._actors.relays.get(ray.get_runtime_context().get_node_id(), relays[self._rank % len(relays)])
 
     def _checked(self, state: SamplerState | None) -> SamplerState:
         return wait_for(
@@ -114,9 +114,9 @@ class Actors:
     """The handles that keep the actors alive, and what they need when they are restarted."""
 
     planner: Any
-    places: list[str]
-    """Node of each server."""
     servers: list[Any]
+    relays: dict[str, Any]
+    """By node; none where there is only one."""
     work: SharedWork | None = None
     """Held by the rank that started them."""
 
@@ -125,34 +125,36 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
     """Planner and servers, which live as long as this process does: Ray restarts them when they die before it."""
     work = SharedWork(*plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    places = [node for node in nodes for _ in range(config.servers)]
     # Ray 2.60 places actors that need nothing at random, whatever their affinity: so they need one byte of memory.
     lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
+
+    def on(node: str, name: str) -> dict[str, Any]:
+        place = NodeAffinitySchedulingStrategy(node, soft=True)
+        return {**lasting, "name": f"{session}-{name}", "scheduling_strategy": place}
+
+    places = [node for node in nodes for _ in range(config.servers)]
     servers = [
-        ray.remote(DataServer)
-        .options(
-            **lasting,
-            name=f"{session}-server-{number}",
-            max_concurrency=4 * num_ranks + 16,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(places[number], soft=True),
-        )
-        .remote(number, len(places), work, None if number % config.servers else _relay_of(config, session, number))
-        for number in range(len(places))
+        ray.remote(DataServer).options(**on(node, f"server-{number}")).remote(number, len(places), work)
+        for number, node in enumerate(places)
     ]
-    # Every rank asks for the facts at the start; Ray's own limit is 1000 requests at a time.
+    relays = {
+        node: ray.remote(Relay).options(**on(node, f"relay-{number}")).remote(*_relay_settings(config, session, number))
+        for number, node in enumerate(nodes if len(nodes) > 1 else [])
+    }
+    # Every rank asks for the facts at the start, and those of a single node for plans; Ray's own limit is 1000.
     planner = (
         ray.remote(PlannerActor)
         .options(**lasting, name=f"{session}-planner", max_concurrency=4 * num_ranks + 16)
-        .remote(config, work, places, servers)
+        .remote(config, work, servers, relays)
     )
-    return Actors(planner=planner, places=places, servers=servers, work=work)
+    return Actors(planner=planner, servers=servers, relays=relays, work=work)
 
 
-def _relay_of(config: DataConfig, session: str, server: int) -> Relay:
-    """The relay in a server that is the first of its node."""
-    node = above(server // config.servers)
-    name = f"{session}-planner" if node is None else f"{session}-server-{node * config.servers}"
-    return Relay(partial(_find, name, config.answer_seconds), kept_steps(config))
+def _relay_settings(config: DataConfig, session: str, node: int) -> tuple[Callable[[], Any], int]:
+    """Whom the relay of a node asks, and how many answers it keeps."""
+    asked = above(node)
+    name = f"{session}-planner" if asked is None else f"{session}-relay-{asked}"
+    return partial(_find, name, config.answer_seconds), kept_steps(config)
 
 
 def _find(name: str, timeout_seconds: float) -> Any:

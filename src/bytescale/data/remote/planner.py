@@ -34,19 +34,19 @@ Planner = Callable[[IntArray], Plan]
 class PlannerActor:
     """An asynchronous actor: many requests wait at the same time for one thread that plans."""
 
-    def __init__(self, config: DataConfig, work: SharedWork, places: Sequence[str], servers: Sequence[Any]) -> None:
+    def __init__(self, config: DataConfig, work: SharedWork, servers: Sequence[Any], relays: dict[str, Any]) -> None:
         """Asks nobody for anything yet.
 
         Args:
             config: the ``[data]`` section.
             work: the shards of the corpus.
-            places: node of each server.
             servers: handles of the ``DataServer`` actors, in order.
+            relays: handles of the ``Relay`` actors by node.
         """
         self._config = config
         self._shards, self._reader = work.get()
-        self._places = list(places)
         self._servers = servers
+        self._relays = relays
         self._owners = owners_of(self._shards, len(servers))
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
@@ -99,9 +99,9 @@ class PlannerActor:
         ahead = sum(other > step and future.done() for other, future in self._steps.items())
         return replace(found, steps_planned=ahead)
 
-    async def servers(self) -> tuple[list[str], list[Any]]:
-        """Nodes and handles of the servers, in order."""
-        return self._places, list(self._servers)
+    async def others(self) -> tuple[list[Any], dict[str, Any]]:
+        """Handles of the servers, in order, and of the relays by node."""
+        return list(self._servers), self._relays
 
     async def pid(self) -> int:
         """Of the process that the planner lives in."""
@@ -130,7 +130,7 @@ class PlannerActor:
         found = await asyncio.shield(self._steps[step])
         if found.state_before == state:
             return found
-        del self._steps[step]  # the feed was moved to another place: no run does that, but who audits one may
+        self._steps.pop(step, None)  # the feed was moved elsewhere, which no run does
         return await self._step(state)
 
     def _plan(self, index: CorpusIndex, sampler: Sampler, state: SamplerState) -> StepReference:

@@ -1,11 +1,13 @@
-"""One answer of the planner for all ranks of a node: requests climb a tree of relays, one in a server of each node.
+"""The relay actor: one answer of the planner for all ranks of a node. Requests climb a tree of relays.
 
-With 8 ranks a node and ``FAN_OUT`` relays below each, 16,384 ranks are 64 requests a step for the planner.
+There is a relay on each node of several; ranks of a single node ask the planner. With 8 ranks a node and ``FAN_OUT``
+relays below each, 16,384 ranks are 64 requests a step for the planner.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,7 +29,7 @@ class Relay:
         """Asks nobody yet.
 
         Args:
-            find_above: the actor that is asked, a planner or another relay's server; both have ``plan``, ``configure``.
+            find_above: finds the actor that is asked, the planner or another relay: both ``plan`` and ``configure``.
             kept_steps: answers that are kept.
         """
         self._find_above = find_above
@@ -36,11 +38,11 @@ class Relay:
         self._how_to_plan: tuple[Any, int | None] | None = None
         self._answers: dict[int, asyncio.Task[StepReference | None]] = {}
 
-    def configure(self, planner: Any, stop_step: int | None) -> None:
-        """What a planner has to be told."""
+    async def configure(self, planner: Any, stop_step: int | None) -> None:
+        """As ``PlannerActor.configure``: remembered, for a planner that asks."""
         self._how_to_plan = (planner, stop_step)
 
-    async def plan(self, state: SamplerState, lost: str) -> StepReference | None:
+    async def plan(self, state: SamplerState, lost: str = "") -> StepReference | None:
         """As ``PlannerActor.plan``; those who ask for the same step share one request."""
         step = int(state["step"])
         known = self._answers.get(step)
@@ -51,6 +53,10 @@ class Relay:
             for old in [old for old in self._answers if old < step - self._kept_steps]:
                 del self._answers[old]
         return await asyncio.shield(self._answers[step])
+
+    async def pid(self) -> int:
+        """Of the process that this relay lives in."""
+        return os.getpid()
 
     async def _is_good(self, known: Awaitable[StepReference | None], state: SamplerState, lost: str) -> bool:
         """Whether an answer is worth keeping: errors are asked about again, as the reason may be gone."""

@@ -1,19 +1,16 @@
-"""The server actor: tokenises its share of the corpus and sends ranges of tokens. One of each node relays plans."""
+"""The server actor: tokenises its share of the corpus and sends ranges of tokens."""
 
 from __future__ import annotations
 
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import ray
 
-from bytescale.data.batches import SamplerState
 from bytescale.data.corpus import PartContent
-from bytescale.data.remote.relay import Relay
-from bytescale.data.remote.slices import IntArray, PartOwners, ServerSlices, StepReference
+from bytescale.data.remote.slices import IntArray, PartOwners, ServerSlices
 from bytescale.data.shards import OpenShard, Shard, ShardReader
 
 
@@ -34,14 +31,13 @@ class SharedWork:
 class DataServer:
     """Keeps nothing that it could not find again: a restarted server opens from the cache what it had tokenised."""
 
-    def __init__(self, number: int, num_servers: int, work: SharedWork, relay: Relay | None = None) -> None:
+    def __init__(self, number: int, num_servers: int, work: SharedWork) -> None:
         """Reads nothing yet.
 
         Args:
             number: of this server, from 0.
             num_servers: how many share the work; server ``i`` tokenises shards ``i``, ``i + num_servers``, ...
             work: the shards of the whole corpus and what opens them.
-            relay: if the ranks of its node ask this server for plans.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core is enough
         self._number = number
@@ -49,17 +45,6 @@ class DataServer:
         self._shards, self._reader = work.get()
         self._open: dict[int, OpenShard] = {}
         self._life = uuid.uuid4().hex
-        self._relay = relay
-
-    async def plan(self, state: SamplerState, lost: str = "") -> StepReference | None:
-        """As ``PlannerActor.plan``, for the ranks of this node."""
-        assert self._relay is not None, "the first server of each node is asked"
-        return await self._relay.plan(state, lost)
-
-    async def configure(self, planner: Any, stop_step: int | None) -> None:
-        """As ``PlannerActor.configure``."""
-        assert self._relay is not None, "the first server of each node is asked"
-        self._relay.configure(planner, stop_step)
 
     def contents(self) -> dict[int, PartContent]:
         """Tokenise this server's shards and say what is in them, by number of the part.
