@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -54,6 +55,9 @@ def _one_rank(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # What the parent has left to be collected must not be collected here: a gloo group's end would wait for its threads,
+    # and those were not forked.
+    gc.freeze()
     try:
         sender.send((True, work(rank)))
     except BaseException:

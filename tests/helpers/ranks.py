@@ -6,6 +6,7 @@ runtime works exactly as in separate processes, collectives and point-to-point a
 
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_se
         thread.join(timeout_seconds)
     if errors:
         raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+    gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hung, f"ranks {hung} still run after {timeout_seconds} s"
     return [results[rank] for rank in range(num_ranks)]
