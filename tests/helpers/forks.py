@@ -55,7 +55,7 @@ def _one_rank(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    # What the parent has left to be collected must not be collected here: a gloo group's end would wait for its threads,
+    # What the parent left to be collected must not be collected here: a gloo group's end would wait for its threads,
     # and those were not forked.
     gc.freeze()
     try:
