@@ -42,7 +42,6 @@ class FlatParameters:
     Attributes:
         values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
         gradients: ``[padded]`` in fp32 or wider; sums of all backwards since ``zero_gradients``.
-        num_elements: elements before the padding that depends on the number of ranks.
         num_decayed: elements of the leading part that weight decay applies to.
     """
 
@@ -70,7 +69,6 @@ class FlatParameters:
             stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             if parameter.dim() >= 2:
                 self.num_decayed = stop
-        self.num_elements = stop
         self.shard_size = -(-stop // num_shards)
 
         (dtype,) = dtypes

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -157,7 +158,9 @@ def load_states(
 ) -> None:
     """Fill this rank's slices from a checkpoint of any mesh; ``only`` some of the states (``optimizer.states``)."""
     own = optimizer.states()
-    loaded = {name: copy for name, copy in host_copies(optimizer).items() if only is None or name in only}
+    loaded = {
+        name: torch.zeros_like(values, device="cpu") for name, values in own.items() if only is None or name in only
+    }
     dcp.load(stored_pieces(optimizer, loaded), checkpoint_id=str(path), planner=PieceReader(), process_group=group)
     for name, values in loaded.items():
         own[name].copy_(values)

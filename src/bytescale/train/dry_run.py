@@ -12,8 +12,7 @@ from bytescale.data import check_vocabulary, prepare_corpus
 from bytescale.data.mixture import make_sampler
 from bytescale.data.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.planner.verified import VerifiedPlanner
-from bytescale.train.job import measured_profile, planning_cost
+from bytescale.train.job import measured_profile, planning_cost, verified_planner
 from bytescale.train.memory import memory_budget
 from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.run_log import describe_corpus
@@ -36,14 +35,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     profile = measured_profile(config, architecture, device, dtype)
     memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
     cost = planning_cost(profile, architecture, device, dtype, config.parallel.pp)
-    plan = VerifiedPlanner(
-        config.planner,
-        memory.cluster(hdp_ranks(config.parallel)),
-        cost,
-        memory.limits,
-        num_stages=config.parallel.pp,
-        num_chunks=config.parallel.virtual_stages,
-    )(batch.lengths)
+    plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)
     print_line(f"model   {format_si(flops.total_parameters(architecture))} parameters on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")
     for line in memory.lines():

@@ -133,14 +133,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         optimizer=optimizer,
         kernel=select_kernel(config.trainer.attention, ranks.device, ranks.dtype),
         memory=memory,
-        planner=VerifiedPlanner(
-            config.planner,
-            memory.cluster(mesh.hdp.size),
-            cost,
-            memory.limits,
-            num_stages=mesh.shape.pp,
-            num_chunks=parallel.virtual_stages,
-        ),
+        planner=verified_planner(config, memory, cost, mesh.hdp.size),
         peak_flops_per_second=peak,
         stop=stop,
     )
@@ -156,6 +149,18 @@ def measured_profile(
     require_model(profile, architecture)
     require_device(profile, device_name(device, dtype))
     return profile
+
+
+def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int) -> VerifiedPlanner:
+    """The planner of a run, with what its plans are held against."""
+    return VerifiedPlanner(
+        config.planner,
+        memory.cluster(num_hdp_ranks),
+        cost,
+        memory.limits,
+        num_stages=config.parallel.pp,
+        num_chunks=config.parallel.virtual_stages,
+    )
 
 
 def planning_cost(

@@ -23,6 +23,7 @@ from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
 from bytescale.runtime.loss import chunk_tokens
+from bytescale.train.own_model import is_row_wise
 
 GIB = 2**30
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
@@ -112,7 +113,7 @@ def memory_budget(
         fused_norm=on_gpu,
         loss_chunk_tokens=chunk_tokens(architecture.vocab_size // parallel.tp, device.type),
         fused_loss=on_gpu and dtype == torch.bfloat16,
-        feed_forward_rows=math.inf if architecture.num_experts and parallel.tp > 1 else ROWS_PER_CHUNK[device.type],
+        feed_forward_rows=ROWS_PER_CHUNK[device.type] if is_row_wise(architecture, parallel.tp) else math.inf,
         tensor_parallel=parallel.tp,
         num_stages=parallel.pp,
         virtual_stages=parallel.virtual_stages,

@@ -69,8 +69,11 @@ def build_own_model(
     return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)
 
 
+def is_row_wise(architecture: Architecture, tp_size: int) -> bool:
+    """Whether feed-forward parts treat every row alone: not mixtures whose rows move between ranks inside."""
+    return not (architecture.num_experts and tp_size > 1)
+
+
 def row_wise_modules(chunk: Llama, tp_size: int) -> list[nn.Module]:
-    """The feed-forward parts, which treat every row alone; not mixtures whose rows move between ranks inside."""
-    if chunk.shape.num_experts and tp_size > 1:
-        return []
-    return [layer.mlp for layer in chunk.layers]
+    """The feed-forward parts that may take some rows at a time."""
+    return [layer.mlp for layer in chunk.layers] if is_row_wise(chunk.shape, tp_size) else []
