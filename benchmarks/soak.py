@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bytescale.common.errors import DataError
 from bytescale.config import load_config
-from bytescale.data.batches import epoch_order
 from bytescale.data.corpus import Corpus, prepare_corpus
+from bytescale.data.order import epoch_order
 from bytescale.data.record import check_record, read_record
 from bytescale.plan.io import load_plan
 
@@ -215,8 +215,9 @@ def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
     """``[number of tokens]`` how often each token of the corpus was given to some rank."""
     counts = np.zeros(corpus.pieces.num_tokens + 1, dtype=np.int64)
     for pieces, starts, stops, _ in (segments.T for segments in read_record(run / "data", steps)):
-        np.add.at(counts, corpus.pieces.start[pieces] + starts, 1)
-        np.add.at(counts, corpus.pieces.start[pieces] + stops, -1)
+        first = corpus.pieces.start[corpus.index.rows(pieces)]
+        np.add.at(counts, first + starts, 1)
+        np.add.at(counts, first + stops, -1)
     return np.cumsum(counts)[:-1]
 
 

@@ -12,8 +12,8 @@ import pytest
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config import Config, DataConfig, validate
 from bytescale.data import prepare_corpus
-from bytescale.data.batches import epoch_order
 from bytescale.data.mixture import MixtureSampler, make_sampler
+from bytescale.data.order import epoch_order
 from tests.data.support import config, texts_of, write_jsonl
 
 
@@ -28,14 +28,14 @@ def settings(tmp_path: Path) -> DataConfig:
 
 def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus, settings)
-    of_piece = corpus.index.piece_sources()
+    sampler = make_sampler(corpus.index, settings)
+    of_piece = corpus.index.part_sources[corpus.all_pieces >> 32]
     drawn: list[int] = []
     for step in range(40):
         batch = sampler.next_batch()
         assert batch.step == step
         assert 400 < batch.num_tokens <= 500
-        drawn.extend(batch.pieces.tolist())
+        drawn.extend(corpus.index.rows(batch.pieces).tolist())
         tokens = np.bincount(of_piece[drawn], weights=corpus.pieces.length[drawn])
         assert abs(tokens[0] - 0.25 * tokens.sum()) <= 2 * 100
     # Each source on its own passes through its epochs in the order of (seed, epoch, source).
@@ -50,20 +50,20 @@ def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: 
 
 def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus, settings)
+    sampler = make_sampler(corpus.index, settings)
     for _ in range(7):
         sampler.next_batch()
     state = sampler.state_dict()
     expected = [sampler.next_batch().pieces.tolist() for _ in range(20)]
-    resumed = make_sampler(corpus, settings)
+    resumed = make_sampler(corpus.index, settings)
     resumed.load_state_dict(state)
     assert [resumed.next_batch().pieces.tolist() for _ in range(20)] == expected
-    other = make_sampler(corpus, replace(settings, weights=(0.5, 0.5)))
+    other = make_sampler(corpus.index, replace(settings, weights=(0.5, 0.5)))
     assert isinstance(other, MixtureSampler)
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has \[0.5, 0.5\]"):
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has None"):
-        make_sampler(corpus, replace(settings, weights=())).load_state_dict(state)
+        make_sampler(corpus.index, replace(settings, weights=())).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_weights_that_make_no_sense(settings: DataConfig, weights: tuple[float, 
 def test_a_source_that_gives_nothing(tmp_path: Path, settings: DataConfig) -> None:
     filtered = replace(settings, max_document_tokens=100)  # every long document
     with pytest.raises(DataError, match=r"long.jsonl' has weight 0.75 but holds no sequence.*length filters"):
-        make_sampler(prepare_corpus(filtered), filtered)
+        make_sampler(prepare_corpus(filtered).index, filtered)
 
 
 def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:

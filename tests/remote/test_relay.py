@@ -130,7 +130,7 @@ def test_what_ranks_cut_from_the_shared_object_is_what_the_local_loader_reads(tm
     write_numbered_corpus(tmp_path / "numbers")
     config = numbered_config(tmp_path)
     corpus = prepare_corpus(config)
-    batch = make_sampler(corpus, config).next_batch()
+    batch = make_sampler(corpus.index, config).next_batch()
     plan = planner_for(num_ranks)(batch.lengths)
     owners = PartOwners(3, np.zeros(1, dtype=np.bool_))
     planned = PlannedStep.of(batch, plan, corpus.index, owners, {"step": 1}, 0.0)

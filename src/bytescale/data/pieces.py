@@ -8,7 +8,8 @@ target exactly once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -30,6 +31,18 @@ class PieceTable:
     length: IntArray  # [P] tokens, 1 to context_length
     num_targets: IntArray  # [P] tokens that have a label: the first num_targets of the piece
 
+    @staticmethod
+    def none() -> PieceTable:
+        """A table without pieces."""
+        none = np.zeros(0, dtype=np.int64)
+        return PieceTable(document=none, start=none, length=none, num_targets=none)
+
+    @staticmethod
+    def concatenated(tables: Sequence[PieceTable]) -> PieceTable:
+        """The pieces of all ``tables``, at least one, one after the other."""
+        columns = {spec.name: [getattr(table, spec.name) for table in tables] for spec in fields(PieceTable)}
+        return PieceTable(**{name: np.concatenate(column) for name, column in columns.items()})
+
     @property
     def num_pieces(self) -> int:
         return len(self.length)
@@ -43,20 +56,26 @@ class PieceTable:
 class PieceCounts:
     """What the over-length policy did."""
 
-    num_documents: int
+    num_documents: int = 0
     """Documents with at least one token."""
-    num_empty_documents: int
+    num_empty_documents: int = 0
     """Documents without a token, left out."""
-    num_split: int
+    num_split: int = 0
     """Documents cut into several pieces."""
-    num_truncated: int
+    num_truncated: int = 0
     """Documents whose end was cut off."""
-    num_dropped: int
+    num_dropped: int = 0
     """Documents left out because they are longer than the context."""
-    num_filtered: int
+    num_filtered: int = 0
     """Documents left out by the length filters."""
-    num_lost_tokens: int
+    num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
+
+    def __add__(self, other: PieceCounts) -> PieceCounts:
+        """Of both together."""
+        return PieceCounts(
+            **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(PieceCounts)}
+        )
 
 
 def make_pieces(

@@ -18,7 +18,7 @@ from pathlib import Path
 from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.facts import TokenFacts, facts_of, load_facts
-from bytescale.data.indexed import IndexedDataset
+from bytescale.data.indexed import IndexedDataset, IntArray
 from bytescale.data.progress import ProgressCallback, ignore_progress
 from bytescale.data.readers import WorkUnit, plan_units, too_many_corrupt_records
 from bytescale.data.retry import unreadable, with_retries
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 * 1024**2
 """Least text of a shard: some seconds of tokenising."""
-MAX_SHARDS = 256
-"""Larger corpora get larger shards: every shard is a memory map in every process that reads it."""
+MAX_SHARDS = 32768
+"""Larger corpora get larger shards: half a TiB of text is as many files as a folder should have."""
 _CACHE_VERSION = 2
 
 
@@ -53,11 +53,24 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartContent:
+    """What an index needs to know of a part that was read."""
+
+    document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
+    facts: TokenFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
     """A shard whose tokens can be read."""
 
     dataset: IndexedDataset
     facts: TokenFacts
+
+    @property
+    def content(self) -> PartContent:
+        """What an index has to know of it."""
+        return PartContent(document_offsets=self.dataset.index.document_offsets, facts=self.facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

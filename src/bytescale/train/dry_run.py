@@ -28,7 +28,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
     check_mesh(config.parallel, architecture, config.parallel.ranks)
-    batch = make_sampler(corpus, config.data).next_batch()
+    batch = make_sampler(corpus.index, config.data).next_batch()
     device = choose_device(config.trainer.device, 0, 1)
     dtype = choose_dtype(config.trainer.dtype, device)
     ranks = config.parallel.ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from bytescale.train.run_folder import RunFolder
 
 
 @contextmanager
-def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
+def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda line: None) -> Iterator[Feed]:
     """What ``data.loader`` names, for the time of the block; the corpus is made by whoever gets there first.
 
     Raises:
         ConfigError, DataError: as ``prepare_corpus``; and where Ray is missing or does not answer.
     """
-    with _chosen_feed(config, ranks) as feed:
+    with _chosen_feed(config, ranks, say) as feed:
         if not config.data.record:
             yield feed
             return
@@ -34,7 +34,7 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
 
 
 @contextmanager
-def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
+def _chosen_feed(config: Config, ranks: Ranks, say: Callable[[str], None]) -> Iterator[Feed]:
     if config.data.loader == "local":
         yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
         return
@@ -44,7 +44,7 @@ def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     with _join_ray(config, ranks) as session:
         from bytescale.data.remote.feed import RemoteFeed
 
-        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first)
+        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first, say=say)
         try:
             yield feed
         finally:

@@ -61,7 +61,7 @@ class Job:
 
     def restore(self, checkpoints: Checkpointer, path: Path) -> int:
         """Continue from a checkpoint; returns the number of steps that it has done."""
-        state = checkpoints.restore(path, self.optimizer, expected=self._state(0, self.feed.state_dict()))
+        state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
         return state.step
 

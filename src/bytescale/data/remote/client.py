@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,10 +24,13 @@ from bytescale.data.remote.slices import (
     SegmentTable,
     ServerSlices,
     StepReference,
+    StillReading,
     assemble,
     locate_segments,
 )
 from bytescale.plan import Plan, RankPlan
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteLoader:
@@ -132,10 +136,20 @@ class RemoteLoader:
         deadline = time.monotonic() + self._answer_seconds
         while time.monotonic() < deadline:
             asked = asked if asked is not None else self._relay.plan.remote(state, lost)
-            reference: StepReference | None = wait_for(asked, who, self._answer_seconds)
+            reference: StepReference | StillReading | None = wait_for(asked, who, self._answer_seconds)
             asked = None
             if reference is None:
                 wait_for(self._relay.configure.remote(self._planner, self._stop_step), who, self._answer_seconds)
+                continue
+            if isinstance(reference, StillReading):
+                if self._rank == 0:
+                    logger.warning(
+                        "step %d waits for data servers to tokenise %d more shards of text; more of them "
+                        "(data.servers) would be faster",
+                        state["step"] + 1,
+                        reference.num_parts,
+                    )
+                deadline = time.monotonic() + self._answer_seconds
                 continue
             try:
                 planned = ray.get(reference.planned, timeout=self._answer_seconds)

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from bytescale.data.batches import SamplerState
-from bytescale.data.remote.slices import StepReference
+from bytescale.data.remote.slices import StepReference, StillReading
+
+Answer = StepReference | StillReading | None
 
 FAN_OUT = 64
 
@@ -36,13 +38,13 @@ class Relay:
         self._kept_steps = kept_steps
         self._actor: Any = None
         self._how_to_plan: tuple[Any, int | None] | None = None
-        self._answers: dict[int, asyncio.Task[StepReference | None]] = {}
+        self._answers: dict[int, asyncio.Task[Answer]] = {}
 
     async def configure(self, planner: Any, stop_step: int | None) -> None:
         """As ``PlannerActor.configure``: remembered, for a planner that asks."""
         self._how_to_plan = (planner, stop_step)
 
-    async def plan(self, state: SamplerState, lost: str = "") -> StepReference | None:
+    async def plan(self, state: SamplerState, lost: str = "") -> Answer:
         """As ``PlannerActor.plan``; those who ask for the same step share one request."""
         step = int(state["step"])
         known = self._answers.get(step)
@@ -58,15 +60,15 @@ class Relay:
         """Of the process that this relay lives in."""
         return os.getpid()
 
-    async def _is_good(self, known: Awaitable[StepReference | None], state: SamplerState, lost: str) -> bool:
-        """Whether an answer is worth keeping: errors are asked about again, as the reason may be gone."""
+    async def _is_good(self, known: Awaitable[Answer], state: SamplerState, lost: str) -> bool:
+        """Whether an answer is a step: anything else is asked about again, as the reason may be gone."""
         try:
             answer = await asyncio.shield(known)
         except Exception:
             return False
-        return answer is not None and answer.life != lost and answer.state_before == state
+        return isinstance(answer, StepReference) and answer.life != lost and answer.state_before == state
 
-    async def _ask(self, state: SamplerState, lost: str) -> StepReference | None:
+    async def _ask(self, state: SamplerState, lost: str) -> Answer:
         if self._actor is None:
             self._actor = self._find_above()
         while (answer := await self._actor.plan.remote(state, lost)) is None:

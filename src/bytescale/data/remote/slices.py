@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.labels import IGNORE_INDEX
 from bytescale.data.batches import GlobalBatch, SamplerState
-from bytescale.data.corpus import IGNORE_INDEX, CorpusIndex
+from bytescale.data.index import CorpusIndex
 from bytescale.data.loader import MicroBatchData
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.summary import PlanSummary
@@ -28,7 +29,7 @@ _BLOCK_TOKENS = 1 << 20
 class SegmentTable:
     """Where the tokens of a rank's segments are."""
 
-    pieces: IntArray  # [P] piece of the corpus
+    pieces: IntArray  # [P] name of the piece of the corpus
     servers: IntArray  # [P] server that reads it
     parts: IntArray  # [P] part of the corpus
     places: IntArray  # [P] first token inside the part
@@ -51,7 +52,7 @@ class PlannedStep:
     step: int
     plan: Plan
     digest: int  # of the plan
-    pieces: IntArray  # [S] piece of the corpus
+    pieces: IntArray  # [S] name of the piece of the corpus
     parts: IntArray  # [S] part of the corpus that holds it
     places: IntArray  # [S] its first token inside the part
     num_targets: IntArray  # [S] its tokens with a label: the first ones
@@ -107,6 +108,13 @@ class StepReference:
     """Steps beyond this one that were planned already."""
 
 
+@dataclass(frozen=True, slots=True)
+class StillReading:
+    """The planner's answer while servers tokenise what the step needs: ask again."""
+
+    num_parts: int  # that it waits for
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSlices:
     """A server's answer: the ranges one after the other, in the narrow integers of the file."""
@@ -140,6 +148,10 @@ class PartOwners:
 
     num_servers: int
     is_text: NDArray[np.bool_]  # [number of parts]
+
+    def server_of(self, part: int) -> int:
+        """Server that says what is in a part."""
+        return part % self.num_servers
 
     def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
         """``[P]`` server of each range that starts at ``places`` of ``parts``."""

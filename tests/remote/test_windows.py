@@ -1,0 +1,137 @@
+"""A corpus that servers tokenise while training runs: larger than one window of the shuffle."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.common.errors import CheckpointError
+from bytescale.config import DataConfig
+from bytescale.data import StepData, shards
+from bytescale.data.corpus import prepare_corpus
+from bytescale.data.order import PieceStream
+from bytescale.data.remote.feed import RemoteFeed
+from tests.data.support import write_jsonl
+from tests.remote.support import assert_same_data, feeds, kill_minus_9, numbered_config, take_steps
+
+pytestmark = pytest.mark.usefixtures("ray_joined")
+
+NUM_SHARDS = 16
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """5 MiB of text in 16 shards, shuffled 1 MiB at a time; a letter a token, 80 batches an epoch."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 256 * 1024)
+    dice = np.random.default_rng(0)
+    for number in range(NUM_SHARDS):
+        texts = ["".join(dice.choice(list("abcde "), int(size))) for size in dice.integers(50, 4000, 165)]
+        write_jsonl(tmp_path / f"{number:02d}.jsonl", [{"text": text} for text in texts])
+    sources = (str(tmp_path / "*.jsonl"),)
+    return numbered_config(tmp_path, sources=sources, shuffle_window_mib=1, batch_tokens=64 * 1024, servers=2)
+
+
+def num_tokenised(folder: Path) -> int:
+    return len(list((folder / "cache/tokens").glob("*.idx")))
+
+
+def pieces_of(steps: list[list[StepData]]) -> list[int]:
+    """Pieces that somebody was given something of, step by step."""
+    found = []
+    for ranks in steps:
+        segments = [mb.segment_pieces for data in ranks for mb in data.micro_batches]
+        found.extend(np.unique(np.concatenate(segments)).tolist())
+    return found
+
+
+def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, config: DataConfig) -> None:
+    said: list[str] = []
+    feed = RemoteFeed(config, "windows", 0, 1, say=said.append)
+    try:
+        assert num_tokenised(tmp_path) == 0
+        assert feed.facts.vocab_size == 257
+        state = feed.state_dict()
+        assert 0 < num_tokenised(tmp_path) < NUM_SHARDS  # the window, and what was expected since
+        facts = feed.facts
+        assert 3 <= facts.num_parts_read < NUM_SHARDS
+        assert state["shuffle_window_mib"] == 1
+        _, state = take_steps([feed], 3)
+        assert feed.facts.num_parts_read < NUM_SHARDS
+        # The whole epoch: every shard when its window comes.
+        _, state = take_steps([feed], 82, state=state)
+        assert state["epoch"] == 1
+        assert feed.facts == prepare_corpus(config).facts
+        assert num_tokenised(tmp_path) == NUM_SHARDS
+    finally:
+        feed.close()
+
+
+def test_an_epoch_of_windows_through_kills_and_over_other_ranks(tmp_path: Path, config: DataConfig) -> None:
+    """3 ranks with two servers, then 2 ranks with one, each through kill -9 of all actors: the local loader's data."""
+    dice = random.Random(5)
+    state, taken = None, []
+    for num_ranks, servers, num_steps in ((3, 2, 40), (2, 1, 45)):
+        settings = numbered_config(
+            tmp_path,
+            **{name: getattr(config, name) for name in ("sources", "shuffle_window_mib")},
+            batch_tokens=config.batch_tokens,
+            servers=servers,
+        )
+        with feeds(settings, "ray", num_ranks) as opened:
+            first = opened[0]
+            assert isinstance(first, RemoteFeed)
+            victims = dict(zip(dice.sample(range(num_steps), 4), first.actors * 2, strict=False))
+
+            def kill_sometimes(step: int, victims: dict = victims) -> None:
+                if step in victims:
+                    kill_minus_9(victims[step])
+
+            steps, after = take_steps(opened, num_steps, state=state, before_step=kill_sometimes)
+        with feeds(settings, "local", num_ranks) as local:
+            expected, expected_after = take_steps(local, num_steps, state=state)
+        assert after == expected_after
+        for ours, theirs in zip(steps, expected, strict=True):
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_same_data(mine, other)
+        taken.extend(pieces_of(steps))
+        state = after
+    corpus = prepare_corpus(config)
+    assert state is not None
+    assert state["epoch"] == 1
+    # Every piece once, and again what the second epoch has begun with.
+    stream = PieceStream(corpus.index, np.arange(NUM_SHARDS), 1, config.shuffle_seed)
+    begun: list[int] = []
+    for window in range(state["window"] + 1):
+        stream.enter(1, window)
+        begun.extend(stream.pieces[: state["position"] if window == state["window"] else None].tolist())
+    assert Counter(taken) == Counter(corpus.all_pieces.tolist()) + Counter(begun)
+
+
+def test_a_resumed_run_reads_the_window_it_stands_in_alone(tmp_path: Path, config: DataConfig) -> None:
+    with feeds(config, "local", 1) as local:
+        _, state = take_steps(local, 40)
+    assert state["window"] > 0
+    elsewhere = tmp_path / "elsewhere"
+    settings = numbered_config(elsewhere, sources=config.sources, shuffle_window_mib=1, batch_tokens=64 * 1024)
+    with feeds(settings, "ray", 2) as opened, feeds(config, "local", 2) as local:
+        ours, _ = take_steps(opened, 3, state=state)
+        facts = opened[0].facts
+        assert facts.num_parts_read < NUM_SHARDS
+        theirs, _ = take_steps(local, 3, state=state)
+        for left, right in zip(ours, theirs, strict=True):
+            for mine, other in zip(left, right, strict=True):
+                assert_same_data(mine, other)
+
+
+def test_texts_of_the_window_that_have_changed(tmp_path: Path, config: DataConfig) -> None:
+    """The same sizes, another letter: found before anything is trained on."""
+    with feeds(config, "local", 1) as local:
+        state = local[0].state_dict()
+    for path in tmp_path.glob("*.jsonl"):
+        path.write_text(path.read_text().replace("a", "f"))
+    with feeds(config, "ray", 1) as (feed,), pytest.raises(CheckpointError, match="made with other texts"):
+        feed.load_state_dict(state)
