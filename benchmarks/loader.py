@@ -32,7 +32,7 @@ from bytescale.data.facts import FactsGatherer
 from bytescale.data.indexed_writer import IndexedWriter
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.mixture import make_sampler
-from bytescale.data.remote.slices import PlannedStep, locate_segments
+from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -152,7 +152,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
     print(read / steps, received / steps, memory)
 
 
-# planner: the real actor, asked by as many relays as that many clients have, and the cutting that each client does.
+# planner: the real actor, asked by as many relays as that many clients have; and what relays do for each rank.
 
 
 def planner_at_scale(folder: Path) -> None:
@@ -167,9 +167,7 @@ def planner_at_scale(folder: Path) -> None:
     steps, ranks_per_node = 6, 8
     write_corpus(folder / "corpus", 200 * MIB, 2 * MIB)
     config = config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB)
-    print(
-        "clients  requests   draw+plan+verify   planner's CPU a step   sent by planner   object a node   cut, a client"
-    )
+    print("clients  requests   draw+plan+verify   planner's CPU a step   sent by planner   object a node   cut, a rank")
     with ray_cluster("", 2):
         work = SharedWork(*plan_shards(config))
         server = server_actor().options(num_cpus=0).remote(work)
@@ -185,7 +183,7 @@ def planner_at_scale(folder: Path) -> None:
                 answers = ray.get([planner.plan.remote(state) for _ in range(num_requests)])
                 planned = ray.get(answers[0].planned)
                 seconds.append(planned.planning_seconds)
-                cuts += [cut_seconds(planned, rank) for rank in range(0, num_ranks, num_ranks // 128)]
+                cuts += [cut_seconds(planned, rank, answers[0]) for rank in range(0, num_ranks, num_ranks // 128)]
                 state = planned.state_after
                 if step == 0:
                     busy = process.cpu_times()
@@ -200,9 +198,9 @@ def planner_at_scale(folder: Path) -> None:
             ray.kill(planner)
 
 
-def cut_seconds(planned: PlannedStep, rank: int) -> float:
+def cut_seconds(planned: PlannedStep, rank: int, reference: StepReference) -> float:
     started = time.perf_counter()
-    locate_segments(RankPlan.of(planned.plan, rank, digest=planned.digest), planned)
+    RankStep.of(planned, rank, reference)
     return time.perf_counter() - started
 
 

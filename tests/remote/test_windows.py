@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from bytescale.common.errors import CheckpointError
 from bytescale.config import DataConfig
 from bytescale.data import StepData, shards
-from bytescale.data.corpus import prepare_corpus
+from bytescale.data.corpus import plan_shards, prepare_corpus
 from bytescale.data.order import PieceStream
 from bytescale.data.remote.feed import RemoteFeed
 from tests.data.support import write_jsonl
@@ -125,6 +130,42 @@ def test_a_resumed_run_reads_the_window_it_stands_in_alone(tmp_path: Path, confi
         for left, right in zip(ours, theirs, strict=True):
             for mine, other in zip(left, right, strict=True):
                 assert_same_data(mine, other)
+
+
+def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
+    tmp_path: Path, config: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Servers that take their time for the second window: the run says what it waits for, and goes on."""
+    hurried = replace(config, answer_seconds=4.0)
+    index = prepare_corpus(replace(config, cache_dir=str(tmp_path / "elsewhere"))).index
+    first, second, *_ = PieceStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
+    names = [shard.name for shard in plan_shards(config)[0]]
+    steps_of_first = int(index.part_bytes[first].sum() / index.part_bytes.sum() * 80)
+    go_on = tmp_path / "go-on"
+
+    def let_go_later(step: int) -> None:
+        if step == steps_of_first - 3:
+            threading.Timer(12.0, go_on.touch).start()
+
+    with feeds(hurried, "ray", 1) as (feed,):
+        for server in feed.actors[1:3]:
+            ray.get(server.__ray_call__.remote(hold_back, {names[part] for part in second}, go_on))
+        steps, _ = take_steps([feed], steps_of_first + 4, before_step=let_go_later)
+    assert max(ranks[0].times.wait_seconds for ranks in steps) > hurried.answer_seconds
+    assert "waits for data servers to tokenise" in caplog.text
+
+
+def hold_back(server: Any, names: set[str], until: Path) -> None:
+    """From here on, in its process, these shards are not tokenised before there is a file."""
+    reader = type(server._reader)
+    prepare = reader.prepare
+
+    def late_prepare(self: Any, wanted: Any, *settings: Any) -> None:
+        while names & {shard.name for shard in wanted} and not until.exists():
+            time.sleep(0.1)
+        prepare(self, wanted, *settings)
+
+    reader.prepare = late_prepare
 
 
 def test_texts_of_the_window_that_have_changed(tmp_path: Path, config: DataConfig) -> None:

@@ -102,7 +102,9 @@ class CorpusIndex:
         """``[number of parts]`` size of each part's files, or of its share in them."""
         self.pieces = PieceTable.none()
         """Pieces of the parts read so far, in the order of reading; ``start`` counts from the first token read."""
-        self.require(part for part in range(len(shards)) if not (text_later and self.is_text[part]))
+        self.facts: CorpusFacts
+        """The small summary of what was read so far. Replaced, never changed: other threads may look at it."""
+        self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
 
     @property
     def num_parts(self) -> int:
@@ -148,12 +150,16 @@ class CorpusIndex:
             DataError: one cannot be read, has too many corrupt records or was made with another tokenizer; or all
                 have been read and hold nothing to train on.
         """
-        missing = [part for part in parts if part not in self._contents]
-        if not missing:
-            return
-        found = self._finder.find(missing)
+        if missing := [part for part in parts if part not in self._contents]:
+            self._read(missing)
+
+    def _read(self, parts: Sequence[int]) -> None:
+        found = self._finder.find(parts)
+        known = [content.facts for content in (*self._contents.values(), *found.values())]
+        check_one_tokenizer(known)
+        check_corrupt_records(known, self._config.max_corrupt_records)
         tables, num_rows = [self.pieces], self.pieces.num_pieces
-        for part in missing:
+        for part in parts:
             table, counts = self._cut(found[part])
             self._contents[part] = found[part]
             self._first_token[part] = self._num_tokens
@@ -165,9 +171,7 @@ class CorpusIndex:
             num_rows += table.num_pieces
             tables.append(table)
         self.pieces = PieceTable.concatenated(tables)
-        known = [content.facts for content in self._contents.values()]
-        check_one_tokenizer(known)
-        check_corrupt_records(known, self._config.max_corrupt_records)
+        self.facts = self._facts()
         if self.is_complete and not self.pieces.num_pieces:
             raise self.nothing_to_draw()
 
@@ -189,9 +193,7 @@ class CorpusIndex:
         """16 hex digits of the tokens of ``parts``, which have been read."""
         return _hash_of(self._contents[part].facts.content_hash for part in parts)
 
-    @property
-    def facts(self) -> CorpusFacts:
-        """The small summary of what was read so far."""
+    def _facts(self) -> CorpusFacts:
         known = [content.facts for content in self._contents.values()]
         num_empty = self._counts.num_empty_documents + sum(facts.num_empty_documents for facts in known)
         vocabularies = [facts.vocab_size or facts.max_token_id + 1 for facts in known]
@@ -201,7 +203,7 @@ class CorpusIndex:
             counts=replace(self._counts, num_empty_documents=num_empty),
             num_pieces=self.pieces.num_pieces,
             num_tokens=self.pieces.num_tokens,
-            vocab_size=max(vocabularies) if self._tokenizer is None else self._tokenizer.vocab_size,
+            vocab_size=max(vocabularies, default=0) if self._tokenizer is None else self._tokenizer.vocab_size,
             tokenizer=self._tokenizer.name if self._tokenizer else None,
             skipped_files=tuple(path for facts in known for path in facts.skipped_files),
             fingerprint=self.fingerprint,

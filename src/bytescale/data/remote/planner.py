@@ -2,8 +2,8 @@
 
 Planning a step is a pure function of where the step starts: every request carries that, so a planner that was killed
 goes on from whatever its clients ask for. What it keeps is only to answer faster. A planned step is one object in
-Ray's memory, of which every node pulls one copy; ranks cut their own parts from it (``client``), and their requests
-arrive bundled by their nodes (``relay``). So the planner's own work hardly depends on the number of ranks.
+Ray's memory, of which every node pulls one copy; the node's relay cuts its ranks' own parts from it, and bundles their
+requests (``relay``). So the planner's own work hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bytescale.data.batches import Sampler, SamplerState
 from bytescale.data.index import CorpusFacts, CorpusIndex
 from bytescale.data.mixture import make_sampler
 from bytescale.data.remote.calls import wait_for
+from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
 from bytescale.data.remote.slices import IntArray, PartOwners, PlannedStep, StepReference, StillReading
 from bytescale.data.shards import PartContent
@@ -86,7 +87,7 @@ class PlannerActor:
         self._planner = planner
         self._stop_step = stop_step
 
-    async def plan(self, state: SamplerState, lost: str = "") -> StepReference | StillReading | None:
+    async def plan(self, state: SamplerState, lost: str = "") -> Answer:
         """The step that starts at ``state``; None when the planner was not configured yet.
 
         Servers may need hours to tokenise the texts of a step: then the answer is that they still do.
@@ -116,6 +117,13 @@ class PlannerActor:
             self._running_ahead = asyncio.create_task(self._run_ahead(found.state_after))
         ahead = sum(other > step and future.done() for other, future in self._steps.items())
         return replace(found, steps_planned=ahead)
+
+    async def part(self, rank: int, state: SamplerState) -> RankAnswer:
+        """What ``rank`` has to do in the step that starts at ``state``, where its tokens are, and no more.
+
+        None when the planner was not configured yet. Raises as ``plan``.
+        """
+        return await part_of(self.plan, rank, state)
 
     async def others(self) -> tuple[list[Any], dict[str, Any]]:
         """Handles of the servers, in order, and of the relays by node."""

@@ -1,7 +1,7 @@
-"""The relay actor: one answer of the planner for all ranks of a node. Requests climb a tree of relays.
+"""The relay actor: one answer of the planner for a node, cut into its ranks' parts. Requests climb a tree of relays.
 
-There is a relay on each node of several; ranks of a single node ask the planner. With 8 ranks a node and ``FAN_OUT``
-relays below each, 16,384 ranks are 64 requests a step for the planner.
+There is a relay on each node of several; ranks of a single node ask the planner itself. With 8 ranks a node and
+``FAN_OUT`` relays below each, 16,384 ranks are 64 requests a step for the planner.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import ray.exceptions
+
 from bytescale.data.batches import SamplerState
-from bytescale.data.remote.slices import StepReference, StillReading
+from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference, StillReading
 
 Answer = StepReference | StillReading | None
+RankAnswer = RankStep | StillReading | None
 
 FAN_OUT = 64
 
@@ -22,6 +25,19 @@ FAN_OUT = 64
 def above(node: int) -> int | None:
     """Number of the node whose relay that of ``node`` asks; None: it asks the planner."""
     return None if node < FAN_OUT else (node - FAN_OUT) // FAN_OUT
+
+
+async def part_of(ask: Callable[[SamplerState, str], Awaitable[Answer]], rank: int, state: SamplerState) -> RankAnswer:
+    """The part of ``rank`` in the step that starts at ``state``, cut from what ``ask`` (``PlannerActor.plan``) says."""
+    lost = ""
+    while isinstance(answer := await ask(state, lost), StepReference):
+        try:
+            planned: PlannedStep = await answer.planned
+        except ray.exceptions.ObjectLostError:  # it went with the planner that had made it
+            lost = answer.life
+        else:
+            return RankStep.of(planned, rank, answer)
+    return answer
 
 
 class Relay:
@@ -55,6 +71,10 @@ class Relay:
             for old in [old for old in self._answers if old < step - self._kept_steps]:
                 del self._answers[old]
         return await asyncio.shield(self._answers[step])
+
+    async def part(self, rank: int, state: SamplerState) -> RankAnswer:
+        """As ``PlannerActor.part``."""
+        return await part_of(self.plan, rank, state)
 
     async def pid(self) -> int:
         """Of the process that this relay lives in."""
