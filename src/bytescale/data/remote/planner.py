@@ -9,6 +9,7 @@ requests (``relay``). So the planner's own work hardly depends on the number of 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import uuid
@@ -58,6 +59,7 @@ class PlannerActor:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
         self._indexing: asyncio.Future[CorpusIndex] | None = None
         self._sampler: Sampler | None = None
+        self._checked: dict[str, asyncio.Future[SamplerState]] = {}  # the last state that was checked
         self._planner: Planner | None = None
         self._stop_step: int | None = None
         self._steps: dict[int, asyncio.Future[StepReference]] = {}
@@ -76,7 +78,10 @@ class PlannerActor:
             DataError: what has to be read for it is broken.
         """
         index = await self._indexed()
-        return await self._in_thread(lambda: make_sampler(index, self._config, state).state_dict())
+        key = json.dumps(state, sort_keys=True)
+        if key not in self._checked:  # every rank asks the same
+            self._checked = {key: self._in_thread(lambda: make_sampler(index, self._config, state).state_dict())}
+        return await asyncio.shield(self._checked[key])
 
     async def num_waiting(self) -> int:
         """Parts of text that servers tokenise while somebody waits for them."""
