@@ -142,7 +142,7 @@ class ShardReader:
             facts = load_facts(prefix)
             assert facts is not None, f"{prefix} is prepared before it is opened"
             return OpenShard(dataset=IndexedDataset.open(prefix), facts=facts)
-        file = with_retries(partial(_fetched, shard.file, self.cache_dir), self.read_retries)
+        file = with_retries(partial(fetched, shard.file, self.cache_dir), self.read_retries)
         dataset = IndexedDataset.open(local_path(file))
         facts = facts_of(dataset, file, self.cache_dir, progress)
         check_same_tokenizer(f"{shard.file.path}", facts, self.tokenizer)
@@ -196,7 +196,8 @@ def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
         logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
 
 
-def _fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
+def fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
+    """``local_pair``, failing with ``UnreadableError``."""
     try:
         return local_pair(file, cache_dir)
     except OSError as error:
