@@ -20,6 +20,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.bpe import cached_bpe
 from bytescale.data.index import CorpusFacts, CorpusIndex, PartContent
+from bytescale.data.indexed import Tokens
 from bytescale.data.open_parts import OpenParts
 from bytescale.data.pieces import PieceTable
 from bytescale.data.progress import ProgressCallback, ignore_progress
@@ -35,7 +36,7 @@ IntArray = NDArray[np.int64]
 class Corpus:
     """Memory-mapped tokens and the pieces they are trained in."""
 
-    parts: OpenParts | Sequence[NDArray[np.integer]]
+    parts: OpenParts | Sequence[Tokens]
     """Tokens of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
     index: CorpusIndex
     tokenizer: Tokenizer | None

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+
+from bytescale.data.indexed import Tokens
 
 MOST_OPEN = 256
 """A memory map takes a file handle, of which a process has a thousand by default; a window rarely has more parts."""
@@ -15,7 +16,7 @@ MOST_OPEN = 256
 class OpenParts:
     """Maps parts when they are first asked for, and lets go of the one that was not used for longest."""
 
-    def __init__(self, open_tokens: Callable[[int], NDArray[np.integer]], most_open: int = MOST_OPEN) -> None:
+    def __init__(self, open_tokens: Callable[[int], Tokens], most_open: int = MOST_OPEN) -> None:
         """Open nothing yet.
 
         Args:
@@ -24,12 +25,15 @@ class OpenParts:
         """
         self._open_tokens = open_tokens
         self._most_open = most_open
-        self._open: OrderedDict[int, NDArray[np.integer]] = OrderedDict()
+        self._open: OrderedDict[int, Tokens] = OrderedDict()
 
-    def __getitem__(self, part: int) -> NDArray[np.integer]:
+    def __getitem__(self, part: int) -> Tokens:
         tokens = self._open.get(part)
         if tokens is None:
-            tokens = self._open[part] = self._open_tokens(part).view(np.ndarray)  # slices of a memmap cost 2 us more
+            tokens = self._open_tokens(part)
+            if isinstance(tokens, np.memmap):
+                tokens = tokens.view(np.ndarray)  # slices of a memmap cost 2 us more
+            self._open[part] = tokens
             if len(self._open) > self._most_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(part)

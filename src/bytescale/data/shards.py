@@ -18,14 +18,15 @@ from pathlib import Path
 from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.facts import TokenFacts, facts_of, load_facts
-from bytescale.data.indexed import IndexedDataset, IntArray
+from bytescale.data.indexed import IndexedDataset, IntArray, check_size, read_index
 from bytescale.data.progress import ProgressCallback, ignore_progress
 from bytescale.data.readers import WorkUnit, plan_units, too_many_corrupt_records
+from bytescale.data.remote_tokens import RemoteTokens
 from bytescale.data.retry import unreadable, with_retries
 from bytescale.data.sources import SourceFile, local_path
 from bytescale.data.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
 from bytescale.data.tokenizer import Tokenizer
-from bytescale.data.urls import local_pair
+from bytescale.data.urls import UrlPath, local_index, local_pair
 
 logger = logging.getLogger(__name__)
 
@@ -142,17 +143,43 @@ class ShardReader:
             facts = load_facts(prefix)
             assert facts is not None, f"{prefix} is prepared before it is opened"
             return OpenShard(dataset=IndexedDataset.open(prefix), facts=facts)
-        file = with_retries(partial(fetched, shard.file, self.cache_dir), self.read_retries)
-        dataset = IndexedDataset.open(local_path(file))
-        facts = facts_of(dataset, file, self.cache_dir, progress)
-        check_same_tokenizer(f"{shard.file.path}", facts, self.tokenizer)
-        return OpenShard(dataset=dataset, facts=facts)
+        opened = self._in_place(shard.file)
+        if opened is None:
+            file = with_retries(partial(fetched, shard.file, self.cache_dir), self.read_retries)
+            dataset = IndexedDataset.open(local_path(file))
+            opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
+        check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
+        return opened
 
     def prepare_and_open(self, shard: Shard) -> OpenShard:
         """What a server does with each shard of its own: at most one process of a machine does the work."""
         with file_lock((self.cache_dir / "tokens" / (shard.name or "bin")).with_suffix(".lock")):
             self.prepare([shard])
         return self.open(shard)
+
+    def _in_place(self, file: SourceFile) -> OpenShard | None:
+        """A ``.bin`` that lies elsewhere, of which only its index is copied; its tokens will be when they are read.
+
+        None for one that is here, and where all of it has to be read first: its facts do not lie beside it, or its
+        server gives whole files only.
+        """
+        url = file.path
+        if not isinstance(url, UrlPath):
+            return None
+
+        def look(url: UrlPath = url) -> tuple[Path, bool]:
+            try:
+                return local_index(file, self.cache_dir), url.has_ranges()
+            except OSError as error:
+                raise unreadable(error, url) from error
+
+        copy, has_ranges = with_retries(look, self.read_retries)
+        index, facts = read_index(copy.with_suffix(".idx")), load_facts(copy)
+        if copy.exists() or facts is None or not has_ranges or not facts.describes(index):
+            return None
+        check_size(url, index, file.num_bytes)
+        tokens = RemoteTokens(url, index.dtype, index.num_tokens, copy.with_suffix(".blocks"), self.read_retries)
+        return OpenShard(dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), facts=facts)
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)

@@ -64,6 +64,16 @@ class UrlPath:
         with self.open() as file:
             return file.read()
 
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Bytes ``start`` to ``stop``, in one request. Raises ``OSError``."""
+        system, path = open_filesystem(self.url)
+        return guarded(self.url, lambda: system.cat_file(path, start=start, end=stop))
+
+    def has_ranges(self) -> bool:
+        """Whether a part of the file can be read without all of it, which plain web servers may not offer."""
+        system, path = open_filesystem(self.url)
+        return not _has_no_folders(self.url) or bool(guarded(self.url, lambda: system.info(path)).get("partial"))
+
     def describe(self, listed: Mapping[str, Any] | None = None) -> tuple[int, int]:
         """Size in bytes, and a number that changes with the content as far as the file system tells.
 
@@ -122,21 +132,28 @@ def _has_no_folders(source: str) -> bool:
 
 def local_pair(file: SourceFile, cache_dir: Path) -> SourceFile:
     """``file`` itself, or a copy of a remote ``.bin/.idx`` pair in the cache. Raises ``OSError``."""
-    path = file.path
-    if not isinstance(path, UrlPath):
+    if not isinstance(file.path, UrlPath):
         return file
+    copy = local_index(file, cache_dir)
+    with file_lock(copy.with_suffix(".lock")):
+        if not copy.exists():
+            _fetch(file.path, copy)
+    return replace(file, path=copy)
+
+
+def local_index(file: SourceFile, cache_dir: Path) -> Path:
+    """Where a copy of a remote ``.bin`` is or will be; what lies beside it has been copied. Raises ``OSError``."""
+    path = file.path
+    assert isinstance(path, UrlPath), f"{path} is here"
     key = hashlib.blake2b(f"{path}\0{file.num_bytes}\0{file.mtime_ns}".encode(), digest_size=8).hexdigest()
     copy = cache_dir / "fetched" / f"{key}.bin"
     with file_lock(copy.with_suffix(".lock")):
-        if (
-            not copy.exists()
-        ):  # what says how the pair was made; few have it, and where listing is forbidden no says 403
+        if not copy.with_suffix(".idx").exists():
+            # What says how the pair was made; few have it, and where listing is forbidden no says 403.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 _fetch(path.with_suffix(".meta.json"), copy.with_suffix(".meta.json"))
-        for ending in (".idx", ".bin"):
-            if not copy.with_suffix(ending).exists():
-                _fetch(path.with_suffix(ending), copy.with_suffix(ending))
-    return replace(file, path=copy)
+            _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
+    return copy
 
 
 def _fetch(source: UrlPath, target: Path) -> None:
