@@ -11,7 +11,7 @@ import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config import Config, DataConfig, validate
-from bytescale.data import prepare_corpus
+from bytescale.data import prepare_corpus, shards
 from bytescale.data.mixture import MixtureSampler, make_sampler
 from bytescale.data.order import epoch_order
 from tests.data.support import config, texts_of, write_jsonl
@@ -64,6 +64,47 @@ def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has None"):
         make_sampler(corpus.index, replace(settings, weights=())).load_state_dict(state)
+
+
+def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large one goes window by window, the small one in one shuffle; each is its source once an epoch."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200 * 1024)
+    (tmp_path / "large").mkdir()
+    for number in range(8):
+        records = [{"text": f"{number}{n:03d} " * (40 + n % 90)} for n in range(600)]
+        write_jsonl(tmp_path / "large" / f"{number}.jsonl", records)
+    write_jsonl(tmp_path / "small.jsonl", [{"text": f"{n:03d}" * 20} for n in range(50)])
+    settings = config(
+        tmp_path,
+        *(tmp_path / "large", tmp_path / "small.jsonl"),
+        weights=(0.9, 0.1),
+        batch_tokens=100_000,
+        context_length=1000,
+        shuffle_window_mib=1,
+    )
+    corpus = prepare_corpus(settings)
+    sampler = make_sampler(corpus.index, settings)
+    batches: list[list[int]] = []
+    states = [sampler.state_dict()]
+    while states[-1]["sources"][0]["epoch"] == 0:
+        batches.append(sampler.next_batch().pieces.tolist())
+        states.append(sampler.state_dict())
+    drawn = [piece for batch in batches for piece in batch]
+    assert {state["sources"][0]["window"] for state in states} == {0, 1}
+    assert {state["sources"][1]["window"] for state in states} == {0}
+    assert states[-1]["sources"][1]["epoch"] > 1
+    source = corpus.index.part_sources
+    for number in (0, 1):
+        own = [piece for piece in corpus.all_pieces.tolist() if source[piece >> 32] == number]
+        passed = [piece for piece in drawn if source[piece >> 32] == number]
+        assert len(passed) > len(own)
+        for epoch in range(len(passed) // len(own)):
+            assert sorted(passed[epoch * len(own) : (epoch + 1) * len(own)]) == own
+    middle = len(batches) // 2
+    resumed = make_sampler(corpus.index, settings, states[middle])
+    assert [resumed.next_batch().pieces.tolist() for _ in batches[middle:]] == batches[middle:]
+    with pytest.raises(CheckpointError, match="data shuffle_window 1 MiB, this run has everything"):
+        make_sampler(corpus.index, replace(settings, shuffle_window_mib=2), states[middle])
 
 
 @pytest.mark.parametrize(

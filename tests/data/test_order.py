@@ -172,9 +172,9 @@ def test_a_state_of_other_texts_or_another_window() -> None:
     assert other.fingerprint == corpus.fingerprint
     with pytest.raises(CheckpointError, match=r"made with other texts: their content was \w+ and is now \w+"):
         BatchSampler(other.index, 25, 1, window_mib=8, state=state)
-    with pytest.raises(CheckpointError, match=r"data shuffle_window_mib 8, this run has 4"):
+    with pytest.raises(CheckpointError, match=r"data shuffle_window 8 MiB, this run has 4 MiB"):
         BatchSampler(corpus.index, 25, 1, window_mib=4, state=state)
-    with pytest.raises(CheckpointError, match=r"data shuffle_window_mib 8, this run has None"):
+    with pytest.raises(CheckpointError, match=r"data shuffle_window 8 MiB, this run has everything"):
         BatchSampler(corpus.index, 25, 1, window_mib=64, state=state)
     with pytest.raises(CheckpointError, match=r"window 7 lies outside the corpus \(3 windows\)"):
         BatchSampler(corpus.index, 25, 1, window_mib=8, state={**state, "window": 7})

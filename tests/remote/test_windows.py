@@ -63,7 +63,7 @@ def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, conf
         assert 0 < num_tokenised(tmp_path) < NUM_SHARDS  # the window, and what was expected since
         facts = feed.facts
         assert 3 <= facts.num_parts_read < NUM_SHARDS
-        assert state["shuffle_window_mib"] == 1
+        assert state["shuffle_window"] == "1 MiB"
         _, state = take_steps([feed], 3)
         assert feed.facts.num_parts_read < NUM_SHARDS
         # The whole epoch: every shard when its window comes.

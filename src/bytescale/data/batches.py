@@ -122,7 +122,6 @@ class BatchSampler:
         self._index = index
         self._batch_tokens = batch_tokens
         self._seed = shuffle_seed
-        self._window_mib = window_mib
         self._stream = PieceStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)
         self._step = 0
         if state is None:
@@ -171,7 +170,7 @@ class BatchSampler:
             "step": self._step,
             **self._stream.state_dict(),
             "shuffle_seed": self._seed,
-            "shuffle_window_mib": self._window,
+            "shuffle_window": self._stream.scope,
             "corpus": self._index.fingerprint,
         }
 
@@ -184,12 +183,7 @@ class BatchSampler:
         """
         check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
-        check_same("shuffle_window_mib", state, self._window, "shuffle_window_mib")
+        check_same("shuffle_window", state, self._stream.scope, "shuffle_window_mib")
         check_same("weights", state, None, "weights")
         self._stream.load_state_dict(state)
         self._step = state["step"]
-
-    @property
-    def _window(self) -> int | None:
-        """The setting where the order depends on it."""
-        return self._window_mib if self._stream.is_windowed else None

@@ -14,7 +14,7 @@ import numpy as np
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import BatchSampler, GlobalBatch, Sampler, SamplerState, check_drawable, check_same
 from bytescale.data.index import CorpusIndex
-from bytescale.data.order import PieceStream
+from bytescale.data.order import EVERYTHING, PieceStream
 
 
 def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> Sampler:
@@ -80,7 +80,6 @@ class MixtureSampler:
         self._weights = list(config.weights)
         self._batch_tokens = config.batch_tokens
         self._seed = config.shuffle_seed
-        self._window_mib = config.shuffle_window_mib
         self._step = 0
         self._sources = []
         for number, weight in enumerate(config.weights):
@@ -129,7 +128,7 @@ class MixtureSampler:
             "sources": [source.state_dict() for source in self._sources],
             "weights": list(self._weights),
             "shuffle_seed": self._seed,
-            "shuffle_window_mib": self._window,
+            "shuffle_window": self._window,
             "corpus": self._index.fingerprint,
         }
 
@@ -138,12 +137,13 @@ class MixtureSampler:
         check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
         check_same("weights", state, self._weights, "weights")
-        check_same("shuffle_window_mib", state, self._window, "shuffle_window_mib")
+        check_same("shuffle_window", state, self._window, "shuffle_window_mib")
         for source, saved in zip(self._sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self._step = state["step"]
 
     @property
-    def _window(self) -> int | None:
-        """The setting where the order depends on it."""
-        return self._window_mib if any(source.stream.is_windowed for source in self._sources) else None
+    def _window(self) -> str:
+        """What is shuffled together; the setting matters only where the order depends on it."""
+        scopes = {source.stream.scope for source in self._sources} - {EVERYTHING}
+        return scopes.pop() if scopes else EVERYTHING

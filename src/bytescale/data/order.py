@@ -17,6 +17,7 @@ from bytescale.common.errors import CheckpointError, problem
 from bytescale.data.index import CorpusIndex, IntArray
 
 MIB = 1024**2
+EVERYTHING = "everything"
 
 # What else is drawn for an epoch of several windows, told apart by a number after those of the stream.
 _DRAW_OF_BINS, _DRAW_OF_PARTS, _DRAW_OF_WINDOW = 1, 2, 3
@@ -61,6 +62,11 @@ class PieceStream:
     def is_windowed(self) -> bool:
         """Whether an epoch has several windows."""
         return int(self._index.part_bytes[self._text].sum()) > self._window_bytes
+
+    @property
+    def scope(self) -> str:
+        """What is shuffled together, for people and checkpoints."""
+        return f"{self._window_bytes // MIB} MiB" if self.is_windowed else EVERYTHING
 
     def windows(self, epoch: int) -> list[IntArray]:
         """The parts of text in each window of an epoch, ascending; at least one window."""
