@@ -167,10 +167,13 @@ class Storm:
         again = ("--resume", str(self.run)) if (self.run / "config.toml").exists() else (config,)
         self.launcher = start(self.log, *again, *self.options)
 
-    def rage(self, kinds: Sequence[str], dice: random.Random) -> None:
-        """Kill one process of each of ``kinds``: most after a random step, others while the last is mended."""
-        for kind, step in zip(kinds, sorted(dice.sample(range(2, int(0.95 * self.steps)), len(kinds))), strict=True):
-            in_recovery = dice.random() < 0.3 and self.killed
+    def rage(self, kinds: Sequence[str], dice: random.Random, *, part: float = 0.95, in_a_row: float = 0.3) -> None:
+        """Kill one process of each of ``kinds`` in the first ``part`` of the steps.
+
+        Most after a random step, a share of ``in_a_row`` while the last death is being mended.
+        """
+        for kind, step in zip(kinds, sorted(dice.sample(range(2, int(part * self.steps)), len(kinds))), strict=True):
+            in_recovery = dice.random() < in_a_row and self.killed
             pause, until = dice.uniform(0, 6.0 if in_recovery else 0.3), 0.0
             while not until or time.monotonic() < until:
                 if not until and (in_recovery or self.steps_done() >= step):
@@ -322,7 +325,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
 
 def matrix(folder: Path, options: argparse.Namespace) -> int:
     """Each loader on 1 to 8 ranks: a server, the planner and a rank get kill -9 in the middle; tokens are counted."""
-    dice, steps = random.Random(options.seed), 60
+    dice, steps = random.Random(options.seed), 160
     write_corpus(folder / "corpus")
     config = write_config(folder, "peace", "local", steps, 1)
     assert start(folder / "peace.log", str(config)).wait(options.limit_seconds) == 0
@@ -345,7 +348,7 @@ def matrix(folder: Path, options: argparse.Namespace) -> int:
             )
             try:
                 storm.begin()
-                storm.rage(dice.sample(kinds, len(kinds)), dice)
+                storm.rage(dice.sample(kinds, len(kinds)), dice, part=0.5, in_a_row=0.0)
                 code = storm.end_of_run()
             except AssertionError:
                 print(storm.log.read_text(encoding="utf-8", errors="replace")[-3000:])
