@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bytescale.config import DataConfig
-from bytescale.data.corpus import Corpus, PartsAtHand, prepare_corpus
+from bytescale.data.corpus import Corpus, prepare_corpus
 from bytescale.data.facts import FactsGatherer
 from bytescale.data.index import CorpusIndex, PartFinder
 from bytescale.data.indexed import facts_path
@@ -40,6 +40,19 @@ def write_pair(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Toke
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+class PartsAtHand:
+    """A ``PartFinder`` of parts that have been read already."""
+
+    def __init__(self, contents: Sequence[PartContent]) -> None:
+        self._contents = contents
+
+    def expect(self, parts: Sequence[int]) -> None:
+        """There is nothing to begin with."""
+
+    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+        return {part: self._contents[part] for part in parts}
 
 
 def memory_corpus(

@@ -6,7 +6,9 @@ others wait for it and open what it wrote.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,13 +98,18 @@ class Corpus:
         return self.index.pieces_of(range(self.index.num_parts))
 
 
-def prepare_corpus(config: DataConfig, progress: ProgressCallback = ignore_progress) -> Corpus:
+def prepare_corpus(
+    config: DataConfig, progress: ProgressCallback = ignore_progress, *, text_later: bool = False
+) -> Corpus:
     """Tokenise what ``config`` names, unless the cache has it, and open it.
 
     1. List the files (``data.sources``) and find or train the tokenizer.
     2. Text, JSONL and Parquet files become ``.bin/.idx`` pairs in the cache, one per shard; ``.bin`` files stay as
        they are.
     3. Documents longer than the context are split, truncated or dropped.
+
+    With ``text_later``, step 2 is taken for each part of the text when it is first required of the index
+    (``CorpusIndex.require``), and in the background when it is expected.
 
     The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Safe to call from
     several processes at once.
@@ -112,28 +119,46 @@ def prepare_corpus(config: DataConfig, progress: ProgressCallback = ignore_progr
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    lock = Path(config.cache_dir).expanduser() / "tokens" / f"{fingerprint_shards(shards)}.lock"
-    with file_lock(lock):
-        reader.prepare(shards, config.num_workers, progress)
-    contents = [reader.open(shard, progress).content for shard in shards]
+    finder = TokeniseHere(shards, reader, config.num_workers, progress)
     return Corpus(
         parts=OpenParts(lambda part: reader.open(shards[part]).dataset.tokens),
-        index=CorpusIndex(config, shards, reader.tokenizer, PartsAtHand(contents)),
+        index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
         tokenizer=reader.tokenizer,
     )
 
 
-class PartsAtHand:
-    """A ``PartFinder`` of parts that have been read already."""
+class TokeniseHere:
+    """A ``PartFinder`` that does the work in this process and its workers, unless another process is at it."""
 
-    def __init__(self, contents: Sequence[PartContent]) -> None:
-        self._contents = contents
+    def __init__(
+        self, shards: Sequence[Shard], reader: ShardReader, num_workers: int, progress: ProgressCallback
+    ) -> None:
+        self._shards = shards
+        self._reader = reader
+        self._num_workers = num_workers
+        self._progress = progress
 
     def expect(self, parts: Sequence[int]) -> None:
-        """There is nothing to begin with."""
+        """Tokenise in a thread. What goes wrong there goes wrong again in ``find``, which says so."""
+
+        def ahead() -> None:
+            with suppress(Exception):
+                self._prepare(parts, ignore_progress)
+
+        # A daemon: a run that ends does not wait for text that it will not read.
+        threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True).start()
 
     def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
-        return {part: self._contents[part] for part in parts}
+        self._prepare(parts, self._progress)
+        return {part: self._reader.open(self._shards[part], self._progress).content for part in parts}
+
+    def _prepare(self, parts: Sequence[int], progress: ProgressCallback) -> None:
+        shards = [self._shards[part] for part in parts if self._shards[part].file is None]
+        if not shards:
+            return
+        lock = self._reader.cache_dir / "tokens" / f"{fingerprint_shards(shards)}.lock"
+        with file_lock(lock):  # all ranks want the same parts at the same time
+            self._reader.prepare(shards, self._num_workers, progress)
 
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:

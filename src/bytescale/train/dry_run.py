@@ -24,7 +24,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     Raises what ``train`` would raise before its first step.
     """
     with progress_bar() as progress:
-        corpus = prepare_corpus(config.data, progress)
+        corpus = prepare_corpus(config.data, progress, text_later=True)
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
     check_mesh(config.parallel, architecture, config.parallel.ranks)

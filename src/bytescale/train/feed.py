@@ -36,7 +36,7 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
 @contextmanager
 def _chosen_feed(config: Config, ranks: Ranks, say: Callable[[str], None]) -> Iterator[Feed]:
     if config.data.loader == "local":
-        yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
+        yield LocalFeed(prepare_corpus(config.data, text_later=True), config.data, ranks.hdp.rank)
         return
     from bytescale.data.remote.cluster import check_installed
 
