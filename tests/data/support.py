@@ -20,6 +20,7 @@ from bytescale.data.order import MIB
 from bytescale.data.pieces import OverLength
 from bytescale.data.readers import WorkUnit
 from bytescale.data.shards import PartContent, Shard
+from bytescale.data.sources import SourceFile
 from bytescale.data.tokenizer import Tokenizer
 
 
@@ -45,6 +46,8 @@ def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
 class PartsAtHand:
     """A ``PartFinder`` of parts that have been read already."""
 
+    parts_ahead = 1
+
     def __init__(self, contents: Sequence[PartContent]) -> None:
         self._contents = contents
 
@@ -62,15 +65,17 @@ def memory_corpus(
     num_parts: int = 1,
     *,
     part_mib: int = 0,
+    num_bins: int = 0,
     finder: Callable[[list[PartContent]], PartFinder] = PartsAtHand,
     text_later: bool = False,
 ) -> Corpus:
     """A corpus of documents of these lengths whose tokens are their own places: 0, 1, 2, ...
 
-    Its parts pretend to come from ``part_mib`` MiB of text each.
+    Its parts pretend to come from ``part_mib`` MiB of text each, and ``num_bins`` more to be ``.bin`` files.
     """
+    num_all = num_parts + num_bins
     # Documents must not straddle parts: cut between documents.
-    cuts = [len(lengths) * part // num_parts for part in range(num_parts + 1)]
+    cuts = [len(lengths) * part // num_all for part in range(num_all + 1)]
     shards, parts, contents, first = [], [], [], 0
     for start, stop in itertools.pairwise(cuts):
         own = np.asarray(lengths[start:stop], dtype=np.int64)
@@ -81,7 +86,10 @@ def memory_corpus(
         offsets = np.concatenate([[0], np.cumsum(own)])
         parts.append(tokens)
         contents.append(PartContent(document_offsets=offsets, facts=gatherer.finish()))
-        shards.append(Shard(source=0, units=(WorkUnit(files=(), num_bytes=part_mib * MIB),)))
+        if len(shards) < num_parts:
+            shards.append(Shard(source=0, units=(WorkUnit(files=(), num_bytes=part_mib * MIB),)))
+        else:
+            shards.append(Shard(source=0, file=SourceFile(path=Path("b.bin"), format="bin", num_bytes=1, mtime_ns=0)))
     config = DataConfig(sources=("memory",), context_length=context_length, over_length=over_length)
     index = CorpusIndex(config, shards, None, finder(contents), text_later=text_later)
     return Corpus(parts=tuple(parts), index=index, tokenizer=None)

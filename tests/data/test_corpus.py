@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> N
 def _prepare_in_a_process(settings: DataConfig, results: multiprocessing.Queue) -> None:
     calls: list[Progress] = []
     corpus = prepare_corpus(settings, calls.append)
-    results.put((corpus.fingerprint, bool(calls)))
+    results.put((corpus.fingerprint, any(progress.done_bytes for progress in calls)))
 
 
 def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
         process.join()
     assert len({fingerprint for fingerprint, _ in outcomes}) == 1
     assert sum(worked for _, worked in outcomes) in (1, 2), "one trains the tokenizer, one (or the same) tokenises"
-    assert len(list((tmp_path / "cache/tokens").glob("*.idx"))) == 1
+    assert len(list((tmp_path / "cache/tokens").rglob("*.idx"))) == 1
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
@@ -253,7 +254,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
         tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=1, batch_tokens=200_000, cache_dir=str(tmp_path / "later")
     )
     calls: list[Progress] = []
-    later = prepare_corpus(settings, calls.append, text_later=True)
+    later = prepare_corpus(settings, calls.append, text_later=True, ahead=True)
     tokens = tmp_path / "later/tokens"
     assert calls == []
     assert later.index.facts.num_parts_read == 0
@@ -262,7 +263,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     assert 1 < later.index.facts.num_parts_read < 12
     assert {progress.stage for progress in calls} == {"tokenising"}
     deadline = time.monotonic() + 60
-    while len(list(tokens.glob("*.idx"))) == later.index.facts.num_parts_read:  # the next window follows by itself
+    while len(list(tokens.rglob("*.idx"))) == later.index.facts.num_parts_read:  # the next window follows by itself
         assert time.monotonic() < deadline
         time.sleep(0.05)
     at_once = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "at-once")))
@@ -276,6 +277,23 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
         ):
             assert np.array_equal(mine, theirs)
     assert later.facts == at_once.facts
+
+
+def test_closing_a_corpus_ends_what_runs_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a unit of text, also while another process holds the lock; and nothing half-written stays."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200 * 1024)
+    for number in range(20):
+        write_jsonl(tmp_path / f"{number:02d}.jsonl", [{"text": f"{number}{n:05d}" * 50} for n in range(1000)])
+    settings = config(tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=3, batch_tokens=100_000)
+    corpus = prepare_corpus(settings, text_later=True, ahead=True)
+    make_sampler(corpus.index, settings)
+    corpus.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "bytescale-tokeniser"]
+    made = len(list((tmp_path / "cache").rglob("*.idx")))
+    assert made < 20
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+    time.sleep(0.5)
+    assert len(list((tmp_path / "cache").rglob("*.idx"))) == made
 
 
 def test_a_broken_file_is_found_when_its_window_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,37 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     assert parts.found == windows[1].tolist()
 
 
+@given(
+    text=st.lists(st.integers(0, 9), min_size=4, max_size=30).filter(any),
+    bins=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    part_mib=st.sampled_from([4, 2**30]),
+)
+def test_pieces_of_bins_are_dealt_to_the_windows(text: list[int], bins: list[int], part_mib: int) -> None:
+    """All of them once an epoch, about as many to a window as its share of the text; also of petabytes of it."""
+    corpus = memory_corpus([*text, *bins], 20, num_parts=4, part_mib=part_mib, num_bins=1)
+    of_bins = set(corpus.index.pieces_of([4]).tolist())
+    stream = PieceStream(corpus.index, np.arange(5), window_mib=2 * part_mib, seed=1)
+    for epoch in range(2):
+        seen: list[int] = []
+        for window, parts in enumerate(stream.windows(epoch)):
+            wanted = corpus.index.pieces_of(parts.tolist())
+            stream._load(epoch, window, stream.windows(epoch))
+            own = set(stream.pieces.tolist()) & of_bins
+            assert set(stream.pieces.tolist()) == set(wanted.tolist()) | own
+            assert abs(len(own) - len(of_bins) * len(parts) / 4) <= 1
+            seen.extend(own)
+        assert len(stream.windows(epoch)) == 2
+        assert sorted(seen) == sorted(of_bins)
+
+
+@given(seed=st.integers(0, 30), place=st.integers(0, 5))
+def test_one_part_that_holds_anything_is_found_wherever_it_comes(seed: int, place: int) -> None:
+    lengths = [3 if part == place else 0 for part in range(6)]
+    corpus = memory_corpus(lengths, 20, num_parts=6, part_mib=4)
+    sampler = BatchSampler(corpus.index, 3, seed, window_mib=4)
+    assert [sampler.next_batch().pieces.tolist() for _ in range(5)] == [[place << 32]] * 5
+
+
 def test_windows_without_a_piece_are_passed_over() -> None:
     corpus = memory_corpus([0, 0, 3, 0, 0, 4], 20, num_parts=6, part_mib=4)
     drawn = np.concatenate([batch.pieces for batch in batches(corpus, 4, window_mib=4)])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from bytescale.common.errors import CheckpointError
+from bytescale.common.errors import CheckpointError, DataError
 from bytescale.config import DataConfig
 from bytescale.data import StepData, shards
 from bytescale.data.corpus import plan_shards, prepare_corpus
@@ -41,7 +41,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
 
 
 def num_tokenised(folder: Path) -> int:
-    return len(list((folder / "cache/tokens").glob("*.idx")))
+    return len(list((folder / "cache/tokens").rglob("*.idx")))
 
 
 def pieces_of(steps: list[list[StepData]]) -> list[int]:
@@ -166,6 +166,31 @@ def hold_back(server: Any, names: set[str], until: Path) -> None:
         prepare(self, wanted, *settings)
 
     reader.prepare = late_prepare
+
+
+def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
+    tmp_path: Path, config: DataConfig
+) -> None:
+    """And one that was broken only when it was expected, which nobody needed then, does not."""
+    index = prepare_corpus(replace(config, cache_dir=str(tmp_path / "elsewhere"))).index
+    windows = PieceStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
+    paths = [shard.units[0].files[0].path for shard in plan_shards(config)[0]]
+    passing, lasting = paths[windows[1][0]], paths[windows[2][0]]
+    whole = {path: path.read_bytes() for path in (passing, lasting)}
+    for path in whole:
+        path.write_bytes(b"#" + whole[path][1:])
+    with feeds(config, "ray", 3) as opened:
+        state = opened[0].state_dict()
+        ray.get([server.pid.remote() for server in opened[0].actors[1:3]])
+        time.sleep(3.0)  # they have failed by now
+        passing.write_bytes(whole[passing])
+        while state["window"] == 0:
+            _, state = take_steps(opened, 1, state=state)
+        with pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"):
+            take_steps(opened, 60, state=state)
+        for feed in opened[1:]:
+            with pytest.raises(DataError, match=rf"{lasting.name}:1 is not JSON"):
+                take_steps([feed], 60, state=state)
 
 
 def test_texts_of_the_window_that_have_changed(tmp_path: Path, config: DataConfig) -> None:

@@ -7,7 +7,7 @@ others wait for it and open what it wrote.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from bytescale.data.index import CorpusFacts, CorpusIndex, PartContent
 from bytescale.data.indexed import Tokens
 from bytescale.data.open_parts import OpenParts
 from bytescale.data.pieces import PieceTable
-from bytescale.data.progress import ProgressCallback, ignore_progress
+from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.retry import with_retries
 from bytescale.data.shards import Shard, ShardReader, fingerprint_shards
 from bytescale.data.sources import SourceFile, expand_sources
@@ -43,6 +43,8 @@ class Corpus:
     index: CorpusIndex
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
+    close: Callable[[], None] = lambda: None
+    """Ends what tokenises ahead of need."""
 
     @property
     def pieces(self) -> PieceTable:
@@ -99,7 +101,7 @@ class Corpus:
 
 
 def prepare_corpus(
-    config: DataConfig, progress: ProgressCallback = ignore_progress, *, text_later: bool = False
+    config: DataConfig, progress: ProgressCallback = ignore_progress, *, text_later: bool = False, ahead: bool = False
 ) -> Corpus:
     """Tokenise what ``config`` names, unless the cache has it, and open it.
 
@@ -109,7 +111,7 @@ def prepare_corpus(
     3. Documents longer than the context are split, truncated or dropped.
 
     With ``text_later``, step 2 is taken for each part of the text when it is first required of the index
-    (``CorpusIndex.require``), and in the background when it is expected.
+    (``CorpusIndex.require``); with ``ahead`` also in the background, as soon as it is expected, until ``Corpus.close``.
 
     The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Safe to call from
     several processes at once.
@@ -119,46 +121,74 @@ def prepare_corpus(
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    finder = TokeniseHere(shards, reader, config.num_workers, progress)
+    finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
-        parts=OpenParts(lambda part: reader.open(shards[part]).dataset.tokens),
+        parts=OpenParts(lambda part: reader.open_tokens(shards[part])),
         index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
         tokenizer=reader.tokenizer,
+        close=finder.close,
     )
 
 
 class TokeniseHere:
     """A ``PartFinder`` that does the work in this process and its workers, unless another process is at it."""
 
+    parts_ahead = 1
+
     def __init__(
-        self, shards: Sequence[Shard], reader: ShardReader, num_workers: int, progress: ProgressCallback
+        self,
+        shards: Sequence[Shard],
+        reader: ShardReader,
+        num_workers: int,
+        progress: ProgressCallback,
+        *,
+        ahead: bool,
     ) -> None:
+        """Read nothing yet; ``ahead``: begin with what is expected."""
         self._shards = shards
         self._reader = reader
         self._num_workers = num_workers
         self._progress = progress
+        self._ahead = ahead
+        self._threads: list[threading.Thread] = []
 
     def expect(self, parts: Sequence[int]) -> None:
         """Tokenise in a thread. What goes wrong there goes wrong again in ``find``, which says so."""
+        if not self._ahead:
+            return
 
         def ahead() -> None:
             with suppress(Exception):
-                self._prepare(parts, ignore_progress)
+                self._prepare(parts, self._stop_if_closed)
 
-        # A daemon: a run that ends does not wait for text that it will not read.
-        threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True).start()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
+        self._threads[-1].start()
 
     def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
         self._prepare(parts, self._progress)
         return {part: self._reader.open(self._shards[part], self._progress).content for part in parts}
 
+    def close(self) -> None:
+        """End the threads: within a unit of text."""
+        self._ahead = False
+        for thread in self._threads:
+            thread.join()
+
     def _prepare(self, parts: Sequence[int], progress: ProgressCallback) -> None:
         shards = [self._shards[part] for part in parts if self._shards[part].file is None]
-        if not shards:
+        missing = self._reader.missing(shards)
+        if not missing:
             return
+        num_bytes = sum(shard.num_bytes for shard in missing)
+        progress(Progress(stage="tokenising", done_bytes=0, total_bytes=num_bytes))
         lock = self._reader.cache_dir / "tokens" / f"{fingerprint_shards(shards)}.lock"
         with file_lock(lock):  # all ranks want the same parts at the same time
             self._reader.prepare(shards, self._num_workers, progress)
+
+    def _stop_if_closed(self, _: Progress) -> None:
+        if not self._ahead:
+            raise InterruptedError("nobody wants this any more")
 
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:

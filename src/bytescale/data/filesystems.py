@@ -134,6 +134,8 @@ def _mend_session(session: Any) -> None:
             options["timeout"] = options.get("timeout") or (CONNECT_SECONDS, READ_SECONDS)
             return super().send(request, *args, **options)
 
+    if session.hooks["response"] == [_check_webhdfs_answer]:  # mended, and its connections are open
+        return
     for prefix in ("http://", "https://"):
         session.mount(prefix, PatientAdapter())
     session.hooks["response"] = [_check_webhdfs_answer]

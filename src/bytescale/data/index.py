@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.facts import TokenFacts
-from bytescale.data.pieces import PieceCounts, PieceTable, make_pieces
+from bytescale.data.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
 from bytescale.data.shards import PartContent, Shard, check_corrupt_records
 from bytescale.data.tokenizer import Tokenizer
 
@@ -31,6 +31,9 @@ _PART_SHIFT = 32
 
 class PartFinder(Protocol):
     """Reads parts for an index."""
+
+    parts_ahead: int
+    """How many parts should be under way or done beyond those that are in use, so that nobody is idle."""
 
     def expect(self, parts: Sequence[int]) -> None:
         """These will be wanted soon: begin with them, and return at once."""
@@ -88,7 +91,7 @@ class CorpusIndex:
         self._shards = shards
         self._tokenizer = tokenizer
         self._finder = finder
-        self._contents: dict[int, PartContent] = {}  # in the order in which they were read
+        self._known: dict[int, TokenFacts] = {}  # of the parts read so far, in that order
         self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part that was read, among all read
         self._first_row = np.zeros(len(shards), dtype=np.int64)
         self._num_pieces = np.zeros(len(shards), dtype=np.int64)
@@ -100,11 +103,15 @@ class CorpusIndex:
         """``[number of parts]`` whether a part has to be tokenised before its pieces are known."""
         self.part_bytes = np.array([shard.num_bytes for shard in shards], dtype=np.int64)
         """``[number of parts]`` size of each part's files, or of its share in them."""
-        self.pieces = PieceTable.none()
-        """Pieces of the parts read so far, in the order of reading; ``start`` counts from the first token read."""
+        self._pieces = GrowingPieces()
         self.facts: CorpusFacts
         """The small summary of what was read so far. Replaced, never changed: other threads may look at it."""
         self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
+
+    @property
+    def pieces(self) -> PieceTable:
+        """Pieces of the parts read so far, in the order of reading; ``start`` and ``document`` count from the first."""
+        return self._pieces.table
 
     @property
     def num_parts(self) -> int:
@@ -121,9 +128,7 @@ class CorpusIndex:
         cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
         made_by = (config.text_key, self._tokenizer.fingerprint) if self._tokenizer and self.is_text.any() else ()
         parts = [
-            f"text {[unit.num_bytes for unit in shard.units]}"
-            if shard.file is None
-            else self._contents[part].facts.content_hash
+            f"text {[unit.num_bytes for unit in shard.units]}" if shard.file is None else self._known[part].content_hash
             for part, shard in enumerate(self._shards)
         ]
         return _hash_of([*parts, *map(str, cut), *made_by])
@@ -131,17 +136,23 @@ class CorpusIndex:
     @property
     def is_complete(self) -> bool:
         """Whether every part has been read."""
-        return len(self._contents) == self.num_parts
+        return len(self._known) == self.num_parts
 
     @property
     def token_bytes(self) -> int:
         """Of a token in the parts read so far, as they lie on disk; of the widest."""
-        return max((np.dtype(content.facts.dtype).itemsize for content in self._contents.values()), default=0)
+        return max((np.dtype(facts.dtype).itemsize for facts in self._known.values()), default=0)
 
-    def expect(self, parts: Iterable[int]) -> None:
-        """``parts`` will be required soon."""
-        if missing := [part for part in parts if part not in self._contents]:
+    @property
+    def parts_ahead(self) -> int:
+        """How many parts to expect beyond those in use."""
+        return self._finder.parts_ahead
+
+    def expect(self, parts: Sequence[int]) -> int:
+        """``parts`` will be required soon; returns how many they are."""
+        if missing := [part for part in parts if part not in self._known]:
             self._finder.expect(missing)
+        return len(parts)
 
     def require(self, parts: Iterable[int]) -> None:
         """Return when the pieces of ``parts`` are known.
@@ -150,27 +161,25 @@ class CorpusIndex:
             DataError: one cannot be read, has too many corrupt records or was made with another tokenizer; or all
                 have been read and hold nothing to train on.
         """
-        if missing := [part for part in parts if part not in self._contents]:
+        if missing := [part for part in parts if part not in self._known]:
             self._read(missing)
 
     def _read(self, parts: Sequence[int]) -> None:
         found = self._finder.find(parts)
-        known = [content.facts for content in (*self._contents.values(), *found.values())]
+        known = [*self._known.values(), *(found[part].facts for part in parts)]
         check_one_tokenizer(known)
-        check_corrupt_records(known, self._config.max_corrupt_records)
-        tables, num_rows = [self.pieces], self.pieces.num_pieces
+        if any(found[part].facts.corrupt_records for part in parts):
+            check_corrupt_records(known, self._config.max_corrupt_records)
         for part in parts:
             table, counts = self._cut(found[part])
-            self._contents[part] = found[part]
+            self._known[part] = found[part].facts
             self._first_token[part] = self._num_tokens
-            self._first_row[part] = num_rows
+            self._first_row[part] = self._pieces.num_pieces
             self._num_pieces[part] = table.num_pieces
+            self._pieces.append(table)
             self._counts += counts
             self._num_tokens += int(found[part].document_offsets[-1])
             self._num_documents += len(found[part].document_offsets) - 1
-            num_rows += table.num_pieces
-            tables.append(table)
-        self.pieces = PieceTable.concatenated(tables)
         self.facts = self._facts()
         if self.is_complete and not self.pieces.num_pieces:
             raise self.nothing_to_draw()
@@ -191,10 +200,10 @@ class CorpusIndex:
 
     def content_hash(self, parts: Iterable[int]) -> str:
         """16 hex digits of the tokens of ``parts``, which have been read."""
-        return _hash_of(self._contents[part].facts.content_hash for part in parts)
+        return _hash_of(self._known[part].content_hash for part in parts)
 
     def _facts(self) -> CorpusFacts:
-        known = [content.facts for content in self._contents.values()]
+        known = [self._known[part] for part in sorted(self._known)]
         num_empty = self._counts.num_empty_documents + sum(facts.num_empty_documents for facts in known)
         vocabularies = [facts.vocab_size or facts.max_token_id + 1 for facts in known]
         return CorpusFacts(

@@ -97,9 +97,7 @@ class IndexedDataset:
         index = read_index(idx_path)
         found = bin_path.stat().st_size
         check_size(bin_path, index, found)
-        # An empty file cannot be mapped.
-        tokens = np.memmap(bin_path, dtype=index.dtype, mode="r") if found else np.zeros(0, index.dtype)
-        return IndexedDataset(prefix=bin_path.with_suffix(""), index=index, tokens=tokens)
+        return IndexedDataset(prefix=bin_path.with_suffix(""), index=index, tokens=_map(bin_path, index.dtype))
 
     def document(self, number: int) -> NDArray[np.integer]:
         """``[length]`` token ids of one document, a view into the file."""
@@ -125,6 +123,19 @@ def pair_paths(path: Path) -> tuple[Path, Path]:
     """``.bin`` and ``.idx`` of a prefix, or of either of the two."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def map_tokens(path: Path) -> NDArray[np.integer]:
+    """``[num_tokens]`` the tokens of a pair that ``IndexedDataset.open`` has found to be whole, without its index."""
+    bin_path, idx_path = pair_paths(path)
+    with idx_path.open("rb") as file:
+        header = np.frombuffer(file.read(HEADER.size), dtype=np.uint8)
+    return _map(bin_path, TOKEN_DTYPES[HEADER.unpack(header.tobytes())[2]])
+
+
+def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
+    """An empty file cannot be mapped."""
+    return np.memmap(bin_path, dtype=dtype, mode="r") if bin_path.stat().st_size else np.zeros(0, dtype)
 
 
 def facts_path(path: Path) -> Path:

@@ -124,9 +124,10 @@ class LocalFeed:
     """Reads the corpus in this process."""
 
     def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
-        """Start at the first batch. Raises as ``make_sampler``."""
+        """Start at the first batch."""
         self._corpus = corpus
-        self._sampler = make_sampler(corpus.index, config)
+        self._config = config
+        self._sampler: Sampler | None = None  # at the first batch, until somebody asks
         self._rank = rank
         self._prefetch_steps = config.prefetch_steps
 
@@ -135,16 +136,24 @@ class LocalFeed:
         return self._corpus.facts
 
     def state_dict(self) -> SamplerState:
-        return self._sampler.state_dict()
+        return self._started().state_dict()
 
     def load_state_dict(self, state: SamplerState) -> None:
-        self._sampler.load_state_dict(state)
+        self._sampler = make_sampler(self._corpus.index, self._config, state)
 
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> LocalLoader:
-        return LocalLoader(self._corpus, self._sampler, planner, self._rank, self._prefetch_steps, stop_step=stop_step)
+        return LocalLoader(
+            self._corpus, self._started(), planner, self._rank, self._prefetch_steps, stop_step=stop_step
+        )
+
+    def _started(self) -> Sampler:
+        """Raises as ``make_sampler``."""
+        self._sampler = self._sampler or make_sampler(self._corpus.index, self._config)
+        return self._sampler
 
     def close(self) -> None:
-        """Nothing was started."""
+        """End what tokenises ahead."""
+        self._corpus.close()
 
 
 def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch) -> MicroBatchData:

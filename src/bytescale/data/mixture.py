@@ -7,6 +7,7 @@ two longest sequences. Sources pass at different speeds, so one may be in its th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class MixtureSampler:
             stream = PieceStream(index, parts, config.shuffle_window_mib, config.shuffle_seed, number)
             self._sources.append(_Source(stream, weight))
         if state is None:
+            self._require_first([None] * len(self._sources))
             for source in self._sources:
                 source.stream.enter(0)
         else:
@@ -138,9 +140,15 @@ class MixtureSampler:
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
         check_same("weights", state, self._weights, "weights")
         check_same("shuffle_window", state, self._window, "shuffle_window_mib")
+        self._require_first(state["sources"])
         for source, saved in zip(self._sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self._step = state["step"]
+
+    def _require_first(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """What every source starts with, all at the same time and before anything is expected."""
+        parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
+        self._index.require(part for own in parts for part in own)
 
     @property
     def _window(self) -> str:

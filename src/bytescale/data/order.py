@@ -9,6 +9,7 @@ over the whole epoch and dealt to the windows in proportion. A corpus that fits 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class PieceStream:
         self.pieces = self.lengths = np.zeros(0, dtype=np.int64)  # [W] of the window, in order
         self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each of them
         self._content = ""
+        self._bins_shuffled = (-1, self.pieces)  # an epoch, and all pieces of .bin files in its order
 
     @property
     def is_windowed(self) -> bool:
@@ -73,12 +75,12 @@ class PieceStream:
         if not self.is_windowed:
             return [self._text]
         shuffled = self._text[epoch_order(len(self._text), self._seed, epoch, *self._stream, _DRAW_OF_PARTS)]
-        ends = np.cumsum(self._index.part_bytes[shuffled])
-        # A part belongs to the window that its first byte lies in; a last one of less than half joins the one before.
-        number = (ends - self._index.part_bytes[shuffled]) // self._window_bytes
-        if ends[-1] - number[-1] * self._window_bytes < self._window_bytes // 2:
-            number[number == number[-1]] = max(0, number[-1] - 1)
-        return [np.sort(shuffled[number == window]) for window in np.unique(number)]
+        sizes = self._index.part_bytes[shuffled]
+        number = (np.cumsum(sizes) - sizes) // self._window_bytes  # a part is in the window that its first byte lies in
+        windows = np.split(shuffled, np.flatnonzero(np.diff(number)) + 1)
+        if len(windows) > 1 and self._index.part_bytes[windows[-1]].sum() < self._window_bytes // 2:
+            windows[-2:] = [np.concatenate(windows[-2:])]
+        return [np.sort(window) for window in windows]
 
     def enter(self, epoch: int, window: int = 0) -> None:
         """Go to the first piece of a window, or of the next one that has any.
@@ -86,17 +88,22 @@ class PieceStream:
         Raises:
             DataError: as ``CorpusIndex.require``; or the parts hold no piece at all.
         """
-        first = (epoch, window)
+        last_epoch = epoch + 1  # when that has passed as well, every part was looked at
         while True:
             windows = self.windows(epoch)
             self._load(epoch, window, windows)
-            follows = (epoch, window + 1) if window + 1 < len(windows) else (epoch + 1, 0)
-            self._index.expect(self.windows(follows[0])[follows[1]].tolist())
+            self._expect(windows[window + 1 :], epoch + 1)
             if len(self.pieces):
                 return
-            epoch, window = follows
-            if (epoch, window) > (first[0] + 1, first[1]):  # all of an epoch, and there was nothing
+            epoch, window = (epoch, window + 1) if window + 1 < len(windows) else (epoch + 1, 0)
+            if epoch > last_epoch:
                 raise self._index.nothing_to_draw(self._source)
+
+    def first_parts(self, state: dict[str, Any] | None) -> list[int]:
+        """What has to be read before the stream stands at ``state``, or at its start."""
+        epoch, window = (0, 0) if state is None else (state["epoch"], state["window"])
+        windows = self.windows(epoch)
+        return windows[window].tolist() if 0 <= window < len(windows) else []
 
     def take(self, stop: int) -> bool:
         """Go to before piece ``stop`` of the window, or into the next window; whether the epoch has ended by that."""
@@ -137,6 +144,14 @@ class PieceStream:
             raise _outside(f"position {position}", f"{len(self.pieces)} sequences")
         self.position = position
 
+    def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
+        """Expect ``windows``, which are left of the epoch, and those of the next, until enough parts are expected."""
+        num_parts = 0
+        for window in itertools.chain(windows, self.windows(next_epoch)):
+            num_parts += self._index.expect(window.tolist())
+            if num_parts >= self._index.parts_ahead:
+                return
+
     def _load(self, epoch: int, window: int, windows: list[IntArray]) -> None:
         parts = windows[window].tolist()
         self._index.require(parts)
@@ -157,10 +172,12 @@ class PieceStream:
 
     def _share(self, of_bins: IntArray, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
         """The pieces of ``.bin`` files that go with a window, by its share of the bytes of text."""
-        shuffled = of_bins[epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)]
-        sizes = np.array([self._index.part_bytes[parts].sum() for parts in windows])
-        cuts = np.concatenate([[0], np.cumsum(sizes)]) * len(of_bins) // sizes.sum()
-        return shuffled[cuts[window] : cuts[window + 1]]
+        if self._bins_shuffled[0] != epoch:
+            order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
+            self._bins_shuffled = (epoch, of_bins[order])
+        ends = np.cumsum([0, *(self._index.part_bytes[parts].sum() for parts in windows)]).tolist()
+        first, stop = (end * len(of_bins) // ends[-1] for end in ends[window : window + 2])  # may exceed 64 bits
+        return self._bins_shuffled[1][first:stop]
 
 
 def _outside(place: str, what: str) -> CheckpointError:

@@ -8,7 +8,6 @@ target exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -24,24 +23,12 @@ OverLength = Literal["split", "truncate", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceTable:
-    """The pieces in corpus order. Shape letter: P pieces."""
+    """Some pieces, part by part. Shape letter: P pieces."""
 
-    document: IntArray  # [P] number of the document
-    start: IntArray  # [P] first token, counted from the first token of the corpus
+    document: IntArray  # [P] number of the document among those of all parts here
+    start: IntArray  # [P] first token, counted from the first token of the first part
     length: IntArray  # [P] tokens, 1 to context_length
     num_targets: IntArray  # [P] tokens that have a label: the first num_targets of the piece
-
-    @staticmethod
-    def none() -> PieceTable:
-        """A table without pieces."""
-        none = np.zeros(0, dtype=np.int64)
-        return PieceTable(document=none, start=none, length=none, num_targets=none)
-
-    @staticmethod
-    def concatenated(tables: Sequence[PieceTable]) -> PieceTable:
-        """The pieces of all ``tables``, at least one, one after the other."""
-        columns = {spec.name: [getattr(table, spec.name) for table in tables] for spec in fields(PieceTable)}
-        return PieceTable(**{name: np.concatenate(column) for name, column in columns.items()})
 
     @property
     def num_pieces(self) -> int:
@@ -50,6 +37,31 @@ class PieceTable:
     @property
     def num_tokens(self) -> int:
         return int(self.length.sum())
+
+
+class GrowingPieces:
+    """A ``PieceTable`` to which pieces are added; each is copied twice at most, on average."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+        self._columns = np.zeros((len(fields(PieceTable)), 0), dtype=np.int64)
+
+    def append(self, table: PieceTable) -> None:
+        """Add the pieces of ``table`` at the end."""
+        stop = self.num_pieces + table.num_pieces
+        if stop > self._columns.shape[1]:
+            columns = np.zeros((len(self._columns), max(stop, 2 * self._columns.shape[1])), dtype=np.int64)
+            columns[:, : self.num_pieces] = self._columns[:, : self.num_pieces]
+            self._columns = columns
+        for column, spec in zip(self._columns, fields(PieceTable), strict=True):
+            column[self.num_pieces : stop] = getattr(table, spec.name)
+        self.num_pieces = stop
+
+    @property
+    def table(self) -> PieceTable:
+        """All pieces so far: views, which further pieces do not change."""
+        columns = zip(fields(PieceTable), self._columns, strict=True)
+        return PieceTable(**{spec.name: column[: self.num_pieces] for spec, column in columns})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

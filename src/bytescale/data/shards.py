@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from pathlib import Path
 from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.facts import TokenFacts, facts_of, load_facts
-from bytescale.data.indexed import IndexedDataset, IntArray, check_size, read_index
+from bytescale.data.indexed import IndexedDataset, IntArray, Tokens, check_size, map_tokens, read_index
 from bytescale.data.progress import ProgressCallback, ignore_progress
 from bytescale.data.readers import WorkUnit, plan_units, too_many_corrupt_records
 from bytescale.data.remote_tokens import RemoteTokens
@@ -114,7 +115,7 @@ class ShardReader:
         Raises:
             DataError: as ``iter_documents``; the shards before stay in the cache.
         """
-        missing = [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
+        missing = self.missing(shards)
         if not missing:
             return
         assert self.tokenizer is not None, "text needs a tokenizer"
@@ -129,8 +130,15 @@ class ShardReader:
         encoded = report_progress(encode_units(units, encode, num_workers), total_bytes, progress)
         for shard in missing:
             own = itertools.islice(encoded, len(shard.units))
-            facts = write_units(own, self._prefix(shard), self.tokenizer)
-            _log_facts(facts, self._prefix(shard))
+            with file_lock(self._prefix(shard).with_suffix(".lock")):
+                if not self._is_prepared(shard):
+                    _log_facts(write_units(own, self._prefix(shard), self.tokenizer), self._prefix(shard))
+                elif shard is not missing[-1]:  # another process has it meanwhile; the units behind are still wanted
+                    deque(own, maxlen=0)
+
+    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Those of ``shards`` that have to be tokenised."""
+        return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
         """Open a shard that is prepared or a ``.bin``, which is fetched first if it lies elsewhere.
@@ -151,11 +159,13 @@ class ShardReader:
         check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
         return opened
 
-    def prepare_and_open(self, shard: Shard) -> OpenShard:
-        """What a server does with each shard of its own: at most one process of a machine does the work."""
-        with file_lock((self.cache_dir / "tokens" / (shard.name or "bin")).with_suffix(".lock")):
-            self.prepare([shard])
-        return self.open(shard)
+    def open_tokens(self, shard: Shard) -> Tokens:
+        """The tokens alone of a shard that has been opened before: its index is not read again."""
+        if shard.file is None:
+            return map_tokens(self._prefix(shard))
+        if isinstance(shard.file.path, UrlPath):
+            return self.open(shard).dataset.tokens
+        return map_tokens(local_path(shard.file))
 
     def _in_place(self, file: SourceFile) -> OpenShard | None:
         """A ``.bin`` that lies elsewhere, of which only its index is copied; its tokens will be when they are read.
@@ -186,7 +196,7 @@ class ShardReader:
         return prefix.with_suffix(".idx").exists() and load_facts(prefix) is not None
 
     def _prefix(self, shard: Shard) -> Path:
-        return self.cache_dir / "tokens" / shard.name
+        return self.cache_dir / "tokens" / shard.name[:2] / shard.name
 
     def _shard(self, source: int, units: Sequence[WorkUnit]) -> Shard:
         assert self.tokenizer is not None, "text needs a tokenizer"

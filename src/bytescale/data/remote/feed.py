@@ -27,6 +27,8 @@ from bytescale.plan import Plan
 
 _LOOK_AGAIN_SECONDS = 0.05
 _SAY_SECONDS = 5.0
+_START_SECONDS = 3600.0
+"""The first rank lists the sources and may train a tokenizer before it starts the actors; if it dies, all ranks end."""
 
 
 class RemoteFeed:
@@ -62,7 +64,7 @@ class RemoteFeed:
         if self._is_owner:
             self._actors = start_actors(config, session, num_ranks)
         else:
-            planner = _find(f"{session}-planner", config.answer_seconds)
+            planner = _find(f"{session}-planner", max(config.answer_seconds, _START_SECONDS))
             servers, relays = wait_for(planner.others.remote(), "the planner actor", config.answer_seconds)
             self._actors = Actors(planner=planner, servers=servers, relays=relays)
         self._state: SamplerState | None = None  # the first step's, until somebody asks
@@ -116,7 +118,7 @@ class RemoteFeed:
 
     def _checked(self, state: SamplerState | None) -> SamplerState:
         asked, said = self._actors.planner.check_state.remote(state), 0
-        while not ray.wait([asked], timeout=_SAY_SECONDS)[0]:
+        while self._is_owner and not ray.wait([asked], timeout=_SAY_SECONDS)[0]:
             left = wait_for(self._actors.planner.num_waiting.remote(), "the planner actor", None)
             if left not in (0, said):
                 self._say(f"data    servers are tokenising; shards of text to go before the next step: {left}")
@@ -184,6 +186,6 @@ def _find(name: str, timeout_seconds: float) -> Any:
         problem(
             f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
             so="there is nobody to read the data",
-            fix="look for the first rank's error, or raise data.answer_seconds",
+            fix="look for the first rank's error, and at what listing its sources takes",
         )
     )

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import Sampler, SamplerState
 from bytescale.data.index import CorpusFacts, CorpusIndex
@@ -79,7 +80,7 @@ class PlannerActor:
         """
         index = await self._indexed()
         key = json.dumps(state, sort_keys=True)
-        if key not in self._checked:  # every rank asks the same
+        if key not in self._checked or _failed(self._checked[key]):  # every rank asks the same
             self._checked = {key: self._in_thread(lambda: make_sampler(index, self._config, state).state_dict())}
         return await asyncio.shield(self._checked[key])
 
@@ -113,6 +114,7 @@ class PlannerActor:
         while not planning.done():
             await asyncio.wait([planning], timeout=self._config.answer_seconds / 4)
             if not planning.done() and self._finder.num_waiting:
+                planning.cancel()  # this wait for it; the step itself goes on
                 return StillReading(self._finder.num_waiting)
         found = planning.result()
         self._latest = max(self._latest, step)
@@ -139,7 +141,7 @@ class PlannerActor:
         return os.getpid()
 
     async def _indexed(self) -> CorpusIndex:
-        if self._indexing is None:
+        if self._indexing is None or _failed(self._indexing):
             self._indexing = self._in_thread(self._index)
         return await asyncio.shield(self._indexing)
 
@@ -153,9 +155,9 @@ class PlannerActor:
     async def _step(self, state: SamplerState) -> StepReference:
         """The step that starts at ``state``, planned now unless it is there or under way."""
         step = int(state["step"])
-        if step not in self._steps:
+        if step not in self._steps or _failed(self._steps[step]):
             index = await self._indexed()
-        if step not in self._steps:  # nobody else began it while we waited
+        if step not in self._steps or _failed(self._steps[step]):  # nobody else began it while we waited
             self._steps[step] = self._in_thread(lambda: self._plan(index, state))
         found = await asyncio.shield(self._steps[step])
         if found.state_before == state:
@@ -182,7 +184,7 @@ class PlannerActor:
         while self._wants(int(state["step"])):
             try:
                 state = (await self._step(state)).state_after
-            except Exception:  # kept in the step's future: whoever asks for the step gets it
+            except Exception:  # whoever asks for the step plans it again, and gets this if it still fails
                 return
 
     def _wants(self, step: int) -> bool:
@@ -197,24 +199,45 @@ class AskServers:
     def __init__(self, servers: Sequence[Any], owners: PartOwners) -> None:
         self._servers = servers
         self._owners = owners
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}  # ahead of need
+        self.parts_ahead = 2 * len(servers)  # chance gives some servers more of them than others
         self.num_waiting = 0
         """Parts that somebody waits for now."""
 
     def expect(self, parts: Sequence[int]) -> None:
         for part in parts:
             if part not in self._asked:
-                self._asked[part] = self._servers[self._owners.server_of(part)].content.remote(part)
+                self._asked[part] = self._ask(part)
 
     def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
-        """Waits as long as the servers live: tokenising takes its time."""
-        self.expect(parts)
-        asked = [self._asked.pop(part) for part in parts]  # one that fails is asked for again, if anybody wants it
-        pending = asked
-        while pending:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_AGAIN_SECONDS)
-            self.num_waiting = len(pending)
-        return dict(zip(parts, wait_for(asked, "a data server", None), strict=True))
+        """Waits as long as the servers live: tokenising takes its time. The first error ends it."""
+        early = {part for part in parts if part in self._asked}
+        pending = {self._asked.pop(part, None) or self._ask(part): part for part in parts}
+        found: dict[int, PartContent] = {}
+        try:
+            while pending:
+                self.num_waiting = len(pending)
+                done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_AGAIN_SECONDS)
+                for reference in done:
+                    part = pending.pop(reference)
+                    try:
+                        found[part] = wait_for(reference, f"the data server of part {part}", None)
+                    except BytescaleError:
+                        if part not in early:
+                            raise
+                        early.remove(part)  # it failed when nobody needed it: the reason may be gone
+                        pending[self._ask(part)] = part
+        finally:
+            self.num_waiting = 0
+        return found
+
+    def _ask(self, part: int) -> Any:
+        return self._servers[self._owners.server_of(part)].content.remote(part)
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    """Whether it is worth another try: the reason may be gone."""
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def kept_steps(config: DataConfig) -> int:

@@ -27,6 +27,11 @@ def above(node: int) -> int | None:
     return None if node < FAN_OUT else (node - FAN_OUT) // FAN_OUT
 
 
+def _is_good(answer: Answer, state: SamplerState, lost: str) -> bool:
+    """Whether an answer is the step: anything else is asked about again, as the reason may be gone."""
+    return isinstance(answer, StepReference) and answer.life != lost and answer.state_before == state
+
+
 async def part_of(ask: Callable[[SamplerState, str], Awaitable[Answer]], rank: int, state: SamplerState) -> RankAnswer:
     """The part of ``rank`` in the step that starts at ``state``, cut from what ``ask`` (``PlannerActor.plan``) says."""
     lost = ""
@@ -64,8 +69,13 @@ class Relay:
         """As ``PlannerActor.plan``; those who ask for the same step share one request."""
         step = int(state["step"])
         known = self._answers.get(step)
-        if known is not None and not await self._is_good(known, state, lost) and self._answers.get(step) is known:
-            del self._answers[step]
+        if known is not None:
+            came_in_time = not known.done()
+            answer = await self._outcome(known)
+            if came_in_time and isinstance(answer, StillReading):
+                return answer  # fresh: a request of one's own would take as long again
+            if not _is_good(answer, state, lost) and self._answers.get(step) is known:
+                del self._answers[step]
         if step not in self._answers:
             self._answers[step] = asyncio.create_task(self._ask(state, lost))
             for old in [old for old in self._answers if old < step - self._kept_steps]:
@@ -80,13 +90,12 @@ class Relay:
         """Of the process that this relay lives in."""
         return os.getpid()
 
-    async def _is_good(self, known: Awaitable[Answer], state: SamplerState, lost: str) -> bool:
-        """Whether an answer is a step: anything else is asked about again, as the reason may be gone."""
+    async def _outcome(self, known: Awaitable[Answer]) -> Answer:
+        """What a request came to; None where it failed."""
         try:
-            answer = await asyncio.shield(known)
+            return await asyncio.shield(known)
         except Exception:
-            return False
-        return isinstance(answer, StepReference) and answer.life != lost and answer.state_before == state
+            return None
 
     async def _ask(self, state: SamplerState, lost: str) -> Answer:
         if self._actor is None:

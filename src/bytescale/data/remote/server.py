@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import ray
 
+from bytescale.data.indexed import Tokens
 from bytescale.data.open_parts import OpenParts
 from bytescale.data.remote.slices import IntArray, PartOwners, ServerSlices
-from bytescale.data.shards import OpenShard, PartContent, Shard, ShardReader
+from bytescale.data.remote_tokens import RemoteTokens
+from bytescale.data.shards import PartContent, Shard, ShardReader
 
 
 class SharedWork:
@@ -45,7 +47,8 @@ class DataServer:
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core is enough
         self._shards, self._reader = work.get()
-        self._tokens = OpenParts(lambda part: self._prepared(part).dataset.tokens)
+        self._is_text = np.array([shard.file is None for shard in self._shards], dtype=np.bool_)
+        self._tokens = OpenParts(self._open_tokens)
         self._life = uuid.uuid4().hex
 
     @ray.method(concurrency_group=TOKENISING)
@@ -55,25 +58,26 @@ class DataServer:
         Raises:
             DataError: a source is gone or broken; parts that were done before stay in the cache.
         """
-        return self._prepared(part).content
+        self._reader.prepare([self._shards[part]])
+        return self._reader.open(self._shards[part]).content
 
     def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
         """The tokens of ``ranges[i]`` tokens from ``places[i]`` of part ``parts[i]``, one range after the other."""
-        opened = {part: self._tokens[part] for part in np.unique(parts).tolist()}
-        dtype = np.result_type(*(tokens.dtype for tokens in opened.values()))
-        tokens = np.empty(int(ranges.sum()), dtype=dtype)
-        at = 0
-        for part, place, count in zip(parts.tolist(), places.tolist(), ranges.tolist(), strict=True):
-            tokens[at : at + count] = opened[part][place : place + count]
-            at += count
-        return ServerSlices(tokens=tokens, server_life=self._life)
+        for part in np.unique(parts[~self._is_text[parts]]).tolist():
+            own = parts == part
+            if isinstance(tokens := self._tokens[part], RemoteTokens):
+                tokens.fetch(places[own], places[own] + ranges[own])
+        columns = (parts.tolist(), places.tolist(), ranges.tolist())
+        found = [self._tokens[part][place : place + count] for part, place, count in zip(*columns, strict=True)]
+        return ServerSlices(tokens=np.concatenate(found), server_life=self._life)
 
     def pid(self) -> int:
         """Of the process that this server lives in."""
         return os.getpid()
 
-    def _prepared(self, part: int) -> OpenShard:
-        return self._reader.prepare_and_open(self._shards[part])
+    def _open_tokens(self, part: int) -> Tokens:
+        self._reader.prepare([self._shards[part]])  # a restarted server may be asked for text before its cache is found
+        return self._reader.open_tokens(self._shards[part])
 
 
 def server_actor() -> Any:

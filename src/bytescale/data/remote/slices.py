@@ -16,14 +16,12 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.data.batches import GlobalBatch, SamplerState
 from bytescale.data.index import CorpusIndex
 from bytescale.data.loader import MicroBatchData
+from bytescale.data.remote_tokens import BLOCK_TOKENS
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.rank_plan import MicroBatch
 from bytescale.plan.summary import PlanSummary
 
 IntArray = NDArray[np.int64]
-
-_BLOCK_TOKENS = 1 << 20
-"""A part that several servers can read is dealt out to them in blocks of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +187,10 @@ def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class PartOwners:
-    """Which server reads what: a part of text belongs to the one that tokenised it, ``.bin`` files to all in turn."""
+    """Which server reads what: a part of text belongs to the one that tokenised it, ``.bin`` files to all in turn.
+
+    They are dealt in the blocks in which they are fetched where they lie elsewhere.
+    """
 
     num_servers: int
     is_text: NDArray[np.bool_]  # [number of parts]
@@ -200,7 +201,7 @@ class PartOwners:
 
     def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
         """``[P]`` server of each range that starts at ``places`` of ``parts``."""
-        turn = np.where(self.is_text[parts], parts, parts + places // _BLOCK_TOKENS)
+        turn = np.where(self.is_text[parts], parts, parts + places // BLOCK_TOKENS)
         return turn % self.num_servers
 
 
