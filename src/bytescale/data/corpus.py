@@ -27,7 +27,7 @@ from bytescale.data.open_parts import OpenParts
 from bytescale.data.pieces import PieceTable
 from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.retry import with_retries
-from bytescale.data.shards import Shard, ShardReader, fingerprint_shards
+from bytescale.data.shards import Shard, ShardReader, fingerprint_shards, remote_parts
 from bytescale.data.sources import SourceFile, expand_sources
 from bytescale.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -76,6 +76,8 @@ class Corpus:
         part, place = self.index.locate(pieces, starts)
         counts = stops - starts
         num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
+        if isinstance(self.parts, OpenParts):
+            self.parts.fetch(part, place, counts)
         # 2. Copy range by range: 33M tokens of 8,500 documents take 0.2 s, gathered by index 0.5 s.
         ends = np.cumsum(counts)
         num_tokens = int(ends[-1]) if len(ends) else 0
@@ -123,7 +125,7 @@ def prepare_corpus(
     shards, reader = plan_shards(config, progress)
     finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
-        parts=OpenParts(lambda part: reader.open_tokens(shards[part])),
+        parts=OpenParts(lambda part: reader.open_tokens(shards[part]), remote_parts(shards)),
         index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
         tokenizer=reader.tokenizer,
         close=finder.close,

@@ -209,6 +209,11 @@ class ShardReader:
         return Shard(source=source, units=tuple(units), name=settings.hexdigest())
 
 
+def remote_parts(shards: Sequence[Shard]) -> list[int]:
+    """Numbers of the ``.bin`` files that lie elsewhere."""
+    return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, UrlPath)]
+
+
 def fingerprint_shards(shards: Iterable[Shard]) -> str:
     """16 hex digits of the names of the shards of text."""
     return hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()

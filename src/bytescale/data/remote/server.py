@@ -13,8 +13,7 @@ import ray
 from bytescale.data.indexed import Tokens
 from bytescale.data.open_parts import OpenParts
 from bytescale.data.remote.slices import IntArray, PartOwners, ServerSlices
-from bytescale.data.remote_tokens import RemoteTokens
-from bytescale.data.shards import PartContent, Shard, ShardReader
+from bytescale.data.shards import PartContent, Shard, ShardReader, remote_parts
 
 
 class SharedWork:
@@ -47,8 +46,7 @@ class DataServer:
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core is enough
         self._shards, self._reader = work.get()
-        self._is_text = np.array([shard.file is None for shard in self._shards], dtype=np.bool_)
-        self._tokens = OpenParts(self._open_tokens)
+        self._tokens = OpenParts(self._open_tokens, remote_parts(self._shards))
         self._life = uuid.uuid4().hex
 
     @ray.method(concurrency_group=TOKENISING)
@@ -63,10 +61,7 @@ class DataServer:
 
     def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
         """The tokens of ``ranges[i]`` tokens from ``places[i]`` of part ``parts[i]``, one range after the other."""
-        for part in np.unique(parts[~self._is_text[parts]]).tolist():
-            own = parts == part
-            if isinstance(tokens := self._tokens[part], RemoteTokens):
-                tokens.fetch(places[own], places[own] + ranges[own])
+        self._tokens.fetch(parts, places, ranges)
         columns = (parts.tolist(), places.tolist(), ranges.tolist())
         found = [self._tokens[part][place : place + count] for part, place, count in zip(*columns, strict=True)]
         return ServerSlices(tokens=np.concatenate(found), server_life=self._life)
