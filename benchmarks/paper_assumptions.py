@@ -5,9 +5,9 @@ which models run with a pipeline; the case study's times (``cost/profiles/case-s
 
 Assumed, one rule each:
 
-* Device rates and links: the case study's for every model, scaled by operation counts (``Profile.scaled_to``). A ring
-  step's 1.58 ms are 0.24 ms of latency and the rest bytes at 12.5 GB/s: backward moves three times forward's bytes (K, V
-  in bf16; dK, dV in fp32) and takes 2.7 times as long. So narrow slices (a large tp) ring less efficiently than wide ones.
+* Device rates and links: the case study's for every model, scaled by operation counts (``Profile.scaled_to``). Of a
+  ring step's 1.58 ms 0.24 are latency, the rest bytes at 12.5 GB/s: backward moves three times forward's bytes (K and
+  V in bf16, dK and dV in fp32) and takes 2.7 times as long. So narrow slices (a large tp) ring worse than wide ones.
 * The static mesh fills every pack to the last token, in the order of the stream, and cuts the document that does not
   fit: the case study counts exactly 8 micro-batches on 2 rows of 2M for 32M tokens, 97.6 % of them communication, so no
   token is lost to padding and no ring step is bound by a 2M document's attention.
