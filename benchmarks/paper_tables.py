@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload import choose_offload
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, naive_plan, paper_plan
+from bytescale.planner.draft import Draft, assemble, consecutive
 from bytescale.simulator import ClusterConfig, LoaderConfig, simulate
 
 PLANNERS = ("static", "naive", "paper", "adaptive")
@@ -57,15 +59,37 @@ class Setting:
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
     def plan(self, planner: str, lengths: NDArray[np.int64], context: int) -> Plan:
-        """The plan of one of ``PLANNERS``."""
+        """The plan of one of ``PLANNERS``, given its own batch (``Batch.for_planner``)."""
         if planner == "static":
-            return static_plan(lengths, cluster=self.cluster, cp=context // self.capacity_tokens)
+            return self.static_mesh(lengths, context)
         if planner == "naive":
             return self.algorithm_1(lengths, offload=False)
         if planner == "paper":
             pipeline = self.devices.pp > 1
-            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline, aligned=pipeline)
+            return paper_plan(
+                lengths,
+                cluster=self.cluster,
+                cost=self.cost,
+                pipeline=pipeline,
+                aligned=pipeline,
+                delta_seconds=float(self.cost.group_seconds(self.capacity_tokens, self.capacity_tokens**2, 1)),
+            )
         return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost, num_stages=self.devices.pp)
+
+    def static_mesh(self, lengths: NDArray[np.int64], context: int) -> Plan:
+        """Packs of exactly one context each, dealt to the rows of the mesh in turn; ``lengths`` fill them in order."""
+        cp = context // self.capacity_tokens
+        pack = (np.cumsum(lengths) - lengths) // context
+        counts = np.bincount(pack)
+        number, degrees = np.arange(len(counts)), np.full(len(counts), cp)
+        draft = Draft(
+            sequences=np.arange(len(lengths)),
+            sequence_counts=counts,
+            ranks=consecutive(number % (self.devices.num_ranks // cp) * cp, degrees),
+            degrees=degrees,
+            slots=number,
+        )
+        return assemble(draft, lengths=lengths, cluster=self.cluster, planner=f"static/cp{cp}")
 
     def algorithm_1(self, lengths: NDArray[np.int64], *, offload: bool) -> Plan:
         """Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
@@ -83,15 +107,33 @@ class Setting:
     def seconds(self, plan: Plan, *, remote_loader: bool, recompute: bool = False) -> float:
         """Simulated step time."""
         loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
-        profile = paper.recomputing(self.profile) if recompute else self.profile
-        return simulate(plan, profile, self.devices, loader=loader).step_seconds
+        return simulate(plan, self.profile, self.devices, loader=loader, recompute=recompute).step_seconds
 
 
-def stream(data_set: str, context: int, num_batches: int) -> list[NDArray[np.int64]]:
-    """``num_batches`` consecutive global batches of one shuffled corpus, whole sequences each."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One global batch of a shuffled corpus."""
+
+    whole: NDArray[np.int64]  # its documents
+    filled: NDArray[np.int64]  # for the static mesh: the same stream, cut where a context is full
+
+    def for_planner(self, planner: str) -> NDArray[np.int64]:
+        """Lengths of what a planner is given."""
+        return self.filled if planner == "static" else self.whole
+
+
+def stream(data_set: str, context: int, num_batches: int) -> list[Batch]:
+    """``num_batches`` consecutive batches of a stream; if it ends short, the static mesh runs its first step twice."""
     lengths = sample_lengths(data_set, num_batches * paper.BATCH_TOKENS, paper.SEED, context)
-    batch_of = np.minimum((np.cumsum(lengths) - lengths) // paper.BATCH_TOKENS, num_batches - 1)
-    return np.split(lengths, np.searchsorted(batch_of, np.arange(1, num_batches)))
+    ends = np.cumsum(lengths)
+    batch_of = np.minimum((ends - lengths) // paper.BATCH_TOKENS, num_batches - 1)
+    whole = np.split(lengths, np.searchsorted(batch_of, np.arange(1, num_batches)))
+    num_steps = int(ends[-1] // paper.BATCH_TOKENS)
+    edges = np.union1d(np.append(0, ends), np.arange(0, ends[-1], context))
+    edges = edges[edges <= num_steps * paper.BATCH_TOKENS]
+    cuts = np.searchsorted(edges, np.arange(1, num_steps) * paper.BATCH_TOKENS)
+    filled = np.split(np.diff(edges), cuts)
+    return [Batch(batch, filled[number % num_steps]) for number, batch in enumerate(whole)]
 
 
 def speed_ups(
@@ -110,11 +152,11 @@ def speed_ups(
                 for planner in PLANNERS:
                     times = [
                         setting.seconds(
-                            setting.plan(planner, lengths, context),
+                            setting.plan(planner, batch.for_planner(planner), context),
                             remote_loader=planner != "static",
                             recompute=planner == "static",
                         )
-                        for lengths in batches
+                        for batch in batches
                     ]
                     row[planner] = float(np.mean(times))
                 rows.append(row)
@@ -126,12 +168,13 @@ def ablation(capacity_tokens: int, num_batches: int) -> dict[str, float]:
     setting = Setting(next(model for model in paper.MODELS if model.name == CASE), capacity_tokens)
     context = paper.CONTEXTS[-1]
     totals: dict[str, list[float]] = {}
-    for lengths in stream("byted", context, num_batches):
+    for batch in stream("byted", context, num_batches):
+        lengths = batch.whole
         balanced = setting.plan("paper", lengths, context)
         adaptive = setting.plan("adaptive", lengths, context)
         naive = setting.algorithm_1(lengths, offload=False)
         steps = (  # (step, plan, loader is remote, activations are recomputed)
-            ("static", setting.plan("static", lengths, context), False, True),
+            ("static", setting.static_mesh(batch.filled, context), False, True),
             ("dynamic communication", naive, False, True),
             ("offloading", naive, False, False),
             ("offloading, fewest ranks by Eq. 3", setting.algorithm_1(lengths, offload=True), False, False),

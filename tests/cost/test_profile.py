@@ -66,8 +66,13 @@ def test_figure_6_is_met_within_four_percent() -> None:
 def test_case_study_gives_back_its_published_times() -> None:
     profile = load_profile("case-study")
     assert float(profile.attention_forward(312 * 1024)) / 39 == pytest.approx(0.110)
-    step = profile.ring_forward_bytes_per_token * 8192 / profile.links.inter_node_bytes_per_second
-    assert 256 * step == pytest.approx(0.405, rel=0.01)
+    links = profile.links
+    forward, backward = (
+        links.latency_seconds + 8192 * num_bytes / links.inter_node_bytes_per_second
+        for num_bytes in (profile.ring_forward_bytes_per_token, profile.ring_backward_bytes_per_token)
+    )
+    assert 256 * forward == pytest.approx(0.405, rel=0.01)
+    assert backward / forward == pytest.approx(2.7)
     assert 0.009 < float(profile.rest_forward(8192)) < 0.010
 
 

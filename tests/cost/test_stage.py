@@ -64,6 +64,18 @@ def test_local_compute_and_head_by_hand() -> None:
     assert times.exposed_ring.sum() == 0
 
 
+def test_recomputation_is_one_more_forward_ring_included() -> None:
+    item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25, local_tokens=1.0)
+    plain, again = (
+        stage_times(PROFILE, item, num_layers=3, has_head=True, recompute=recompute) for recompute in (False, True)
+    )
+    head = 1.0 * (0.25 * 8 + 1)
+    assert (again.compute[0], again.exposed_ring[0]) == (plain.compute[0], plain.exposed_ring[0])
+    assert again.compute[1] == pytest.approx(plain.compute[1] + plain.compute[0] - head)
+    assert again.exposed_ring[1] == pytest.approx(plain.exposed_ring[1] + plain.exposed_ring[0])
+    assert plain.exposed_ring[0] > 0
+
+
 def test_a_faster_rank_computes_faster_but_its_links_do_not() -> None:
     slow = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
     fast = replace(slow, speed=np.array([2.0]))

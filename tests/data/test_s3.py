@@ -46,7 +46,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     new_client()
-    running.failures_left, running.failing_method = 0, ""
+    running.failures_left, running.failing_method, running.status = 0, "", "500 Internal Server Error"
     fsspec.filesystem("s3").mkdir("bucket")
     running.requests.clear()
     yield running
@@ -127,6 +127,14 @@ def test_500s_are_tried_again_and_then_named(
     with pytest.raises(DataError, match=r"s3://bucket/a.jsonl'? cannot be (read|reached) \(.*500.*To fix:"):
         prepare_corpus(config(tmp_path / "other", "s3://bucket/a.jsonl", read_retries=2))
     assert 10**6 - server.failures_left == 6
+
+
+def test_an_object_that_may_be_listed_but_not_read(tmp_path: Path, server: S3Server) -> None:
+    putter("bucket")("a.jsonl", json_lines("one"))
+    server.failing_method, server.status, server.failures_left = "GET", "403 Forbidden", 10**6
+    with pytest.raises(DataError, match=r"^s3://bucket/a.jsonl cannot be read \(.*403.*To fix: .*credentials"):
+        prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl"))
+    assert 10**6 - server.failures_left == 1, "trying again is hopeless"
 
 
 def test_wrong_keys(tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

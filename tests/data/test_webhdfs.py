@@ -34,6 +34,13 @@ def test_every_kind_of_source(tmp_path: Path, hdfs: WebHdfs) -> None:
     assert any(node == "data" and "OPEN" in what for node, what, _ in hdfs.requests)
 
 
+def test_question_marks_would_be_options(tmp_path: Path, hdfs: WebHdfs) -> None:
+    hdfs.put("/data/a.jsonl", json_lines("one"))
+    with pytest.raises(ConfigError, match=r"everything behind \? for options\. The whole folder .* To fix: use \*"):
+        prepare_corpus(config(tmp_path, f"{hdfs.url}/data/?.jsonl"))
+    assert texts_of(prepare_corpus(config(tmp_path, f"{hdfs.url}/data/[ab].jsonl"))) == ["one"]
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path, hdfs: WebHdfs) -> None:
     check_changes_are_seen(tmp_path, f"{hdfs.url}/data", lambda name, content: hdfs.put(f"/data/{name}", content))
 

@@ -21,6 +21,8 @@ PLANNERS: dict[str, Planner] = {
     "naive": naive_plan,
     "paper": paper_plan,
     "paper-pp": partial(paper_plan, pipeline=True),
+    "paper-rounds": partial(paper_plan, delta_seconds=0.5),
+    "paper-pp-rounds": partial(paper_plan, pipeline=True, delta_seconds=0.0),
     "adaptive": adaptive_plan,
 }
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale.cost import Cluster
-from bytescale.planner import naive_plan
+from bytescale.cost import Cluster, CostModel
+from bytescale.planner import naive_plan, paper_plan
 from bytescale.planner.batch import longest_first
 from bytescale.planner.blocks import place_blocks, timer
 from bytescale.planner.fill import deal, micro_batches
@@ -198,6 +198,23 @@ def test_shares_follow_speed_within_capacity(data: st.DataObject, count: int) ->
 def test_shares_of_equal_members_and_of_a_full_one() -> None:
     assert shares(10, np.ones(4), np.full(4, 100)).tolist() == [3, 3, 2, 2]
     assert shares(90, np.array([1.0, 2.0, 6.0]), np.array([100, 100, 30])).tolist() == [20, 40, 30]
+
+
+def test_the_published_loop_does_not_count_waiting() -> None:
+    """24 tokens on ranks 0 to 2 take 8 s. 16 need two ranks, but only 3 is behind: so 0 and 3, until 16 s.
+
+    To the published loop rank 3 has worked 8 s then, and gets the last group as its third in turn; the sharpened one
+    knows that it is free at 16 s only, and gives the group to rank 2.
+    """
+    lengths, cluster = [24, 16, 7, 6, 5], Cluster.uniform(4, 8)
+    cost = CostModel(attention_seconds_per_pair=0.0, token_seconds=1.0)
+    ranks = {}
+    for delta in (0.0, None):
+        plan = paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, delta_seconds=delta)
+        groups = range(plan.num_groups)
+        ranks[delta] = {lengths[plan.sequences_of(group)[0]]: plan.ranks_of(group).tolist() for group in groups}
+    assert ranks[0.0] == {24: [0, 1, 2], 16: [0, 3], 7: [1], 6: [2], 5: [3]}
+    assert ranks[None] == {24: [0, 1, 2], 16: [0, 3], 7: [1], 6: [2], 5: [2]}
 
 
 def test_naive_deals_in_the_order_of_arrival() -> None:

@@ -66,8 +66,13 @@ class StageTimes:
         return self.compute + self.exposed_ring + self.exposed_offload
 
 
-def stage_times(profile: Profile, loads: Loads, *, num_layers: int, has_head: bool) -> StageTimes:
-    """Times of one stage of ``num_layers`` layers, by the formulas at the top of this file."""
+def stage_times(
+    profile: Profile, loads: Loads, *, num_layers: int, has_head: bool, recompute: bool = False
+) -> StageTimes:
+    """Times of one stage of ``num_layers`` layers, by the formulas at the top of this file.
+
+    ``recompute``: every layer's forward, ring included, runs once more before its backward.
+    """
     directions = (
         (profile.attention_forward, profile.rest_forward, profile.head_forward),
         (profile.attention_backward, profile.rest_backward, profile.head_backward),
@@ -85,6 +90,11 @@ def stage_times(profile: Profile, loads: Loads, *, num_layers: int, has_head: bo
             compute[row] += head(loads.tokens) / loads.speed
         ring[row] = num_layers * layer_ring
         offload[row] = max(0, num_layers - RESIDENT_LAYERS) * layer_offload
+        if recompute and row == 0:
+            again = num_layers * layer_compute, num_layers * layer_ring
+    if recompute:
+        compute[1] += again[0]
+        ring[1] += again[1]
     return StageTimes(compute=compute, exposed_ring=ring, exposed_offload=offload)
 
 

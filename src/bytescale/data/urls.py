@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from bytescale.common.errors import ConfigError, problem
 from bytescale.data.atomic import file_lock, temporary_path
 from bytescale.data.filesystems import guarded, open_filesystem
 from bytescale.data.sources import SourceFile
@@ -101,13 +102,21 @@ def expand_url(source: str) -> Iterator[tuple[UrlPath, bool, Mapping[str, Any] |
     """The files of a URL (file, folder or glob), sorted; whether it names that very file; what a listing said of it.
 
     Raises:
-        ConfigError: there is no file system for the URL.
+        ConfigError: there is no file system for the URL, or it would take a part of it for something else.
         OSError: it cannot be reached, or there is nothing of that name.
     """
     system, path = open_filesystem(source)
     if _has_no_folders(source):
         yield UrlPath(source), True, None
         return
+    if "?" in source and "?" not in path:
+        raise ConfigError(
+            problem(
+                f"data source {source!r}: its file system takes everything behind ? for options",
+                so="the whole folder would be read",
+                fix="use * or [abc] instead of ?",
+            )
+        )
     guarded(source, system.invalidate_cache)  # a listing of earlier may be out of date
     if glob.has_magic(path):
         found = guarded(source, lambda: system.glob(path, detail=True))

@@ -51,6 +51,7 @@ def simulate(
     speeds: FloatArray | None = None,
     loader: LoaderConfig | None = None,
     schedule: Schedule | Literal["auto"] = "auto",
+    recompute: bool = False,
     progress: Progress | None = None,
 ) -> SimulatedStep:
     """Execute ``plan``, event by event, as ``profile`` says that each takes.
@@ -63,6 +64,7 @@ def simulate(
         loader: input; free when None.
         schedule: how a pipeline orders its work, see ``engine``; auto: 1f1b unless it deadlocks, else aligned. The
             result says which.
+        recompute: every layer's forward, ring included, runs once more before its backward.
         progress: called with (tasks done, tasks).
 
     Raises ``ConfigError`` when plan, profile and cluster do not belong together and ``PlanError`` on a deadlock.
@@ -71,7 +73,7 @@ def simulate(
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds)
     layers = split_layers(profile.architecture, cluster.pp)
     stages = [
-        stage_times(profile, events.loads, num_layers=len(own), has_head=stage == cluster.pp - 1)
+        stage_times(profile, events.loads, num_layers=len(own), has_head=stage == cluster.pp - 1, recompute=recompute)
         for stage, own in enumerate(layers)
     ]
     seconds = np.stack([events.longest_member(times.total) for times in stages])
@@ -85,7 +87,8 @@ def simulate(
             raise
         used = "aligned"
         timeline = run_events(events, seconds, transfer, schedule=used, progress=progress)
-    return _account(plan, profile, cluster, events, stages, timeline, loader or LoaderConfig(), used)
+    traffic = _traffic(profile, cluster, events, num_forwards=2 if recompute else 1)
+    return _account(plan, profile, cluster, events, stages, timeline, loader or LoaderConfig(), used, traffic)
 
 
 def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
@@ -123,6 +126,7 @@ def _account(
     timeline: Timeline,
     loader: LoaderConfig,
     schedule: Schedule,
+    traffic: Traffic,
 ) -> SimulatedStep:
     ranks, pp, num_ranks = events.micro_batch_ranks, cluster.pp, events.num_ranks
     parts = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
@@ -150,7 +154,7 @@ def _account(
         sync_seconds=sync,
         loader_seconds=late,
         peak_activation_bytes=_peak_activations(profile, cluster, events, timeline),
-        traffic=_traffic(profile, cluster, events),
+        traffic=traffic,
         events=events,
         timeline=timeline,
         num_tokens=plan.num_tokens,
@@ -205,9 +209,9 @@ def memory_changes(
     return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)
 
 
-def _traffic(profile: Profile, cluster: ClusterConfig, events: Events) -> Traffic:
+def _traffic(profile: Profile, cluster: ClusterConfig, events: Events, *, num_forwards: int) -> Traffic:
     layers, tp = profile.architecture.num_layers, cluster.tp
-    ring = layers * tp * (profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token)
+    ring = layers * tp * (num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token)
     loads: Loads = events.loads
     parameters = [stage_parameters(profile, stage=p, pipeline_parallel=cluster.pp) for p in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
