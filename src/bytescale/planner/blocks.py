@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
-from bytescale.planner.target import is_ideal
+from bytescale.planner.target import block_seconds, is_ideal
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -87,18 +87,19 @@ def place_blocks(
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
     locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
-    first, taken = np.empty_like(degrees), degrees.copy()
-    works = cost.work_seconds(lengths).tolist()
-    for group, (length, degree, work) in enumerate(zip(lengths.tolist(), degrees.tolist(), works, strict=True)):
+    first: list[int] = []
+    taken: list[int] = []
+    works, heights = cost.work_seconds(lengths).tolist(), block_seconds(cost, lengths, degrees).tolist()
+    for length, chosen, work, height in zip(lengths.tolist(), degrees.tolist(), works, heights, strict=True):
+        degree = chosen
         if split_at_nodes and degree <= cost.ranks_per_node:
             usable, narrow = _split_at_nodes(usable, narrow, cost.ranks_per_node, degree)
             split_at_nodes = False
         while narrow and -narrow[0][0] >= degree:
             width, time, left = heapq.heappop(narrow)
             insort(usable, (time, left, -width))
-        chosen, height = degree, seconds_on(work, length, degree)
         place = 0 if num_stages == 1 else max(bisect_right(usable, (target - height, num_ranks, 0)) - 1, 0)
-        time, left, width = usable.pop(place)
+        time, left, width = usable[place]
         times = num_stages if time == 0 else 1
         if time + times * height > target:
             chosen, height = _grow(seconds_on, work, length, degree, width, (target - time) / times)
@@ -106,17 +107,24 @@ def place_blocks(
         if snap > 0 and 0 < strip < degree:
             area = strip * (target - time)
             too_little_work = locked[strip] + area > HALL * narrow_work[strip]
-            if strip <= snap * width and too_little_work and (may_snap is None or may_snap[group]):
+            if strip <= snap * width and too_little_work and (may_snap is None or may_snap[len(first)]):
                 chosen, height, strip = width, seconds_on(work, length, width), 0
             else:
                 locked[strip : degree + 1] += area
-        first[group], taken[group] = left, chosen
-        insort(usable, (time + times * height, left, chosen))
+        first.append(left)
+        taken.append(chosen)
         if strip >= degree:
-            insort(usable, (time, left + chosen, strip))
-        elif strip > 0:
-            heapq.heappush(narrow, (-strip, time, left + chosen))
-    return Blocks(first=first, degrees=taken, free_at=_free_at(usable, narrow, num_ranks))
+            usable[place] = (time, left + chosen, strip)
+        else:
+            del usable[place]
+            if strip > 0:
+                heapq.heappush(narrow, (-strip, time, left + chosen))
+        insort(usable, (time + times * height, left, chosen))
+    return Blocks(
+        first=np.array(first, dtype=np.int64),
+        degrees=np.array(taken, dtype=np.int64),
+        free_at=_free_at(usable, narrow, num_ranks),
+    )
 
 
 def timer(cost: CostModel) -> Callable[[float, int, int], float]:
