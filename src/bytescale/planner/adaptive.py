@@ -18,7 +18,8 @@ Shape letters: S sequences, longest first; G of them shared; R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +65,39 @@ class Attempt(NamedTuple):
     floors: float = 1  # degrees are chosen so that this many of the longest sequences fit above each other
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
     shelves: float = 0.0  # sequences of more than this share of the ranks stand on shelves (``shelves``); 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Steps 2 and 3 of an attempt, and step 4 when asked for: an attempt whose shared groups are late needs none."""
+
+    batch: Batch
+    attempt: Attempt
+    shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
+    asked: IntArray  # [G] degrees before growing
+    blocks: Blocks
+    local: IntArray  # [S - G] places of the others, longest first
+
+    @cached_property
+    def shared_end(self) -> float:
+        """When the last shared group ends, seconds."""
+        return float(self.blocks.free_at.max())
+
+    @cached_property
+    def trial(self) -> Trial:
+        """Step 4."""
+        batch = self.batch
+        # A pipeline of short micro-batches only has their bubbles.
+        bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
+        local_ranks, free_at = deal(batch.local_seconds[self.local], np.maximum(self.blocks.free_at, bubbles))
+        return Trial(
+            shared=self.shared,
+            asked=self.asked,
+            blocks=self.blocks,
+            local=self.local,
+            local_ranks=local_ranks,
+            end=float(free_at.max()),
+        )
 
 
 FIRST = Attempt(1.004, 0.0)
@@ -119,18 +153,23 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
 
 def _search(batch: Batch) -> Trial:
     """Steps 2 to 6: the best trial."""
-    best, chosen = _try(batch, FIRST), FIRST
     enough = GOOD_ENOUGH * batch.target
+    laid = [_lay_out(batch, FIRST)]
     attempts = ATTEMPTS
     if batch.cluster.num_ranks >= LARGE:
-        attempts = LATE_BLOCKS if best.blocks.free_at.max() > enough else LATE_WHOLE
+        attempts = LATE_BLOCKS if laid[0].shared_end > enough else LATE_WHOLE
     for attempt in attempts:
-        if best.end <= enough:
+        if laid[-1].shared_end <= enough and laid[-1].trial.end <= enough:
             break
-        trial = _try(batch, attempt)
-        if trial.end < CLEARLY_BETTER * best.end or trial.end <= enough:
-            best, chosen = trial, attempt
-    return _trim(batch, chosen, best) if chosen.snap > 0 and batch.cluster.num_ranks < LARGE else best
+        laid.append(_lay_out(batch, attempt))
+    chosen = laid[-1]
+    if chosen.shared_end > enough or chosen.trial.end > enough:
+        chosen = laid[0]
+        for layout in laid:
+            limit = CLEARLY_BETTER * chosen.trial.end
+            if layout.shared_end < limit and layout.trial.end < limit:
+                chosen = layout
+    return _trim(chosen) if chosen.attempt.snap > 0 and batch.cluster.num_ranks < LARGE else chosen.trial
 
 
 def _search_in_pipeline(batch: Batch) -> Trial:
@@ -140,11 +179,11 @@ def _search_in_pipeline(batch: Batch) -> Trial:
         for level in levels(batch, batch.num_stages)
         for snap in (0.0, 0.3)
     )
-    return min((_try(batch, attempt) for attempt in attempts), key=lambda trial: trial.end)
+    return min((_lay_out(batch, attempt).trial for attempt in attempts), key=lambda trial: trial.end)
 
 
-def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Trial:
-    """Steps 2 to 4."""
+def _lay_out(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Layout:
+    """Steps 2 and 3."""
     target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
     count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
     degrees, seconds = degrees_within(
@@ -182,12 +221,7 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
             degrees=np.append(blocks.degrees, fillers.degrees),
             free_at=fillers.free_at,
         )
-    # A pipeline of short micro-batches only has their bubbles.
-    bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
-    local_ranks, free_at = deal(batch.local_seconds[local], np.maximum(blocks.free_at, bubbles))
-    return Trial(
-        shared=shared, asked=asked, blocks=blocks, local=local, local_ranks=local_ranks, end=float(free_at.max())
-    )
+    return Layout(batch=batch, attempt=attempt, shared=shared, asked=asked, blocks=blocks, local=local)
 
 
 def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> tuple[IntArray, IntArray, float]:
@@ -200,8 +234,9 @@ def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> tuple[IntArray, 
     return shelves.items, shelves.first, shelves.top
 
 
-def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
+def _trim(layout: Layout) -> Trial:
     """Step 6: forbid the costliest growths one by one, and keep what does not end later."""
+    batch, best = layout.batch, layout.trial
     limit = max(best.end, GOOD_ENOUGH * batch.target)
     saving = batch.lengths[best.shared] * (best.blocks.degrees - best.asked)
     may_snap = np.ones(len(saving), dtype=bool)
@@ -209,9 +244,9 @@ def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
         if saving[group] == 0:
             break
         may_snap[group] = False
-        trial = _try(batch, attempt, may_snap)
-        if trial.end <= limit and trial.traffic(batch) < best.traffic(batch):
-            best = trial
+        other = _lay_out(batch, layout.attempt, may_snap)
+        if other.shared_end <= limit and other.trial.end <= limit and other.trial.traffic(batch) < best.traffic(batch):
+            best = other.trial
         else:
             may_snap[group] = True
     return best

@@ -47,20 +47,25 @@ def deal(
         rank of each sequence ``[n]``, and when each rank is free in the end ``[R]``.
     """
     ranks = np.empty(len(seconds), dtype=np.int64)
+    if len(seconds) == 0:
+        return ranks, free_at
     speeds = np.ones(len(free_at)) if speeds is None else speeds
-    free_at = free_at.copy()
-    falling = -seconds
+    ends, falling = free_at.copy(), -seconds
+    # Ranks that stick out of all that time get none of it.
+    able = np.flatnonzero(free_at <= _surface(float(seconds.sum()), free_at, speeds))
+    heights, widths = free_at[able], speeds[able]
     start = 0
     while start < len(seconds):
         stop = int(np.searchsorted(falling, falling[start] * CHUNK_RATIO, side="right"))
-        if lengths is None or capacity is None:
-            ranks[start:stop] = _pour(seconds[start:stop], free_at, speeds)
-        else:
+        if lengths is not None and capacity is not None:
             able = np.flatnonzero(capacity >= lengths[start])
-            ranks[start:stop] = able[_pour(seconds[start:stop], free_at[able], speeds[able])]
-        free_at += np.bincount(ranks[start:stop], weights=seconds[start:stop], minlength=len(free_at)) / speeds
+            heights, widths = ends[able], speeds[able]
+        chunk = seconds[start:stop]
+        places = _pour(chunk, heights, widths)
+        heights = heights + np.bincount(places, weights=chunk, minlength=len(able)) / widths
+        ranks[start:stop], ends[able] = able[places], heights
         start = stop
-    return ranks, free_at
+    return ranks, ends
 
 
 def _pour(chunk: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntArray:
