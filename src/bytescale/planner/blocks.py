@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
+from bytescale.planner.draft import consecutive
 from bytescale.planner.target import block_seconds, is_ideal
 
 IntArray = NDArray[np.int64]
@@ -83,12 +84,15 @@ def place_blocks(
         start: when all ranks are free.
     """
     seconds_on = timer(cost)
-    usable = [(start, 0, num_ranks)]  # plateaus at least as wide as the current degree, rising: (free at, first, width)
+    # Plateaus at least as wide as the current degree, (free at, first, width): a heap, in a pipeline a sorted list.
+    usable = [(start, 0, num_ranks)]
+    push = heapq.heappush if num_stages == 1 else insort
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
     locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
     first: list[int] = []
     taken: list[int] = []
+    ends: list[float] = []
     works, heights = cost.work_seconds(lengths).tolist(), block_seconds(cost, lengths, degrees).tolist()
     for length, chosen, work, height in zip(lengths.tolist(), degrees.tolist(), works, heights, strict=True):
         degree = chosen
@@ -97,7 +101,7 @@ def place_blocks(
             split_at_nodes = False
         while narrow and -narrow[0][0] >= degree:
             width, time, left = heapq.heappop(narrow)
-            insort(usable, (time, left, -width))
+            push(usable, (time, left, -width))
         place = 0 if num_stages == 1 else max(bisect_right(usable, (target - height, num_ranks, 0)) - 1, 0)
         time, left, width = usable[place]
         times = num_stages if time == 0 else 1
@@ -116,15 +120,22 @@ def place_blocks(
         if strip >= degree:
             usable[place] = (time, left + chosen, strip)
         else:
-            del usable[place]
+            if num_stages == 1:
+                heapq.heappop(usable)
+            else:
+                del usable[place]
             if strip > 0:
                 heapq.heappush(narrow, (-strip, time, left + chosen))
-        insort(usable, (time + times * height, left, chosen))
-    return Blocks(
+        ends.append(time + times * height)
+        push(usable, (ends[-1], left, chosen))
+    blocks = Blocks(
         first=np.array(first, dtype=np.int64),
         degrees=np.array(taken, dtype=np.int64),
-        free_at=_free_at(usable, narrow, num_ranks),
+        free_at=np.full(num_ranks, start),
     )
+    # What was placed later stands above: of several values for a rank the last one stays.
+    blocks.free_at[consecutive(blocks.first, blocks.degrees)] = np.repeat(ends, blocks.degrees)
+    return blocks
 
 
 def timer(cost: CostModel) -> Callable[[float, int, int], float]:
@@ -180,9 +191,3 @@ def _split_at_nodes(
                 rest.append((left - right, time, left))
     heapq.heapify(rest)
     return sorted(wide), rest
-
-
-def _free_at(usable: list[tuple[float, int, int]], narrow: list[tuple[int, float, int]], num_ranks: int) -> FloatArray:
-    plateaus = sorted([(start, time) for time, start, _ in usable] + [(start, time) for _, time, start in narrow])
-    starts = np.array([start for start, _ in plateaus] + [num_ranks], dtype=np.int64)
-    return np.repeat(np.array([time for _, time in plateaus]), np.diff(starts))

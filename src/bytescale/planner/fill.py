@@ -56,7 +56,7 @@ def deal(
     heights, widths = free_at[able], speeds[able]
     start = 0
     while start < len(seconds):
-        stop = int(np.searchsorted(falling, falling[start] * CHUNK_RATIO, side="right"))
+        stop = int(falling.searchsorted(falling[start] * CHUNK_RATIO, side="right"))
         if lengths is not None and capacity is not None:
             able = np.flatnonzero(capacity >= lengths[start])
             heights, widths = ends[able], speeds[able]
@@ -92,13 +92,12 @@ def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
     With all of them wet it would be the highest; leave out those that stick out until none does.
     """
     weights = heights * speeds
-    surface, wet = np.inf, len(heights) + 1
-    while len(heights) < wet:
-        wet = len(heights)
+    while True:
         surface = (volume + float(weights.sum())) / float(speeds.sum())
         below = heights < surface
+        if below.all():
+            return surface
         heights, weights, speeds = heights[below], weights[below], speeds[below]
-    return surface
 
 
 def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> IntArray:
