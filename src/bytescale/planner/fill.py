@@ -14,7 +14,7 @@ FloatArray = NDArray[np.float64]
 PASS = 20
 """Time of one pass of all ranks over that of packing one sequence by itself."""
 
-CHUNK_RATIO = 0.6
+CHUNK_RATIO = 0.5
 """Sequences whose times differ by less are dealt in one go (0.8 ends within 0.1 % of it and takes twice as long)."""
 
 NUMBER_BITS = 20
@@ -114,19 +114,19 @@ def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> Int
     index = np.zeros(len(lengths), dtype=np.int64)
     if len(lengths) == 0:
         return index
-    heads = np.flatnonzero(np.append(True, ranks[1:] != ranks[:-1]))
-    counts = np.diff(np.append(heads, len(ranks)))
+    counts = np.bincount(ranks)
+    heads = np.cumsum(counts) - counts
     most_first = rising(counts.max() - counts)
-    heads, counts = heads[most_first], counts[most_first]
-    alone = int(np.argmin(PASS * np.append(counts, 0) + np.cumsum(np.append(0, counts))))
-    for head, count in zip(heads[:alone].tolist(), counts[:alone].tolist(), strict=True):
-        index[head : head + count] = best_fit(lengths[head : head + count], int(capacity[ranks[head]]))
-    heads, counts = heads[alone:], counts[alone:]
-    packing = np.searchsorted(-counts, -np.arange(counts.max(initial=0)) - 1, side="right")  # ranks that still have one, per pass
+    heads, counts, size = heads[most_first], counts[most_first], capacity[most_first]
+    alone = int((PASS * np.append(counts, 0) + np.append(0, np.cumsum(counts))).argmin())
+    for head, count, room in zip(*(part[:alone].tolist() for part in (heads, counts, size)), strict=True):
+        index[head : head + count] = best_fit(lengths[head : head + count], room)
+    heads, counts, size = heads[alone:], counts[alone:], size[alone:]
+    packing = np.searchsorted(-counts, -np.arange(1, counts.max(initial=0) + 1), side="right")  # ranks that still have one, per pass
     # A micro-batch is the number (room left, its index): of those with room the smallest is the fullest, and the oldest
     # of equally full ones. Without room it wraps around to a huge one.
     sizes = lengths.astype(np.uint64) << NUMBER_BITS
-    empty = capacity[ranks[heads]].astype(np.uint64) << NUMBER_BITS
+    empty = size.astype(np.uint64) << NUMBER_BITS
     keys = empty[None].copy()  # [micro-batches opened so far, and one empty; ranks]
     rows = np.arange(len(heads))
     for k, active in enumerate(packing.tolist()):
