@@ -104,7 +104,7 @@ FIRST = Attempt(1.004, 0.0)
 ATTEMPTS = (
     Attempt(1.009, 0.0),
     Attempt(1.009, 0.0, fills=True),
-    *(Attempt(1.009, 0.0, shelves=share) for share in (0.5, 0.33, 0.2)),
+    *(Attempt(1.009, snap, shelves=share) for snap in (0.0, 0.3, 0.4) for share in (0.5, 0.4, 0.33, 0.25, 0.2)),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
@@ -204,7 +204,7 @@ def _lay_out(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None 
         target=target,
         snap=attempt.snap,
         narrow_work=np.cumsum(narrow_work),
-        may_snap=may_snap,
+        may_snap=None if may_snap is None else may_snap[len(shelved) :],
         num_stages=batch.num_stages,
         start=top,
     )
