@@ -16,7 +16,7 @@ Every sequence keeps its degree, so there is no more traffic than with the fewes
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -72,22 +72,21 @@ class _Stock:
     """Sequences that are not placed yet, by degree, and by time inside."""
 
     def __init__(self, degrees: IntArray, seconds: FloatArray) -> None:
-        rising = np.lexsort((seconds, degrees))
-        edges = np.flatnonzero(np.diff(degrees[rising])) + 1
-        runs = [run.tolist() for run in np.split(rising, edges)]
-        self._items: dict[int, list[int]] = {int(degrees[run[0]]): run for run in runs if run}
-        self._seconds = {degree: seconds[run].tolist() for degree, run in self._items.items()}
-        self._falling = sorted(self._items, reverse=True)
+        widest_first = np.lexsort((seconds, -degrees))
+        edges = np.flatnonzero(np.diff(degrees[widest_first])) + 1
+        runs = [run for run in np.split(widest_first, edges) if len(run)]
+        self._narrowness = [-int(degrees[run[0]]) for run in runs]  # rising
+        self._seconds = [seconds[run].tolist() for run in runs]  # rising in each
+        self._items = [run.tolist() for run in runs]
 
     def take(self, width: int, room: float, *, at_least: int = 1) -> int:
         """The widest sequence of at most ``width`` ranks and ``room`` seconds, the longest of these; -1: none."""
-        for degree in self._falling:
-            if degree < at_least:
-                break
-            if degree > width:
-                continue
-            place = bisect_right(self._seconds[degree], room) - 1
-            if place >= 0:
-                self._seconds[degree].pop(place)
-                return self._items[degree].pop(place)
+        for run in range(bisect_left(self._narrowness, -width), bisect_right(self._narrowness, -at_least)):
+            if self._seconds[run][0] <= room:
+                place = bisect_right(self._seconds[run], room) - 1
+                self._seconds[run].pop(place)
+                item = self._items[run].pop(place)
+                if not self._items[run]:
+                    del self._narrowness[run], self._seconds[run], self._items[run]
+                return item
         return -1
