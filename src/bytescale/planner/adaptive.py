@@ -35,9 +35,10 @@ from bytescale.planner.evaluate import evaluate
 from bytescale.planner.fill import deal
 from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
+from bytescale.planner.order import rising
 from bytescale.planner.paper import paper_plan
 from bytescale.planner.pipeline import levels, pack_seconds
-from bytescale.planner.shelves import fill_shelves
+from bytescale.planner.shelves import Shelves, fill_shelves
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
 from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
@@ -111,8 +112,6 @@ ATTEMPTS = (
 )
 """Below ``LARGE`` ranks."""
 SLACK_IN_PIPELINE = 1.01
-NO_SHELVES = (np.zeros(0, np.int64), np.zeros(0, np.int64), 0.0)
-"""Sequences, first ranks, and when all ranks are free."""
 LARGE = 512
 """Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
 LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
@@ -189,28 +188,27 @@ def _lay_out(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None 
     degrees, seconds = degrees_within(
         batch.cost, batch.lengths[:count], batch.fewest[:count], num_ranks, target / attempt.floors
     )
-    widest_first, local = np.argsort(-degrees, kind="stable"), np.arange(count, len(batch.lengths))
-    shelved, first, top = NO_SHELVES
-    if attempt.shelves > 0:
-        shelved, first, top = _shelve(batch, degrees, max(2, int(attempt.shelves * num_ranks) + 1))
-        widest_first, local = (part[~np.isin(part, shelved)] for part in (widest_first, local))
-    narrow_work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
-    narrow_work[1] += batch.local_seconds[count:].sum()
-    blocks = place_blocks(
-        batch.lengths[widest_first],
-        degrees[widest_first],
+    shared, local = rising(degrees.max(initial=1) - degrees), np.arange(count, len(batch.lengths))
+    asked = degrees[shared]
+    place = partial(
+        place_blocks,
         cost=batch.cost,
         num_ranks=num_ranks,
         target=target,
         snap=attempt.snap,
-        narrow_work=np.cumsum(narrow_work),
-        may_snap=None if may_snap is None else may_snap[len(shelved) :],
+        narrow_work=_narrow_work(batch, degrees, seconds) if attempt.snap > 0 else None,
         num_stages=batch.num_stages,
-        start=top,
     )
-    shared = np.append(shelved, widest_first)
-    asked = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))[shared]
-    blocks = blocks.behind(first, asked[: len(shelved)])
+    if attempt.shelves == 0:
+        blocks = place(batch.lengths[shared], asked, may_snap=may_snap)
+    else:
+        shelves = _shelve(batch, degrees, max(2, int(attempt.shelves * num_ranks) + 1))
+        shared, local = (part[~np.isin(part, shelves.items)] for part in (shared, local))
+        may_snap = None if may_snap is None else may_snap[len(shelves.items) :]
+        blocks = place(batch.lengths[shared], degrees[shared], may_snap=may_snap, start=shelves.top)
+        asked = np.append(shelves.degrees, degrees[shared])
+        shared = np.append(shelves.items, shared)
+        blocks = blocks.behind(shelves.first, shelves.degrees)
     if attempt.fills:
         fillers = fill_gaps(batch, count, blocks.free_at, target)
         shared = np.append(shared, local[fillers.places])
@@ -224,14 +222,19 @@ def _lay_out(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None 
     return Layout(batch=batch, attempt=attempt, shared=shared, asked=asked, blocks=blocks, local=local)
 
 
-def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> tuple[IntArray, IntArray, float]:
-    """Places of the sequences on shelves in order, the first rank of each, and when all ranks are free."""
-    count = len(degrees)
-    degrees = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))
+def _narrow_work(batch: Batch, degrees: IntArray, seconds: FloatArray) -> FloatArray:
+    """``[max degree + 1]`` rank-seconds of all sequences of at most each degree."""
+    work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
+    work[1] += batch.local_seconds[len(degrees) :].sum()
+    return np.cumsum(work)
+
+
+def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> Shelves:
+    """Shelves for all sequences of at least ``narrowest`` ranks, whole ones among the fillers."""
+    degrees = np.append(degrees, np.ones(len(batch.lengths) - len(degrees), np.int64))
     squares = np.square(batch.lengths.astype(np.float64))
     seconds = batch.cost.group_seconds(batch.lengths, squares, degrees, degrees > 1)  # wherever nodes end
-    shelves = fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest)
-    return shelves.items, shelves.first, shelves.top
+    return fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest)
 
 
 def _trim(layout: Layout) -> Trial:

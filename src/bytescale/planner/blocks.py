@@ -64,7 +64,7 @@ def place_blocks(
     num_ranks: int,
     target: float,
     snap: float,
-    narrow_work: FloatArray,
+    narrow_work: FloatArray | None = None,
     may_snap: NDArray[np.bool_] | None = None,
     num_stages: int = 1,
     start: float = 0.0,
@@ -78,7 +78,7 @@ def place_blocks(
         num_ranks: R.
         target: time by which all should end.
         snap: see above; 0 never takes a whole plateau to spare a strip.
-        narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree.
+        narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree; needed to snap.
         may_snap: ``[G]`` groups that may; None: all.
         num_stages: of the pipeline.
         start: when all ranks are free.
@@ -89,6 +89,7 @@ def place_blocks(
     push = heapq.heappush if num_stages == 1 else insort
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
+    narrow_work = np.zeros(1) if narrow_work is None else narrow_work
     locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
     first: list[int] = []
     taken: list[int] = []

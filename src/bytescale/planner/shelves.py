@@ -31,6 +31,7 @@ class Shelves(NamedTuple):
 
     items: IntArray  # [K] which of the sequences
     first: IntArray  # [K] first rank
+    degrees: IntArray  # [K]
     top: float  # when all ranks are free
 
 
@@ -61,9 +62,11 @@ def fill_shelves(degrees: IntArray, seconds: FloatArray, *, num_ranks: int, narr
                 spaces.append((first + widths[item], width - widths[item], start, above))
         top = end
     placed.sort()
+    items = np.array([item for _, _, item in placed], dtype=np.int64)
     return Shelves(
-        items=np.array([item for _, _, item in placed], dtype=np.int64),
+        items=items,
         first=np.array([first for _, first, _ in placed], dtype=np.int64),
+        degrees=degrees[items],
         top=top,
     )
 
