@@ -122,16 +122,15 @@ def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> Int
     for head, count, room in zip(*(part[:alone].tolist() for part in (heads, counts, size)), strict=True):
         index[head : head + count] = best_fit(lengths[head : head + count], room)
     heads, counts, size = heads[alone:], counts[alone:], size[alone:]
-    packing = np.searchsorted(
-        -counts, -np.arange(1, counts.max(initial=0) + 1), side="right"
-    )  # ranks that still have one, per pass
+    passes = np.arange(1, counts.max(initial=0) + 1)
+    packing = np.searchsorted(-counts, -passes, side="right")  # ranks that have so many sequences
     # A micro-batch is the number (room left, its index): of those with room the smallest is the fullest, and the oldest
     # of equally full ones. Without room it wraps around to a huge one.
     sizes = lengths.astype(np.uint64) << NUMBER_BITS
     empty = size.astype(np.uint64) << NUMBER_BITS
     keys = empty[None].copy()  # [micro-batches opened so far, and one empty; ranks]
     rows = np.arange(len(heads))
-    for k, active in enumerate(having.tolist()):
+    for k, active in enumerate(packing.tolist()):
         items = heads[:active] + k
         fullest = (keys[:, :active] - sizes[items]).min(axis=0)
         chosen = (fullest & ((1 << NUMBER_BITS) - 1)).astype(np.int64)
