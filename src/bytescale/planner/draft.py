@@ -35,18 +35,13 @@ class Draft:
 
 def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str) -> Plan:
     """The ``Plan`` of a draft. Groups are numbered by slot, shared ones before local ones of the same slot."""
-    order = rising(draft.slots * 2 + (draft.degrees == 1))
-    sequences = draft.sequences[_runs(draft.sequence_counts, order)]
-    members = _runs(draft.degrees, order)
-    counts, ranks = draft.sequence_counts[order], draft.ranks[members]
-    degrees, slots = draft.degrees[order], draft.slots[order]
-    weights = np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights[members]
-
-    # Groups are in rising slot now, so that a stable sort by rank gives every rank's schedule.
+    draft = _in_order(draft)
+    sequences, counts, degrees, ranks = draft.sequences, draft.sequence_counts, draft.degrees, draft.ranks
+    # A stable sort by rank now gives every rank's schedule.
     by_rank = rising(ranks)
     entry_ranks = ranks[by_rank]
-    entry_groups = np.repeat(np.arange(len(order)), degrees)[by_rank]
-    entry_slots = slots[entry_groups]
+    entry_groups = np.repeat(np.arange(len(degrees)), degrees)[by_rank]
+    entry_slots = draft.slots[entry_groups]
     starts = np.ones(len(by_rank), dtype=bool)
     starts[1:] = (entry_ranks[1:] != entry_ranks[:-1]) | (entry_slots[1:] != entry_slots[:-1])
     first_entries = np.flatnonzero(starts)
@@ -57,12 +52,29 @@ def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str)
         group_sequences=sequences,
         group_rank_offsets=_offsets(degrees),
         group_ranks=ranks,
-        group_weights=weights,
+        group_weights=np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights,
         group_offload_ratio=_offload_ratios(lengths, sequences, counts, degrees, cluster),
         rank_micro_batch_offsets=_offsets(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
         micro_batch_group_offsets=np.append(first_entries, len(by_rank)),
         micro_batch_groups=entry_groups,
         planner=planner,
+    )
+
+
+def _in_order(draft: Draft) -> Draft:
+    """The same groups by slot, shared ones first."""
+    keys = draft.slots * 2 + (draft.degrees == 1)
+    if (keys[1:] >= keys[:-1]).all():
+        return draft
+    order = rising(keys)
+    members = _runs(draft.degrees, order)
+    return Draft(
+        sequences=draft.sequences[_runs(draft.sequence_counts, order)],
+        sequence_counts=draft.sequence_counts[order],
+        ranks=draft.ranks[members],
+        degrees=draft.degrees[order],
+        slots=draft.slots[order],
+        weights=None if draft.weights is None else draft.weights[members],
     )
 
 

@@ -79,7 +79,7 @@ def num_shared(fewest: IntArray, local_seconds: FloatArray, limit: float) -> int
 
 
 def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, planner: str) -> Plan:
-    """The trial as a ``Plan``: shared groups in their order, then each rank's whole sequences in packs.
+    """The trial as a ``Plan``: shared groups in their order, then every rank's whole sequences in packs.
 
     Args:
         batch: the batch.
@@ -94,13 +94,13 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
     capacity = batch.cluster.capacity_tokens
     index = micro_batches(np.minimum(batch.lengths[places], capacity[ranks]), ranks, capacity)
-    # One local group per micro-batch: sort by rank, then by micro-batch.
-    most = index.max(initial=0) + 1
-    packs = ranks * most + index
+    # One local group per micro-batch, in the order of time: all ranks' first, then their second.
+    num_ranks = batch.cluster.num_ranks
+    packs = index * num_ranks + ranks
     by_pack = rising(packs)
     places, packs = places[by_pack], packs[by_pack]
     heads = np.flatnonzero(np.append(True, packs[1:] != packs[:-1])[: len(places)])
-    pack_ranks, slots = packs[heads] // most, count + packs[heads] % most
+    pack_ranks, slots = packs[heads] % num_ranks, count + packs[heads] // num_ranks
     if batch.cost.micro_batch_seconds > 0 and len(heads) and trial.weights is None:
         joined = _joining(batch, trial, places, pack_ranks, heads)
         slots = np.where(joined >= 0, joined, slots)
@@ -126,7 +126,7 @@ def _joining(batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray,
         batch: the batch.
         trial: one way to lay it out, members with equal shares.
         places: places in the batch of all whole sequences, pack by pack.
-        pack_ranks: ``[packs]`` rank of each pack, rising.
+        pack_ranks: ``[packs]`` rank of each pack.
         heads: ``[packs]`` where each pack starts in ``places``.
     """
     joined = np.full(len(heads), -1)
