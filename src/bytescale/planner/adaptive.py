@@ -66,6 +66,7 @@ class Attempt(NamedTuple):
     floors: float = 1  # degrees are chosen so that this many of the longest sequences fit above each other
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
     shelves: float = 0.0  # sequences of more than this share of the ranks stand on shelves (``shelves``); 0: none
+    pairs: bool = False  # whether these are filled with two sequences in mind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ ATTEMPTS = (
     Attempt(1.009, 0.0),
     Attempt(1.009, 0.0, fills=True),
     *(Attempt(1.009, snap, shelves=share) for snap in (0.0, 0.3, 0.4) for share in (0.5, 0.4, 0.33, 0.25, 0.2)),
+    *(Attempt(1.009, 0.0, shelves=share, pairs=True) for share in (0.4, 0.33, 0.25)),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
@@ -153,14 +155,14 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
 def _search(batch: Batch) -> Trial:
     """Steps 2 to 6: the best trial."""
     enough = GOOD_ENOUGH * batch.target
-    laid = [_lay_out(batch, FIRST)]
+    laid, known = [_lay_out(batch, FIRST)], dict[tuple[float, int, bool], Shelves]()
     attempts = ATTEMPTS
     if batch.cluster.num_ranks >= LARGE:
         attempts = LATE_BLOCKS if laid[0].shared_end > enough else LATE_WHOLE
     for attempt in attempts:
         if laid[-1].shared_end <= enough and laid[-1].trial.end <= enough:
             break
-        laid.append(_lay_out(batch, attempt))
+        laid.append(_lay_out(batch, attempt, known=known))
     chosen = laid[-1]
     if chosen.shared_end > enough or chosen.trial.end > enough:
         chosen = laid[0]
@@ -181,8 +183,14 @@ def _search_in_pipeline(batch: Batch) -> Trial:
     return min((_lay_out(batch, attempt).trial for attempt in attempts), key=lambda trial: trial.end)
 
 
-def _lay_out(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Layout:
-    """Steps 2 and 3."""
+def _lay_out(
+    batch: Batch,
+    attempt: Attempt,
+    *,
+    may_snap: NDArray[np.bool_] | None = None,
+    known: dict[tuple[float, int, bool], Shelves] | None = None,
+) -> Layout:
+    """Steps 2 and 3. ``known`` keeps shelves for later attempts."""
     target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
     count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
     degrees, seconds = degrees_within(
@@ -202,7 +210,11 @@ def _lay_out(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None 
     if attempt.shelves == 0:
         blocks = place(batch.lengths[shared], asked, may_snap=may_snap)
     else:
-        shelves = _shelve(batch, degrees, max(2, int(attempt.shelves * num_ranks) + 1))
+        narrowest = max(2, int(attempt.shelves * num_ranks) + 1)
+        known, key = {} if known is None else known, (attempt.slack, int((degrees >= narrowest).sum()), attempt.pairs)
+        if key not in known:
+            known[key] = _shelve(batch, degrees, narrowest, attempt.pairs)
+        shelves = known[key]
         shared, local = (part[~np.isin(part, shelves.items)] for part in (shared, local))
         may_snap = None if may_snap is None else may_snap[len(shelves.items) :]
         blocks = place(batch.lengths[shared], degrees[shared], may_snap=may_snap, start=shelves.top)
@@ -229,17 +241,17 @@ def _narrow_work(batch: Batch, degrees: IntArray, seconds: FloatArray) -> FloatA
     return np.cumsum(work)
 
 
-def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> Shelves:
+def _shelve(batch: Batch, degrees: IntArray, narrowest: int, pairs: bool) -> Shelves:
     """Shelves for all sequences of at least ``narrowest`` ranks, whole ones among the fillers."""
     degrees = np.append(degrees, np.ones(len(batch.lengths) - len(degrees), np.int64))
     squares = np.square(batch.lengths.astype(np.float64))
     seconds = batch.cost.group_seconds(batch.lengths, squares, degrees, degrees > 1)  # wherever nodes end
-    return fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest)
+    return fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest, pairs=pairs)
 
 
 def _trim(layout: Layout) -> Trial:
     """Step 6: forbid the costliest growths one by one, and keep what does not end later."""
-    batch, best = layout.batch, layout.trial
+    batch, best, known = layout.batch, layout.trial, dict[tuple[float, int, bool], Shelves]()
     limit = max(best.end, GOOD_ENOUGH * batch.target)
     saving = batch.lengths[best.shared] * (best.blocks.degrees - best.asked)
     may_snap = np.ones(len(saving), dtype=bool)
@@ -247,7 +259,7 @@ def _trim(layout: Layout) -> Trial:
         if saving[group] == 0:
             break
         may_snap[group] = False
-        other = _lay_out(batch, layout.attempt, may_snap)
+        other = _lay_out(batch, layout.attempt, may_snap=may_snap, known=known)
         if other.shared_end <= limit and other.trial.end <= limit and other.trial.traffic(batch) < best.traffic(batch):
             best = other.trial
         else:

@@ -15,7 +15,7 @@ PASS = 20
 """Time of one pass of all ranks over that of packing one sequence by itself."""
 
 CHUNK_RATIO = 0.5
-"""Sequences whose times differ by less are dealt in one go (0.8 ends within 0.1 % of it and takes twice as long)."""
+"""Sequences whose times differ by less are dealt in one go (0.8 ends no earlier and takes 2.3 times as long)."""
 
 NUMBER_BITS = 20
 """Of a micro-batch's number, below its room in one key."""
@@ -74,8 +74,8 @@ def _pour(chunk: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntArra
     item = volume / len(chunk)
     room = np.maximum(_surface(volume, heights, speeds) - heights, 0.0) * (speeds / item)  # in sequences
     shares = room.astype(np.int64)
-    # Most room for one more first. 16 bits of it are enough, and sort by radix.
-    by_room = np.argsort(((1.0 - (room - shares)) * 0xFFFF).astype(np.uint16), kind="stable")
+    # Most room for one more first, those without any last. 16 bits of it are enough, and sort by radix.
+    by_room = np.argsort(((1.0 - (room - shares)) * 0xFFFE + (room == 0)).astype(np.uint16), kind="stable")
     odd = len(chunk) - int(shares.sum())
     shares[by_room[:odd]] += 1
     lowest_first = np.concatenate((by_room[odd:], by_room[:odd]))  # against the surface; the odd ones are above it
