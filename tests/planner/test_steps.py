@@ -75,7 +75,7 @@ def test_shelves_hold_each_wide_sequence_once_and_nothing_overlaps(
 
 
 def test_pairs_leave_less_of_a_wide_space_than_the_widest_alone() -> None:
-    """Of 320 ranks, beside 120: 117 leave 83, which nothing fits; 113 and 84 leave 3, and the rest fits on one shelf."""
+    """Of 320 ranks, beside 120: 117 leave 83, which nothing fits; 113 and 84 leave 3, and the rest fits one shelf."""
     degrees = np.array([120, 117, 113, 99, 94, 84])
     shelves = fill_shelves(degrees, degrees / 10.0, num_ranks=320, narrowest=117, pairs=True)
     assert sorted(degrees[shelves.items].tolist()) == sorted(degrees.tolist())
