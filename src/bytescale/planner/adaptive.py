@@ -80,9 +80,14 @@ class Layout:
     blocks: Blocks
     local: IntArray  # [S - G] places of the others, longest first
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all shared groups were placed: none was late."""
+        return len(self.blocks.first) == len(self.shared)
+
     @cached_property
     def shared_end(self) -> float:
-        """When the last shared group ends, seconds."""
+        """When the last shared group ends, seconds; at least so late where not all were placed."""
         return float(self.blocks.free_at.max())
 
     @cached_property
@@ -155,22 +160,25 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
 def _search(batch: Batch) -> Trial:
     """Steps 2 to 6: the best trial."""
     enough = GOOD_ENOUGH * batch.target
-    laid, known = [_lay_out(batch, FIRST)], dict[tuple[float, int, bool], Shelves]()
+    is_large = batch.cluster.num_ranks >= LARGE
+    limit = enough if is_large else np.inf  # a few attempts are soon made again; many are not
+    laid, known = [_lay_out(batch, FIRST, limit=limit)], dict[tuple[float, int, bool], Shelves]()
     attempts = ATTEMPTS
-    if batch.cluster.num_ranks >= LARGE:
+    if is_large:
         attempts = LATE_BLOCKS if laid[0].shared_end > enough else LATE_WHOLE
     for attempt in attempts:
         if laid[-1].shared_end <= enough and laid[-1].trial.end <= enough:
             break
-        laid.append(_lay_out(batch, attempt, known=known))
+        laid.append(_lay_out(batch, attempt, known=known, limit=limit))
     chosen = laid[-1]
     if chosen.shared_end > enough or chosen.trial.end > enough:
+        laid = [layout if layout.is_whole else _lay_out(batch, layout.attempt) for layout in laid]
         chosen = laid[0]
         for layout in laid:
-            limit = CLEARLY_BETTER * chosen.trial.end
-            if layout.shared_end < limit and layout.trial.end < limit:
+            latest = CLEARLY_BETTER * chosen.trial.end
+            if layout.shared_end < latest and layout.trial.end < latest:
                 chosen = layout
-    return _trim(chosen) if chosen.attempt.snap > 0 and batch.cluster.num_ranks < LARGE else chosen.trial
+    return _trim(chosen) if chosen.attempt.snap > 0 and not is_large else chosen.trial
 
 
 def _search_in_pipeline(batch: Batch) -> Trial:
@@ -189,8 +197,9 @@ def _lay_out(
     *,
     may_snap: NDArray[np.bool_] | None = None,
     known: dict[tuple[float, int, bool], Shelves] | None = None,
+    limit: float = np.inf,
 ) -> Layout:
-    """Steps 2 and 3. ``known`` keeps shelves for later attempts."""
+    """Steps 2 and 3, the latter up to a group that ends after ``limit``. ``known`` keeps shelves for later attempts."""
     target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
     count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
     degrees, seconds = degrees_within(
@@ -206,6 +215,7 @@ def _lay_out(
         snap=attempt.snap,
         narrow_work=_narrow_work(batch, degrees, seconds) if attempt.snap > 0 else None,
         num_stages=batch.num_stages,
+        limit=limit,
     )
     if attempt.shelves == 0:
         blocks = place(batch.lengths[shared], asked, may_snap=may_snap)
@@ -221,7 +231,7 @@ def _lay_out(
         asked = np.append(shelves.degrees, degrees[shared])
         shared = np.append(shelves.items, shared)
         blocks = blocks.behind(shelves.first, shelves.degrees)
-    if attempt.fills:
+    if attempt.fills and len(blocks.first) == len(shared):
         fillers = fill_gaps(batch, count, blocks.free_at, target)
         shared = np.append(shared, local[fillers.places])
         asked = np.append(asked, fillers.degrees)

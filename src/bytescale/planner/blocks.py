@@ -68,6 +68,7 @@ def place_blocks(
     may_snap: NDArray[np.bool_] | None = None,
     num_stages: int = 1,
     start: float = 0.0,
+    limit: float = np.inf,
 ) -> Blocks:
     """Place one rectangle per sequence.
 
@@ -82,6 +83,7 @@ def place_blocks(
         may_snap: ``[G]`` groups that may; None: all.
         num_stages: of the pipeline.
         start: when all ranks are free.
+        limit: the first rectangle that ends after it is the last one placed.
     """
     seconds_on = timer(cost)
     # Plateaus at least as wide as the current degree, (free at, first, width): a heap, in a pipeline a sorted list.
@@ -128,6 +130,8 @@ def place_blocks(
             if strip > 0:
                 heapq.heappush(narrow, (-strip, time, left + chosen))
         ends.append(time + times * height)
+        if ends[-1] > limit:
+            break
         push(usable, (ends[-1], left, chosen))
     blocks = Blocks(
         first=np.array(first, dtype=np.int64),
