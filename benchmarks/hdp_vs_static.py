@@ -26,8 +26,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.cost import Cluster
 from bytescale.cost.assumed import assumed_cost
@@ -139,7 +137,7 @@ class Worker:
 
     def compare_planners(self, data: DataConfig, rounds: int) -> dict[str, dict[str, float]]:
         """Seconds and bytes per planner, summed over the batches."""
-        sampler = BatchSampler(self.corpus, data.batch_tokens, data.shuffle_seed)
+        sampler = BatchSampler(self.corpus.index, data.batch_tokens, data.shuffle_seed)
         batches = [sampler.next_batch() for _ in range(NUM_BATCHES)]
         cluster = Cluster.uniform(self.num_ranks, CONTEXT // self.num_ranks)
         cost = assumed_cost(self.shape, device="cpu", bytes_per_element=4)
@@ -168,13 +166,13 @@ class Worker:
     def price_of_the_ring(self, rounds: int) -> dict[str, float]:
         """A step on the longest document: by a ring of all ranks, and by one process alone."""
         piece = int(self.corpus.pieces.length.argmax())
-        pieces = np.array([piece])
+        pieces = self.corpus.all_pieces[[piece]]
         batch = GlobalBatch(
             step=0,
             epoch=0,
             pieces=pieces,
-            lengths=self.corpus.pieces.length[pieces],
-            num_targets=self.corpus.pieces.num_targets[pieces],
+            lengths=self.corpus.pieces.length[[piece]],
+            num_targets=self.corpus.pieces.num_targets[[piece]],
             ends_epoch=False,
         )
         length = batch.num_tokens

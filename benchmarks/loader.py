@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/loader.py rate     # tokens/s of the loader alone, against what a run consumed
     .venv/bin/python benchmarks/loader.py bytes    # bytes and memory per rank, against every rank reading the batch
     .venv/bin/python benchmarks/loader.py planner  # 32M tokens for 1024 and 16384 simulated clients
-    .venv/bin/python benchmarks/loader.py start    # until the first step: tokenising everything, or from the cache
+    .venv/bin/python benchmarks/loader.py start    # until the first step: the first window tokenised, or from the cache
 
 All start a Ray of their own on loopback and end it. Results: docs/benchmarks.md, ``Remote dataloader``.
 """
@@ -32,7 +32,7 @@ from bytescale.data.facts import FactsGatherer
 from bytescale.data.indexed_writer import IndexedWriter
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.mixture import make_sampler
-from bytescale.data.remote.slices import PlannedStep, locate_segments
+from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -141,7 +141,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
             memory = psutil.Process().memory_full_info().uss - before
     else:  # every rank reads and holds the whole batch, as many steps ahead, and cuts its slices from it
         corpus = prepare_corpus(config)
-        sampler = make_sampler(corpus, config)
+        sampler = make_sampler(corpus.index, config)
         held: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=config.prefetch_steps + 1)
         for _ in range(steps):
             batch = sampler.next_batch()
@@ -152,7 +152,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
     print(read / steps, received / steps, memory)
 
 
-# planner: the real actor, asked by as many relays as that many clients have, and the cutting that each client does.
+# planner: the real actor, asked by as many relays as that many clients have; and what relays do for each rank.
 
 
 def planner_at_scale(folder: Path) -> None:
@@ -162,17 +162,15 @@ def planner_at_scale(folder: Path) -> None:
     from bytescale.data.remote.cluster import ray_cluster
     from bytescale.data.remote.planner import PlannerActor
     from bytescale.data.remote.relay import FAN_OUT
-    from bytescale.data.remote.server import DataServer, SharedWork
+    from bytescale.data.remote.server import SharedWork, server_actor
 
     steps, ranks_per_node = 6, 8
     write_corpus(folder / "corpus", 200 * MIB, 2 * MIB)
     config = config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB)
-    print(
-        "clients  requests   draw+plan+verify   planner's CPU a step   sent by planner   object a node   cut, a client"
-    )
+    print("clients  requests   draw+plan+verify   planner's CPU a step   sent by planner   object a node   cut, a rank")
     with ray_cluster("", 2):
         work = SharedWork(*plan_shards(config))
-        server = ray.remote(DataServer).options(num_cpus=0).remote(0, 1, work)
+        server = server_actor().options(num_cpus=0).remote(work)
         for num_ranks in (1024, 16384):
             actor = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=1000)
             planner = actor.remote(config, work, [server], {})
@@ -185,7 +183,7 @@ def planner_at_scale(folder: Path) -> None:
                 answers = ray.get([planner.plan.remote(state) for _ in range(num_requests)])
                 planned = ray.get(answers[0].planned)
                 seconds.append(planned.planning_seconds)
-                cuts += [cut_seconds(planned, rank) for rank in range(0, num_ranks, num_ranks // 128)]
+                cuts += [cut_seconds(planned, rank, answers[0]) for rank in range(0, num_ranks, num_ranks // 128)]
                 state = planned.state_after
                 if step == 0:
                     busy = process.cpu_times()
@@ -200,9 +198,9 @@ def planner_at_scale(folder: Path) -> None:
             ray.kill(planner)
 
 
-def cut_seconds(planned: PlannedStep, rank: int) -> float:
+def cut_seconds(planned: PlannedStep, rank: int, reference: StepReference) -> float:
     started = time.perf_counter()
-    locate_segments(RankPlan.of(planned.plan, rank, digest=planned.digest), planned)
+    RankStep.of(planned, rank, reference)
     return time.perf_counter() - started
 
 
@@ -219,24 +217,33 @@ def start(folder: Path) -> None:
         for length in sample_lengths("github", 20 * MIB, seed=0, max_length=131072).tolist():
             file.write(json.dumps({"text": " ".join(random.choice(vocabulary, max(1, length)))}) + "\n")
     num_bytes = (folder / "text.jsonl").stat().st_size
-    print(f"{num_bytes / MIB:.0f} MiB of JSONL   tokenizer   first time   from the cache")
-    for tokenizer in ("bytes", "bpe"):
+    print(
+        f"{num_bytes / MIB:.0f} MiB of JSONL   tokenizer   window   first time   from the cache   shards read by then"
+    )
+    for tokenizer, window_mib in (("bytes", 256), ("bytes", 32), ("bpe", 256), ("bpe", 32)):
         config = replace(
             config_for(folder, context_length=131072, batch_tokens=MIB),
             sources=(str(folder / "text.jsonl"),),
             tokenizer=tokenizer,
             over_length="split",
+            shuffle_window_mib=window_mib,
+            cache_dir=str(folder / f"cache-{tokenizer}-{window_mib}"),
         )
         seconds = []
         with ray_cluster("", 2):
             for attempt in ("first", "second"):
                 started = time.perf_counter()
-                feed = RemoteFeed(config, f"start-{tokenizer}-{attempt}", 0, 1)
+                feed = RemoteFeed(config, f"start-{tokenizer}-{window_mib}-{attempt}", 0, 1)
                 with feed.open(planner_for(1, 131072), 1) as loader:
                     next(iter(loader))
                 seconds.append(time.perf_counter() - started)
+                facts = feed.facts
                 feed.close()
-        print(f"{'':15} {tokenizer:>12}   {seconds[0]:>8.1f} s   {seconds[1]:>10.1f} s")
+        read = f"{facts.num_parts_read} of {facts.num_parts}"
+        print(
+            f"{'':15} {tokenizer:>12} {window_mib:>8}   {seconds[0]:>8.1f} s   {seconds[1]:>12.1f} s   {read:>12}",
+            flush=True,
+        )
 
 
 WAYS: dict[str, Callable[[Path], None]] = {

@@ -1,6 +1,7 @@
 """50 kills at random moments in one run: servers, planner, ranks, the launcher itself. Nothing may be lost or doubled.
 
     .venv/bin/python benchmarks/soak.py [--kills 50] [--seed 0] [--launch ray]
+    .venv/bin/python benchmarks/soak.py --matrix    # each loader, 1 to 8 ranks, one death of each kind
 
 A run on the remote loader is started with restarts to spare; at random moments one of its processes gets kill -9, some
 of them while the death before is being mended; a killed launcher is started again with ``--resume``. Then the run has
@@ -31,8 +32,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bytescale.common.errors import DataError
 from bytescale.config import load_config
-from bytescale.data.batches import epoch_order
 from bytescale.data.corpus import Corpus, prepare_corpus
+from bytescale.data.order import epoch_order
 from bytescale.data.record import check_record, read_record
 from bytescale.plan.io import load_plan
 
@@ -48,25 +49,26 @@ ffn_hidden_size = 16
 [data]
 sources = ["{folder}/corpus"]
 cache_dir = "{folder}/cache"
-context_length = 256
+context_length = {context}
 batch_tokens = 640
 loader = "{loader}"
 record = true
 
 [parallel]
-ranks = 2
-capacity_tokens = 128
+ranks = {ranks}
+capacity_tokens = {capacity}
 timeout_seconds = 30.0
 
 [trainer]
 device = "cpu"
 dtype = "fp32"
-run_dir = "{folder}/{loader}"
+run_dir = "{folder}/{name}"
 steps = {steps}
 
 [checkpoint]
 every = 5
 """
+CONTEXT = 256
 SHARES = {"server": 18, "planner": 12, "rank": 14, "launcher": 6}
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/workers/default_worker.py")
 RAYS_SECONDS = 90.0
@@ -82,9 +84,16 @@ def write_corpus(folder: Path) -> None:
         (folder / f"{number:03d}.txt").write_text("".join(letters), encoding="utf-8")
 
 
-def write_config(folder: Path, loader: str, steps: int) -> Path:
-    path = folder / f"{loader}.toml"
-    path.write_text(CONFIG.format(folder=folder, loader=loader, steps=steps), encoding="utf-8")
+def write_config(folder: Path, name: str, loader: str, steps: int, ranks: int = 2) -> Path:
+    """Of a run in ``folder/name``; its ranks hold one document of the longest together."""
+    path = folder / f"{name}.toml"
+    capacity = -(-CONTEXT // ranks)
+    path.write_text(
+        CONFIG.format(
+            folder=folder, name=name, loader=loader, steps=steps, ranks=ranks, capacity=capacity, context=CONTEXT
+        ),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -131,6 +140,9 @@ class Storm:
     steps: int
     options: Sequence[str]
     deadline: float
+    name: str = "ray"
+    loader: str = "ray"
+    ranks: int = 2
     launcher: psutil.Popen = None
     family: set[psutil.Process] = field(default_factory=set)
     killed: Counter[str] = field(default_factory=Counter)
@@ -143,17 +155,25 @@ class Storm:
 
     @property
     def run(self) -> Path:
-        return self.folder / "ray"
+        return self.folder / self.name
+
+    @property
+    def log(self) -> Path:
+        """What the command has said."""
+        return self.folder / f"{self.name}.log"
 
     def begin(self) -> None:
-        config = str(write_config(self.folder, "ray", self.steps))
+        config = str(write_config(self.folder, self.name, self.loader, self.steps, self.ranks))
         again = ("--resume", str(self.run)) if (self.run / "config.toml").exists() else (config,)
-        self.launcher = start(self.folder / "ray.log", *again, *self.options)
+        self.launcher = start(self.log, *again, *self.options)
 
-    def rage(self, kinds: Sequence[str], dice: random.Random) -> None:
-        """Kill one process of each of ``kinds``: most after a random step, others while the last is mended."""
-        for kind, step in zip(kinds, sorted(dice.sample(range(2, int(0.95 * self.steps)), len(kinds))), strict=True):
-            in_recovery = dice.random() < 0.3 and self.killed
+    def rage(self, kinds: Sequence[str], dice: random.Random, *, part: float = 0.95, in_a_row: float = 0.3) -> None:
+        """Kill one process of each of ``kinds`` in the first ``part`` of the steps.
+
+        Most after a random step, a share of ``in_a_row`` while the last death is being mended.
+        """
+        for kind, step in zip(kinds, sorted(dice.sample(range(2, int(part * self.steps)), len(kinds))), strict=True):
+            in_recovery = dice.random() < in_a_row and self.killed
             pause, until = dice.uniform(0, 6.0 if in_recovery else 0.3), 0.0
             while not until or time.monotonic() < until:
                 if not until and (in_recovery or self.steps_done() >= step):
@@ -205,6 +225,13 @@ class Storm:
             time.sleep(0.1)
         return names
 
+    def end_of_run(self) -> int | None:
+        """Its exit code; None where it did not end in time."""
+        while self.launcher.poll() is None and time.monotonic() < self.deadline:
+            self.family.update(self.launcher.children(recursive=True))
+            time.sleep(0.1)
+        return self.launcher.poll()
+
     def end(self) -> None:
         for process in self.family | ({self.launcher} if self.launcher else set()):
             if process.is_running():
@@ -215,8 +242,9 @@ def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
     """``[number of tokens]`` how often each token of the corpus was given to some rank."""
     counts = np.zeros(corpus.pieces.num_tokens + 1, dtype=np.int64)
     for pieces, starts, stops, _ in (segments.T for segments in read_record(run / "data", steps)):
-        np.add.at(counts, corpus.pieces.start[pieces] + starts, 1)
-        np.add.at(counts, corpus.pieces.start[pieces] + stops, -1)
+        first = corpus.pieces.start[corpus.index.rows(pieces)]
+        np.add.at(counts, first + starts, 1)
+        np.add.at(counts, first + stops, -1)
     return np.cumsum(counts)[:-1]
 
 
@@ -252,16 +280,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launch", choices=["torchrun", "ray"], default="torchrun")
     parser.add_argument("--limit-seconds", type=float, default=1500.0)
+    parser.add_argument("--matrix", action="store_true", help="a short run for each loader and 1 to 8 ranks")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bytescale-soak-") as name:
-        return soak(Path(name), options)
+        return matrix(Path(name), options) if options.matrix else soak(Path(name), options)
 
 
 def soak(folder: Path, options: argparse.Namespace) -> int:
     dice = random.Random(options.seed)
     kinds = kinds_to_kill(options.kills, dice)
     write_corpus(folder / "corpus")
-    peaceful = start(folder / "local.log", str(write_config(folder, "local", options.steps)))
+    peaceful = start(folder / "local.log", str(write_config(folder, "local", "local", options.steps)))
     assert peaceful.wait(options.limit_seconds) == 0, (folder / "local.log").read_text(errors="replace")[-3000:]
     started = time.monotonic()
     storm = Storm(
@@ -274,14 +303,11 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
         storm.begin()
         storm.rage(kinds, dice)
         print(f"{storm.steps_done()} of {options.steps} steps at the last kill, {time.monotonic() - started:.0f} s")
-        while storm.launcher.poll() is None and time.monotonic() < storm.deadline:
-            storm.family.update(storm.launcher.children(recursive=True))
-            time.sleep(0.1)
-        code, seconds = storm.launcher.poll(), time.monotonic() - started
+        code, seconds = storm.end_of_run(), time.monotonic() - started
         orphans = storm.alive(RAYS_SECONDS)
         checks = examine(folder, storm, code, orphans, kinds)
     except AssertionError:
-        print((folder / "ray.log").read_text(encoding="utf-8", errors="replace")[-3000:])
+        print(storm.log.read_text(encoding="utf-8", errors="replace")[-3000:])
         raise
     finally:
         storm.end()
@@ -293,8 +319,56 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     for what, holds in checks.items():
         print(f"  {'yes' if holds else 'NO '}  {what}")
     if not all(checks.values()):
-        print((folder / "ray.log").read_text(encoding="utf-8", errors="replace")[-3000:])
+        print(storm.log.read_text(encoding="utf-8", errors="replace")[-3000:])
     return 0 if all(checks.values()) else 1
+
+
+def matrix(folder: Path, options: argparse.Namespace) -> int:
+    """Each loader on 1 to 8 ranks: a server, the planner and a rank get kill -9 in the middle; tokens are counted."""
+    dice, steps = random.Random(options.seed), 160
+    write_corpus(folder / "corpus")
+    config = write_config(folder, "peace", "local", steps, 1)
+    assert start(folder / "peace.log", str(config)).wait(options.limit_seconds) == 0
+    corpus, peace = prepare_corpus(load_config(config).data), outcome(folder / "peace")
+    print(
+        "loader  ranks  killed                         attempts  tokens  lost  doubled  worst loss  seconds", flush=True
+    )
+    all_right = True
+    for loader, kinds in (("local", ["rank"]), ("ray", ["server", "planner", "rank"])):
+        for ranks in range(1, 9):
+            started = time.monotonic()
+            storm = Storm(
+                folder=folder,
+                steps=steps,
+                options=("--launch", options.launch, "--max-restarts", "3"),
+                deadline=started + 400,
+                name=f"{loader}-{ranks}",
+                loader=loader,
+                ranks=ranks,
+            )
+            try:
+                storm.begin()
+                storm.rage(dice.sample(kinds, len(kinds)), dice, part=0.5, in_a_row=0.0)
+                code = storm.end_of_run()
+            except AssertionError:
+                print(storm.log.read_text(encoding="utf-8", errors="replace")[-3000:])
+                raise
+            finally:
+                storm.end()
+            done = outcome(storm.run)
+            check = check_record(storm.run / "data", steps, corpus, load_config(folder / f"{storm.name}.toml").data)
+            given, expected = times_given(storm.run, corpus, steps), times_expected(corpus, done[3])
+            lost, doubled = np.maximum(expected - given, 0).sum(), np.maximum(given - expected, 0).sum()
+            worst = float(np.max(np.abs(np.array(done[1]) / np.array(peace[1]) - 1)))
+            right = code == 0 and not lost and not doubled and done[3] == peace[3] and worst < 1e-4
+            all_right &= right and len(done[0]) == steps and storm.killed.total() == len(kinds)
+            print(
+                f"{loader:6}  {ranks:5}  {', '.join(storm.killed):29}  {check.num_attempts:8}  {given.sum():6}  "
+                f"{lost:4}  "
+                f"{doubled:7}  {worst:10.1e}  {time.monotonic() - started:7.0f}  {'' if right else 'WRONG'}",
+                flush=True,
+            )
+    return 0 if all_right else 1
 
 
 def examine(

@@ -11,6 +11,7 @@ from bytescale.cli import plan, simulate
 from bytescale.cli.batch_source import read_lengths
 from bytescale.common.errors import ConfigError, DataError, PlanError
 from bytescale.plan.io import load_plan
+from bytescale.plan.verify import verify
 
 SMALL = ["--batch.tokens", "256K", "--batch.context", "64K", "--cost.profile", "case-study"]
 
@@ -22,6 +23,19 @@ def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFix
     for word in ("static", "naive", "paper", "adaptive", "critical sequence", "what would help", "bytes saved"):
         assert word in printed
     assert load_plan(tmp_path / "plan.npz").num_ranks == 16
+
+
+def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The plan cannot hang under 1F1B, and memory is that of the fullest stage."""
+    path = tmp_path / "plan.npz"
+    assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--pp", "4", "--save", str(path)]) == 0
+    printed = capsys.readouterr().out
+    for word in ("(tp 2 x pp 4 devices each)", "pipelines fill and drain", "memory at 2 bytes"):
+        assert word in printed
+    assert "more than the" not in printed
+    verify(load_plan(path), num_stages=4)
+    assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--pp", "4", "--device-gib", "2"]) == 0
+    assert "more than the 2 GiB of a device. To fix: more devices" in capsys.readouterr().out
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

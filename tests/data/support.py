@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bytescale.config import DataConfig
-from bytescale.data.corpus import Corpus, CorpusFacts, CorpusIndex, prepare_corpus
+from bytescale.data.corpus import Corpus, prepare_corpus
 from bytescale.data.facts import FactsGatherer
+from bytescale.data.index import CorpusIndex, PartFinder
 from bytescale.data.indexed import facts_path
 from bytescale.data.indexed_writer import IndexedWriter
-from bytescale.data.pieces import OverLength, make_pieces
+from bytescale.data.order import MIB
+from bytescale.data.pieces import OverLength
+from bytescale.data.readers import WorkUnit
+from bytescale.data.shards import PartContent, Shard
+from bytescale.data.sources import SourceFile
 from bytescale.data.tokenizer import Tokenizer
 
 
@@ -38,34 +43,56 @@ def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
+class PartsAtHand:
+    """A ``PartFinder`` of parts that have been read already."""
+
+    parts_ahead = 1
+
+    def __init__(self, contents: Sequence[PartContent]) -> None:
+        self._contents = contents
+
+    def expect(self, parts: Sequence[int]) -> None:
+        """There is nothing to begin with."""
+
+    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+        return {part: self._contents[part] for part in parts}
+
+
 def memory_corpus(
-    lengths: Sequence[int], context_length: int, over_length: OverLength = "split", num_parts: int = 1
+    lengths: Sequence[int],
+    context_length: int,
+    over_length: OverLength = "split",
+    num_parts: int = 1,
+    *,
+    part_mib: int = 0,
+    num_bins: int = 0,
+    finder: Callable[[list[PartContent]], PartFinder] = PartsAtHand,
+    text_later: bool = False,
 ) -> Corpus:
-    """A corpus of documents of these lengths whose tokens are their own places: 0, 1, 2, ..."""
-    ends = np.cumsum(lengths)
-    num_tokens = int(ends[-1])
-    pieces, counts = make_pieces(ends - lengths, np.asarray(lengths, dtype=np.int64), context_length, over_length)
+    """A corpus of documents of these lengths whose tokens are their own places: 0, 1, 2, ...
+
+    Its parts pretend to come from ``part_mib`` MiB of text each, and ``num_bins`` more to be ``.bin`` files.
+    """
+    num_all = num_parts + num_bins
     # Documents must not straddle parts: cut between documents.
-    cuts = [int(ends[len(lengths) * part // num_parts - 1]) if part else 0 for part in range(num_parts)]
-    offsets = np.array([*sorted(cuts), num_tokens], dtype=np.int64)
-    return Corpus(
-        parts=tuple(np.arange(a, b, dtype=np.int32) for a, b in itertools.pairwise(offsets)),
-        index=CorpusIndex(
-            part_offsets=offsets,
-            part_sources=np.zeros(num_parts, dtype=np.int64),
-            pieces=pieces,
-            facts=CorpusFacts(
-                counts=counts,
-                num_pieces=pieces.num_pieces,
-                num_tokens=pieces.num_tokens,
-                vocab_size=num_tokens,
-                tokenizer=None,
-                skipped_files=(),
-                fingerprint=f"{list(lengths)} {context_length} {over_length}",
-            ),
-        ),
-        tokenizer=None,
-    )
+    cuts = [len(lengths) * part // num_all for part in range(num_all + 1)]
+    shards, parts, contents, first = [], [], [], 0
+    for start, stop in itertools.pairwise(cuts):
+        own = np.asarray(lengths[start:stop], dtype=np.int64)
+        tokens = np.arange(first, first + own.sum(), dtype=np.int32)
+        first += len(tokens)
+        gatherer = FactsGatherer(tokens.dtype)
+        gatherer.add(tokens, own)
+        offsets = np.concatenate([[0], np.cumsum(own)])
+        parts.append(tokens)
+        contents.append(PartContent(document_offsets=offsets, facts=gatherer.finish()))
+        if len(shards) < num_parts:
+            shards.append(Shard(source=0, units=(WorkUnit(files=(), num_bytes=part_mib * MIB),)))
+        else:
+            shards.append(Shard(source=0, file=SourceFile(path=Path("b.bin"), format="bin", num_bytes=1, mtime_ns=0)))
+    config = DataConfig(sources=("memory",), context_length=context_length, over_length=over_length)
+    index = CorpusIndex(config, shards, None, finder(contents), text_later=text_later)
+    return Corpus(parts=tuple(parts), index=index, tokenizer=None)
 
 
 def config(tmp_path: Path, *sources: object, **settings: Any) -> DataConfig:
@@ -77,7 +104,7 @@ def config(tmp_path: Path, *sources: object, **settings: Any) -> DataConfig:
 def texts_of(corpus: Corpus) -> list[str]:
     """The pieces of a corpus as text."""
     assert corpus.tokenizer is not None
-    return [corpus.tokenizer.decode(corpus.piece_tokens(piece)) for piece in range(corpus.pieces.num_pieces)]
+    return [corpus.tokenizer.decode(corpus.piece_tokens(piece)) for piece in corpus.all_pieces.tolist()]
 
 
 __all__ = ["config", "memory_corpus", "prepare_corpus", "texts_of", "write_jsonl", "write_pair"]

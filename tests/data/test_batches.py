@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.data.batches import BatchSampler, GlobalBatch, epoch_order
+from bytescale.data.batches import BatchSampler, GlobalBatch
+from bytescale.data.order import epoch_order
 from tests.data.support import memory_corpus
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)
@@ -37,7 +38,7 @@ def same(a: GlobalBatch, b: GlobalBatch) -> bool:
 @given(lengths=LENGTHS, extra=st.integers(0, 100), seed=st.integers(0, 5))
 def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, seed: int) -> None:
     budget = max(lengths) + extra
-    sampler = BatchSampler(memory_corpus(lengths, 20), budget, seed)
+    sampler = BatchSampler(memory_corpus(lengths, 20).index, budget, seed)
     batches = [sampler.next_batch() for _ in range(12)]
     assert [batch.pieces.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
     for step, batch in enumerate(batches):
@@ -50,7 +51,7 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
 @given(lengths=LENGTHS, extra=st.integers(0, 30))
 def test_every_epoch_consumes_every_piece_exactly_once(lengths: list[int], extra: int) -> None:
     corpus = memory_corpus(lengths, 7)
-    sampler = BatchSampler(corpus, 7 + extra, shuffle_seed=3)
+    sampler = BatchSampler(corpus.index, 7 + extra, shuffle_seed=3)
     num_pieces = corpus.pieces.num_pieces
     stream: list[int] = []
     while len(stream) < 3 * num_pieces:
@@ -65,13 +66,13 @@ def test_every_epoch_consumes_every_piece_exactly_once(lengths: list[int], extra
 @given(lengths=LENGTHS, stop=st.integers(0, 8))
 def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], stop: int) -> None:
     corpus = memory_corpus(lengths, 20)
-    uninterrupted = BatchSampler(corpus, 25, shuffle_seed=1)
+    uninterrupted = BatchSampler(corpus.index, 25, shuffle_seed=1)
     expected = [uninterrupted.next_batch() for _ in range(stop + 5)]
-    first = BatchSampler(corpus, 25, shuffle_seed=1)
+    first = BatchSampler(corpus.index, 25, shuffle_seed=1)
     for _ in range(stop):
         first.next_batch()
     state = json.loads(json.dumps(first.state_dict()))
-    second = BatchSampler(corpus, 25, shuffle_seed=1)
+    second = BatchSampler(corpus.index, 25, shuffle_seed=1)
     second.load_state_dict(state)
     assert second.next_step == stop
     assert all(same(second.next_batch(), batch) for batch in expected[stop:])
@@ -79,9 +80,9 @@ def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], s
 
 def test_resuming_with_another_budget_repeats_and_skips_nothing() -> None:
     corpus = memory_corpus(list(range(1, 30)), 30)
-    first = BatchSampler(corpus, 40, shuffle_seed=1)
+    first = BatchSampler(corpus.index, 40, shuffle_seed=1)
     seen = [first.next_batch().pieces for _ in range(4)]
-    second = BatchSampler(corpus, 100, shuffle_seed=1)
+    second = BatchSampler(corpus.index, 100, shuffle_seed=1)
     second.load_state_dict(first.state_dict())
     while sum(map(len, seen)) < 29:
         seen.append(second.next_batch().pieces)
@@ -98,14 +99,14 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 
 def test_a_million_pieces_take_no_loop() -> None:
     lengths = np.random.default_rng(0).integers(1, 16, 1_000_000).tolist()
-    sampler = BatchSampler(memory_corpus(lengths, 16), 2**20, shuffle_seed=0)
+    sampler = BatchSampler(memory_corpus(lengths, 16).index, 2**20, shuffle_seed=0)
     batches = [sampler.next_batch() for _ in range(7)]
     assert all(2**20 - 16 < batch.num_tokens <= 2**20 for batch in batches)
     assert len(np.unique(np.concatenate([batch.pieces for batch in batches]))) > 900_000
 
 
 def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
-    batch = BatchSampler(memory_corpus([3, 4], 10), 15, shuffle_seed=0).next_batch()
+    batch = BatchSampler(memory_corpus([3, 4], 10).index, 15, shuffle_seed=0).next_batch()
     assert batch.num_tokens == 14
     assert sorted(batch.pieces.tolist()) == [0, 0, 1, 1]
     assert batch.ends_epoch
@@ -113,12 +114,12 @@ def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
 
 def test_a_sequence_that_fits_in_no_batch() -> None:
     with pytest.raises(ConfigError, match=r"Document 1 has a sequence of 9 tokens, more than data.batch_tokens = 8"):
-        BatchSampler(memory_corpus([3, 9, 4], 10), 8, shuffle_seed=0)
+        BatchSampler(memory_corpus([3, 9, 4], 10).index, 8, shuffle_seed=0)
 
 
 def test_a_negative_seed() -> None:
     with pytest.raises(ConfigError, match=r"data.shuffle_seed is -1"):
-        BatchSampler(memory_corpus([3], 10), 8, shuffle_seed=-1)
+        BatchSampler(memory_corpus([3], 10).index, 8, shuffle_seed=-1)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,6 @@ def test_a_negative_seed() -> None:
     ],
 )
 def test_a_state_that_does_not_belong_here(change: dict, message: str) -> None:
-    sampler = BatchSampler(memory_corpus([3, 9, 4], 10), 20, shuffle_seed=1)
+    sampler = BatchSampler(memory_corpus([3, 9, 4], 10).index, 20, shuffle_seed=1)
     with pytest.raises(CheckpointError, match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import DataConfig
-from bytescale.data.corpus import IGNORE_INDEX, check_vocabulary, prepare_corpus
+from bytescale.data import shards
+from bytescale.data.corpus import IGNORE_INDEX, check_vocabulary, plan_shards, prepare_corpus
+from bytescale.data.mixture import make_sampler
+from bytescale.data.order import PieceStream
 from bytescale.data.pieces import OverLength, make_pieces
 from bytescale.data.progress import Progress
 from bytescale.data.tokenizer import ByteTokenizer
@@ -66,6 +72,8 @@ def test_reading_ranges_of_pieces(
     lengths: list[int], context_length: int, over_length: OverLength, parts: int, data: st.DataObject
 ) -> None:
     """Against a loop over tokens that knows documents only: the label is the next token of the same document."""
+    kept = [length for length in lengths if length and (over_length != "drop" or length <= context_length)]
+    assume(kept)  # a corpus without a piece is refused
     corpus = memory_corpus(lengths, context_length, over_length, num_parts=min(parts, len(lengths)))
     table = corpus.pieces
     ranges = []
@@ -74,8 +82,8 @@ def test_reading_ranges_of_pieces(
         start = data.draw(st.integers(0, int(table.length[piece])))
         ranges.append((piece, start, data.draw(st.integers(start, int(table.length[piece])))))
     tokens, labels = (
-        corpus.read(*(np.array(column, dtype=np.int64) for column in zip(*ranges, strict=True)))
-        if (ranges)
+        corpus.read(corpus.all_pieces[columns[0]], *columns[1:])
+        if (columns := [np.array(column, dtype=np.int64) for column in zip(*ranges, strict=True)])
         else (np.zeros(0), np.zeros(0))
     )
     expected_tokens, expected_labels = [], []
@@ -100,7 +108,7 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     assert corpus.facts.vocab_size == 257
     assert corpus.facts.counts.num_empty_documents == 1
     assert isinstance(corpus.parts[0].base, np.memmap)
-    tokens, labels = corpus.read(np.array([3, 0]), np.array([0, 1]), np.array([2, 4]))
+    tokens, labels = corpus.read(corpus.all_pieces[[3, 0]], np.array([0, 1]), np.array([2, 4]))
     assert tokens.tolist() == [99, 256, 98, 99, 256]
     assert labels.tolist() == [256, IGNORE_INDEX, 99, 256, IGNORE_INDEX]
 
@@ -147,7 +155,7 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> N
 def _prepare_in_a_process(settings: DataConfig, results: multiprocessing.Queue) -> None:
     calls: list[Progress] = []
     corpus = prepare_corpus(settings, calls.append)
-    results.put((corpus.fingerprint, bool(calls)))
+    results.put((corpus.fingerprint, any(progress.done_bytes for progress in calls)))
 
 
 def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
@@ -163,7 +171,7 @@ def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
         process.join()
     assert len({fingerprint for fingerprint, _ in outcomes}) == 1
     assert sum(worked for _, worked in outcomes) in (1, 2), "one trains the tokenizer, one (or the same) tokenises"
-    assert len(list((tmp_path / "cache/tokens").glob("*.idx"))) == 1
+    assert len(list((tmp_path / "cache/tokens").rglob("*.idx"))) == 1
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
@@ -233,3 +241,86 @@ def test_an_idx_that_does_not_match_its_bin(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\0" * 4)
     with pytest.raises(DataError, match=r"a.idx describes 3 tokens of 2 bytes = 6 bytes, but .*a.bin has 4"):
         prepare_corpus(config(tmp_path, tmp_path / "a.bin"))
+
+
+def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Window by window, the next one in the background; tokens and order are those of a corpus that is read at once."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200 * 1024)
+    dice = np.random.default_rng(0)
+    for number in range(12):
+        records = [{"text": "".join(dice.choice(list("abcd "), int(size)))} for size in dice.integers(10, 2000, 260)]
+        write_jsonl(tmp_path / f"{number:02d}.jsonl", records)
+    settings = config(
+        tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=1, batch_tokens=200_000, cache_dir=str(tmp_path / "later")
+    )
+    calls: list[Progress] = []
+    later = prepare_corpus(settings, calls.append, text_later=True, ahead=True)
+    tokens = tmp_path / "later/tokens"
+    assert calls == []
+    assert later.index.facts.num_parts_read == 0
+    assert not tokens.exists()
+    sampler = make_sampler(later.index, settings)
+    assert 1 < later.index.facts.num_parts_read < 12
+    assert {progress.stage for progress in calls} == {"tokenising"}
+    deadline = time.monotonic() + 60
+    while len(list(tokens.rglob("*.idx"))) == later.index.facts.num_parts_read:  # the next window follows by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    at_once = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "at-once")))
+    other = make_sampler(at_once.index, settings)
+    while not (batch := sampler.next_batch()).ends_epoch:
+        same = other.next_batch()
+        assert sampler.state_dict() == other.state_dict()
+        none = np.zeros_like(batch.lengths)
+        for mine, theirs in zip(
+            later.read(batch.pieces, none, batch.lengths), at_once.read(same.pieces, none, same.lengths), strict=True
+        ):
+            assert np.array_equal(mine, theirs)
+    assert later.facts == at_once.facts
+
+
+def test_closing_a_corpus_ends_what_runs_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a unit of text, also while another process holds the lock; and nothing half-written stays."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200 * 1024)
+    for number in range(20):
+        write_jsonl(tmp_path / f"{number:02d}.jsonl", [{"text": f"{number}{n:05d}" * 50} for n in range(1000)])
+    settings = config(tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=3, batch_tokens=100_000)
+    corpus = prepare_corpus(settings, text_later=True, ahead=True)
+    make_sampler(corpus.index, settings)
+    corpus.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "bytescale-tokeniser"]
+    made = len(list((tmp_path / "cache").rglob("*.idx")))
+    assert made < 20
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+    time.sleep(0.5)
+    assert len(list((tmp_path / "cache").rglob("*.idx"))) == made
+
+
+def test_a_broken_file_is_found_when_its_window_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again by whoever asks again: an error in the background is nobody's, so it must not be lost."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200 * 1024)
+    for number in range(8):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": f"{number}{n:05d}" * 50} for n in range(1000)])
+    settings = config(tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=1, batch_tokens=100_000)
+    planned, _ = plan_shards(settings)
+    index = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "whole"))).index
+    stream = PieceStream(index, np.arange(8), 1, settings.shuffle_seed)
+    last = stream.windows(0)[-1][0]
+    broken = planned[last].units[0].files[0].path
+    assert isinstance(broken, Path)
+    with broken.open("r+b") as file:  # the same size
+        file.write(b"#")
+    sampler = make_sampler(prepare_corpus(settings, text_later=True).index, settings)
+    states, error = [sampler.state_dict()], None
+    while error is None:
+        try:
+            sampler.next_batch()
+            states.append(sampler.state_dict())
+        except DataError as found:
+            error = found
+    assert f"{broken.name}:1 is not JSON" in str(error)
+    assert len(states) > 5
+    resumed = make_sampler(prepare_corpus(settings, text_later=True).index, settings, states[-1])
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"{broken.name}:1 is not JSON"):
+            resumed.next_batch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,6 +60,7 @@ def files() -> Iterator[Files]:
             served.requests.append((self.path, asked, status))
             self.send_response(status)
             self.send_header("Accept-Ranges", "bytes")
+            self.send_header("ETag", f'"{zlib.crc32(served.contents.get(self.path, b""))}"')
             if status == 206:
                 self.send_header("Content-Range", f"bytes {first}-{int(first) + len(content) - 1}/{whole}")
             self.send_header("Content-Length", str(len(content)))
@@ -96,6 +98,20 @@ def test_jsonl_and_a_pair_over_http(tmp_path: Path, files: Files) -> None:
     again = prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", f"{files.url}/d.bin"))
     assert again.fingerprint == corpus.fingerprint
     assert not [path for path, asked, _ in files.requests[seen:] if asked], "what was read is in the cache"
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, files: Files) -> None:
+    texts = []
+    for text in ("old", "new"):  # of one length
+        files.contents = {"/a.jsonl": lines(text)}
+        texts += texts_of(prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl")))
+    assert texts == ["old", "new"]
+
+
+def test_a_query_is_no_ending(tmp_path: Path, files: Files) -> None:
+    """As in signed URLs."""
+    files.contents = {"/a.jsonl?signature=x.y": lines("one", "two")}
+    assert texts_of(prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl?signature=x.y"))) == ["one", "two"]
 
 
 @pytest.mark.parametrize("only_reads", [False, True])

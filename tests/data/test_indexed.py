@@ -120,9 +120,9 @@ def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_commit_replaces_an_older_pair_and_removes_what_dead_processes_left(tmp_path: Path) -> None:
     host = socket.gethostname().split(".")[0]
-    stale = tmp_path / f".a.bin.{host}.4194305.tmp"  # above the largest process id of Linux
-    ours = tmp_path / f".a.idx.{host}.{os.getppid()}.tmp"
-    elsewhere = tmp_path / ".a.bin.anotherhost.4194305.tmp"
+    stale = tmp_path / f".a.bin.{host}.7.4194305.tmp"  # above the largest process id of Linux
+    ours = tmp_path / f".a.idx.{host}.7.{os.getppid()}.tmp"
+    elsewhere = tmp_path / ".a.bin.anotherhost.7.4194305.tmp"
     for path in (stale, ours, elsewhere):
         path.write_bytes(b"half")
     write_pair(tmp_path / "a", [[1]])

@@ -37,7 +37,7 @@ def plan_on_one_rank(lengths: IntArray) -> Plan:
 
 
 def loader_of(corpus: Corpus, rank: int = 0, planner: Callable = plan_on_one_rank, **settings: int) -> LocalLoader:
-    return LocalLoader(corpus, BatchSampler(corpus, 60, 7), planner, rank, prefetch_steps=2, **settings)
+    return LocalLoader(corpus, BatchSampler(corpus.index, 60, 7), planner, rank, prefetch_steps=2, **settings)
 
 
 @given(
@@ -52,7 +52,7 @@ def test_all_ranks_together_read_the_batch_exactly_once(
     """Tokens are their own places in the corpus: what was read says where it came from."""
     corpus = memory_corpus(lengths, 12, over_length, num_parts=min(2, len(lengths)))
     read: list[list[tuple[int, int, int]]] = [[], []]
-    sampler = BatchSampler(corpus, 60, 7)
+    sampler = BatchSampler(corpus.index, 60, 7)
     batches = {step: sampler.next_batch() for step in range(2)}
     for rank in range(num_ranks):
         with loader_of(corpus, rank, random_planner(num_ranks, seed), stop_step=2) as loader:
@@ -66,7 +66,7 @@ def test_all_ranks_together_read_the_batch_exactly_once(
                     read[data.step].extend(zip(*columns, strict=True))
     for step, batch in batches.items():
         expected = []
-        for piece in batch.pieces.tolist():
+        for piece in corpus.index.rows(batch.pieces).tolist():
             start, length = int(corpus.pieces.start[piece]), int(corpus.pieces.length[piece])
             targets = int(corpus.pieces.num_targets[piece])
             for place in range(length):
@@ -94,7 +94,7 @@ def test_tokens_lie_in_the_order_of_the_segments() -> None:
         groups = [GroupSpec(sequences=[long], ranks=[1, 0]), GroupSpec(sequences=[short], ranks=[0])]
         return Plan.build(lengths=lengths, capacity_tokens=[9, 9], groups=groups, schedule=[[[0, 1]], [[0]]])
 
-    with LocalLoader(corpus, BatchSampler(corpus, 11, 0), planner, rank=0, prefetch_steps=1) as loader:
+    with LocalLoader(corpus, BatchSampler(corpus.index, 11, 0), planner, rank=0, prefetch_steps=1) as loader:
         (micro_batch,) = next(loader).micro_batches
     # Member 1 of 2 holds chunks 1 and 2 of the 4 of the long document; then comes the short one, whole.
     assert micro_batch.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
@@ -107,13 +107,13 @@ def test_the_state_is_that_of_the_last_consumed_step() -> None:
     with loader_of(corpus) as loader:
         uninterrupted = [next(loader) for _ in range(8)]
     with loader_of(corpus) as loader:
-        assert loader.state_dict() == BatchSampler(corpus, 60, 7).state_dict()
+        assert loader.state_dict() == BatchSampler(corpus.index, 60, 7).state_dict()
         for _ in range(3):
             data = next(loader)
         time.sleep(0.05)  # steps 3 and 4 are read ahead by now; they must come again
         state = loader.state_dict()
         assert state == data.sampler_state_after
-    sampler = BatchSampler(corpus, 60, 7)
+    sampler = BatchSampler(corpus.index, 60, 7)
     sampler.load_state_dict(state)
     with LocalLoader(corpus, sampler, plan_on_one_rank, 0, prefetch_steps=1) as resumed:
         for expected in uninterrupted[3:]:

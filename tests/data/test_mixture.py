@@ -11,9 +11,9 @@ import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config import Config, DataConfig, validate
-from bytescale.data import prepare_corpus
-from bytescale.data.batches import epoch_order
+from bytescale.data import prepare_corpus, shards
 from bytescale.data.mixture import MixtureSampler, make_sampler
+from bytescale.data.order import epoch_order
 from tests.data.support import config, texts_of, write_jsonl
 
 
@@ -28,14 +28,14 @@ def settings(tmp_path: Path) -> DataConfig:
 
 def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus, settings)
-    of_piece = corpus.index.piece_sources()
+    sampler = make_sampler(corpus.index, settings)
+    of_piece = corpus.index.part_sources[corpus.all_pieces >> 32]
     drawn: list[int] = []
     for step in range(40):
         batch = sampler.next_batch()
         assert batch.step == step
         assert 400 < batch.num_tokens <= 500
-        drawn.extend(batch.pieces.tolist())
+        drawn.extend(corpus.index.rows(batch.pieces).tolist())
         tokens = np.bincount(of_piece[drawn], weights=corpus.pieces.length[drawn])
         assert abs(tokens[0] - 0.25 * tokens.sum()) <= 2 * 100
     # Each source on its own passes through its epochs in the order of (seed, epoch, source).
@@ -50,20 +50,61 @@ def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: 
 
 def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus, settings)
+    sampler = make_sampler(corpus.index, settings)
     for _ in range(7):
         sampler.next_batch()
     state = sampler.state_dict()
     expected = [sampler.next_batch().pieces.tolist() for _ in range(20)]
-    resumed = make_sampler(corpus, settings)
+    resumed = make_sampler(corpus.index, settings)
     resumed.load_state_dict(state)
     assert [resumed.next_batch().pieces.tolist() for _ in range(20)] == expected
-    other = make_sampler(corpus, replace(settings, weights=(0.5, 0.5)))
+    other = make_sampler(corpus.index, replace(settings, weights=(0.5, 0.5)))
     assert isinstance(other, MixtureSampler)
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has \[0.5, 0.5\]"):
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has None"):
-        make_sampler(corpus, replace(settings, weights=())).load_state_dict(state)
+        make_sampler(corpus.index, replace(settings, weights=())).load_state_dict(state)
+
+
+def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large one goes window by window, the small one in one shuffle; each is its source once an epoch."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200 * 1024)
+    (tmp_path / "large").mkdir()
+    for number in range(8):
+        records = [{"text": f"{number}{n:03d} " * (40 + n % 90)} for n in range(600)]
+        write_jsonl(tmp_path / "large" / f"{number}.jsonl", records)
+    write_jsonl(tmp_path / "small.jsonl", [{"text": f"{n:03d}" * 20} for n in range(50)])
+    settings = config(
+        tmp_path,
+        *(tmp_path / "large", tmp_path / "small.jsonl"),
+        weights=(0.9, 0.1),
+        batch_tokens=100_000,
+        context_length=1000,
+        shuffle_window_mib=1,
+    )
+    corpus = prepare_corpus(settings)
+    sampler = make_sampler(corpus.index, settings)
+    batches: list[list[int]] = []
+    states = [sampler.state_dict()]
+    while states[-1]["sources"][0]["epoch"] == 0:
+        batches.append(sampler.next_batch().pieces.tolist())
+        states.append(sampler.state_dict())
+    drawn = [piece for batch in batches for piece in batch]
+    assert {state["sources"][0]["window"] for state in states} == {0, 1}
+    assert {state["sources"][1]["window"] for state in states} == {0}
+    assert states[-1]["sources"][1]["epoch"] > 1
+    source = corpus.index.part_sources
+    for number in (0, 1):
+        own = [piece for piece in corpus.all_pieces.tolist() if source[piece >> 32] == number]
+        passed = [piece for piece in drawn if source[piece >> 32] == number]
+        assert len(passed) > len(own)
+        for epoch in range(len(passed) // len(own)):
+            assert sorted(passed[epoch * len(own) : (epoch + 1) * len(own)]) == own
+    middle = len(batches) // 2
+    resumed = make_sampler(corpus.index, settings, states[middle])
+    assert [resumed.next_batch().pieces.tolist() for _ in batches[middle:]] == batches[middle:]
+    with pytest.raises(CheckpointError, match="data shuffle_window 1 MiB, this run has everything"):
+        make_sampler(corpus.index, replace(settings, shuffle_window_mib=2), states[middle])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +123,7 @@ def test_weights_that_make_no_sense(settings: DataConfig, weights: tuple[float, 
 def test_a_source_that_gives_nothing(tmp_path: Path, settings: DataConfig) -> None:
     filtered = replace(settings, max_document_tokens=100)  # every long document
     with pytest.raises(DataError, match=r"long.jsonl' has weight 0.75 but holds no sequence.*length filters"):
-        make_sampler(prepare_corpus(filtered), filtered)
+        make_sampler(prepare_corpus(filtered).index, filtered)
 
 
 def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
-from bytescale.data.batches import epoch_order
 from bytescale.data.corpus import prepare_corpus
+from bytescale.data.order import epoch_order
 from bytescale.data.remote.feed import RemoteFeed
 from tests.data.support import write_jsonl
 from tests.remote.support import (
@@ -39,6 +39,7 @@ def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> Non
     write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * (n % 37 + 1)} for n in range(25)])
     config = numbered_config(tmp_path, sources=(str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")), servers=3)
     with feeds(config, "ray", num_ranks) as remote, feeds(config, "local", num_ranks) as local:
+        assert [feed.state_dict() for feed in remote] == [feed.state_dict() for feed in local]
         assert [feed.facts for feed in remote] == [feed.facts for feed in local]
         for ours, theirs in zip(take_steps(remote, 14)[0], take_steps(local, 14)[0], strict=True):
             for mine, other in zip(ours, theirs, strict=True):
@@ -122,8 +123,9 @@ def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> N
     killer = threading.Thread(target=kill_soon)
     killer.start()
     feed = RemoteFeed(config, "dying", 0, 1)
-    killer.join()
     try:
+        feed.state_dict()
+        killer.join()
         with feeds(config, "local", 1) as (local,):
             assert feed.facts == local.facts
         assert not list((tmp_path / "cache").rglob("*.tmp"))
@@ -133,11 +135,10 @@ def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> N
 
 def test_what_servers_find_wrong_reaches_every_rank(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "fine"}\nbroken\n')
-    with (
-        pytest.raises(DataError, match=r"b.jsonl:2 is not JSON .*To fix: mend or delete the line"),
-        feeds(numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),)), "ray", 1),
-    ):
-        pass
+    with feeds(numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),)), "ray", 3) as opened:
+        for feed in opened:
+            with pytest.raises(DataError, match=r"b.jsonl:2 is not JSON .*To fix: mend or delete the line"):
+                feed.state_dict()
     with (
         pytest.raises(ConfigError, match=r"ata source .*nowhere.* does not exist"),
         feeds(numbered_config(tmp_path, sources=(str(tmp_path / "nowhere"),)), "ray", 1),

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import ray.exceptions
 
 from bytescale.common.errors import LoaderFailure, PlanError
 from bytescale.data import prepare_corpus
 from bytescale.data.corpus import IntArray
 from bytescale.data.mixture import make_sampler
 from bytescale.data.remote.client import RemoteLoader
-from bytescale.data.remote.relay import FAN_OUT, Relay, above
-from bytescale.data.remote.slices import PartOwners, PlannedStep, StepReference, locate_segments
-from bytescale.plan import RankPlan
+from bytescale.data.remote.relay import FAN_OUT, Answer, Relay, above, part_of
+from bytescale.data.remote.slices import PartOwners, PlannedStep, RankStep, StepReference, StillReading
 from tests.remote.support import numbered_config, planner_for, write_numbered_corpus
 
 
@@ -109,6 +109,33 @@ def test_a_planner_that_died_is_told_again_and_its_objects_are_asked_for_again()
     asyncio.run(check())
 
 
+def test_while_servers_read_every_level_of_relays_says_so_in_time() -> None:
+    """Who joins a request that is on its way gets its answer, and does not wait for another one behind it."""
+
+    class Reading(Above):
+        async def _plan(self, state: dict[str, Any], lost: str) -> Any:
+            await asyncio.sleep(0.5)
+            return StillReading(3)
+
+    async def check() -> None:
+        above = Relay(lambda: Reading(), kept_steps=2)
+        tops = {"plan": Method(above.plan), "configure": Method(above.configure)}
+        below = [Relay(lambda: type("Handle", (), tops), kept_steps=2) for _ in range(3)]
+        for relay in (above, *below):
+            await relay.configure("how", None)
+
+        async def ask(number: int) -> float:
+            await asyncio.sleep(0.05 * number)
+            loop = asyncio.get_running_loop()
+            asked = loop.time()
+            assert await below[number % 3].plan(state(0), "") == StillReading(3)
+            return loop.time() - asked
+
+        assert max(await asyncio.gather(*(ask(number) for number in range(9)))) < 0.8
+
+    asyncio.run(check())
+
+
 def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
     async def check() -> None:
         planner = Above()
@@ -124,21 +151,57 @@ def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
     asyncio.run(check())
 
 
+def test_a_part_whose_object_was_lost_is_cut_from_what_the_next_planner_made(tmp_path: Path) -> None:
+    """The object goes with the planner that had made it; while servers still read, that is the answer."""
+    write_numbered_corpus(tmp_path / "numbers")
+    config = numbered_config(tmp_path)
+    corpus = prepare_corpus(config)
+    batch = make_sampler(corpus.index, config).next_batch()
+    plan = planner_for(3)(batch.lengths)
+    owners = PartOwners(1, np.zeros(1, dtype=np.bool_))
+    planned = PlannedStep.of(batch, plan, corpus.index, owners, {"step": 1}, 0.0)
+
+    async def lost_object() -> PlannedStep:
+        raise ray.exceptions.OwnerDiedError("ab" * 28, None, "")
+
+    async def found_object() -> PlannedStep:
+        return planned
+
+    asked: list[str] = []
+
+    async def ask(state: dict[str, Any], lost: str) -> Answer:
+        asked.append(lost)
+        life, there = ("second", found_object()) if lost else ("first", lost_object())
+        return StepReference(planned=there, state_before=state, state_after={"step": 1}, life=life)
+
+    part = asyncio.run(part_of(ask, 2, state(0)))
+    assert isinstance(part, RankStep)
+    assert (part.life, part.rank_plan.rank, asked) == ("second", 2, ["", "first"])
+
+    async def reading(state: dict[str, Any], lost: str) -> Answer:
+        return StillReading(7)
+
+    assert asyncio.run(part_of(reading, 2, state(0))) == StillReading(7)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 7, 64])
-def test_what_ranks_cut_from_the_shared_object_is_what_the_local_loader_reads(tmp_path: Path, num_ranks: int) -> None:
+def test_what_is_cut_for_ranks_from_the_shared_object_is_what_the_local_loader_reads(
+    tmp_path: Path, num_ranks: int
+) -> None:
     """Every rank's segments, found through the object alone, against the corpus's own index."""
     write_numbered_corpus(tmp_path / "numbers")
     config = numbered_config(tmp_path)
     corpus = prepare_corpus(config)
-    batch = make_sampler(corpus, config).next_batch()
+    batch = make_sampler(corpus.index, config).next_batch()
     plan = planner_for(num_ranks)(batch.lengths)
     owners = PartOwners(3, np.zeros(1, dtype=np.bool_))
     planned = PlannedStep.of(batch, plan, corpus.index, owners, {"step": 1}, 0.0)
     seen: list[IntArray] = []
     for rank in range(num_ranks):
-        rank_plan = RankPlan.of(planned.plan, rank, digest=planned.digest)
-        assert rank_plan.digest == plan.digest()
-        table = locate_segments(rank_plan, planned)
+        part = RankStep.of(planned, rank, StepReference(planned=None, state_before={}, state_after={}, life="first"))
+        assert part.rank_plan.digest == plan.digest()
+        assert (part.plan is None) == (rank > 0)
+        table = part.segments
         for place, count, piece, labels in zip(table.places, table.counts, table.pieces, table.num_labels, strict=True):
             tokens = np.arange(place, place + count)  # of a numbered corpus: token ids are places
             assert np.array_equal(corpus.parts[0][place : place + count], tokens)
@@ -156,7 +219,7 @@ def test_a_planner_that_never_stays_is_given_up(ray_joined: str, tmp_path: Path)
     """It forgets what it was told each time, as one would that dies again and again."""
 
     class Forgetful:
-        def plan(self, state: dict[str, Any], lost: str = "") -> None:
+        def part(self, rank: int, state: dict[str, Any]) -> None:
             return None
 
         def configure(self, planner: Any, stop_step: int | None) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from bytescale.data.batches import epoch_order
+import numpy as np
+
 from bytescale.data.corpus import Corpus
+from bytescale.data.order import epoch_order
 from bytescale.data.record import read_record
 
 
@@ -18,8 +20,9 @@ def times_given(folder: Path, corpus: Corpus, steps: int) -> Counter[tuple[int, 
     counts: Counter[tuple[int, int]] = Counter()
     for segments in read_record(folder, steps):
         for piece, start, stop, _ in segments.tolist():
-            document = int(corpus.pieces.document[piece])
-            base = int(corpus.pieces.start[piece]) - first[document]
+            row = int(corpus.index.rows(np.array([piece]))[0])
+            document = int(corpus.pieces.document[row])
+            base = int(corpus.pieces.start[row]) - first[document]
             counts.update((document, base + token) for token in range(start, stop))
     return counts
 

@@ -10,12 +10,13 @@ import torch
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
-from bytescale.config import CostConfig, MemoryConfig
+from bytescale.config import CostConfig, MemoryConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.cost.profile import Point
 from bytescale.runtime import RankGroup
 from bytescale.train import train
+from bytescale.train.job import measured_profile
 from bytescale.train.profiler import CURVES, Measurer, fit_warnings, measure_links, measure_profile
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import small_shape
@@ -92,6 +93,17 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128)
     config = replace(config, cost=CostConfig(profile=str(out)), memory=MemoryConfig(offload="on", host_gib=0.1))
     assert len(run(config)) == 2
+    flat, shape = load_profile(out), resolve_architecture(config.model, tokenizer_vocab_size=300)
+    alone, sharded = (
+        measured_profile(
+            replace(config, parallel=replace(config.parallel, tp=tp)), shape, torch.device("cpu"), torch.float32
+        )
+        for tp in (1, 2)
+    )
+    assert alone == flat
+    assert sharded is not None
+    assert sharded.tensor_parallel == 2
+    assert sharded.rest_forward.linear == flat.rest_forward.linear / 2
     wider = replace(config, model=replace(config.model, ffn_hidden_size=64))
     with pytest.raises(ConfigError, match="is of another model: its ffn_hidden_size is 48, the model's 64"):
         train(with_trainer(wider, run_dir=str(tmp_path / "wider")), print_line=lambda line: None)

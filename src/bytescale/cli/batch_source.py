@@ -111,7 +111,7 @@ def read_batch(source: BatchConfig, config: Config | None) -> tuple[IntArray, st
         from bytescale.data import prepare_corpus
         from bytescale.data.mixture import make_sampler
 
-        sampler = make_sampler(prepare_corpus(config.data), config.data)
+        sampler = make_sampler(prepare_corpus(config.data, text_later=True).index, config.data)
         for _ in range(source.seed):
             sampler.next_batch()
         return sampler.next_batch().lengths, f"step {source.seed} of {', '.join(config.data.sources)}"

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +27,8 @@ from bytescale.data.indexed import IntArray, pair_paths, read_index
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.progress import progress_bar
 from bytescale.data.record import check_record
+from bytescale.data.retry import with_retries
+from bytescale.data.shards import fetched
 from bytescale.data.sources import SourceFile, expand_sources
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokenize import tokenize_files
@@ -38,7 +41,7 @@ class TokenizeConfig:
     """Turn folders, text, JSONL, Parquet or .bin/.idx files into one Megatron .bin/.idx pair."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Folders, files or globs; `python:stdlib` is the running interpreter's own standard library."""
+    """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library."""
     output: str
     """Prefix of the pair: OUTPUT.bin and OUTPUT.idx (and OUTPUT.meta.json, which says how they were made)."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
@@ -55,6 +58,8 @@ class TokenizeConfig:
     """Where a trained tokenizer is kept."""
     num_workers: int = 2
     """Processes that tokenise; the result does not depend on it."""
+    read_retries: int = 3
+    """How often a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
     """Replace OUTPUT if it exists."""
     dry_run: bool = False
@@ -121,9 +126,11 @@ def tokenize_command(config: TokenizeConfig) -> int:
     console = Console()
     if config.num_workers < 1:
         raise ConfigError(problem(f"num_workers is {config.num_workers}", fix="use a whole number of at least 1"))
+    if config.read_retries < 0:
+        raise ConfigError(problem(f"read_retries is {config.read_retries}", fix="use a whole number of at least 0"))
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)
-    files = expand_sources(config.sources, config.format)
+    files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
     _check_output(config, files, bin_path, idx_path)
     total_bytes = sum(file.num_bytes for file in files)
     console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}", soft_wrap=True)
@@ -132,11 +139,18 @@ def tokenize_command(config: TokenizeConfig) -> int:
         return 0
     started = time.perf_counter()
     with progress_bar(console) as progress:
+        files = [_at_hand(file, config) for file in files]
         text_files = [file for file in files if file.format != "bin"]
         tokenizer = choose_tokenizer(_data_config(config), text_files, progress)
         tokenizing = time.perf_counter()
         facts = tokenize_files(
-            files, tokenizer, prefix, text_key=config.text_key, num_workers=config.num_workers, progress=progress
+            files,
+            tokenizer,
+            prefix,
+            text_key=config.text_key,
+            num_workers=config.num_workers,
+            progress=progress,
+            read_retries=config.read_retries,
         )
     _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
     console.print(
@@ -149,7 +163,7 @@ def tokenize_command(config: TokenizeConfig) -> int:
 
 def stats_command(config: StatsConfig) -> int:
     """Run ``bytescale data stats``. Returns the exit code; raises what ``prepare_corpus`` raises."""
-    if all(source.endswith(".idx") for source in config.sources) and config.sources:
+    if config.sources and all(source.endswith(".idx") and "://" not in source for source in config.sources):
         lengths = np.concatenate([read_index(Path(source).expanduser()).document_lengths for source in config.sources])
     else:
         with progress_bar() as progress:
@@ -180,6 +194,13 @@ def document_lengths(corpus: Corpus) -> IntArray:
     """``[D]`` tokens of each document of a corpus that was split (or not) into pieces."""
     _, first = np.unique(corpus.pieces.document, return_index=True)
     return np.add.reduceat(corpus.pieces.length, first)
+
+
+def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
+    """A ``.bin`` is mapped into memory: one that lies elsewhere is fetched into the cache first."""
+    if file.format != "bin":
+        return file
+    return with_retries(partial(fetched, file, Path(config.cache_dir).expanduser()), config.read_retries)
 
 
 def _data_config(config: TokenizeConfig | StatsConfig) -> DataConfig:

@@ -53,11 +53,13 @@ class PlanOptions:
     capacity_tokens: int = 8192
     """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
     device_gib: float = 80.0
-    """GiB of a device that may be used, for capacity auto."""
+    """GiB of a device that may be used."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
-    """Devices per rank."""
+    """Tensor parallelism: devices that share a rank's matrices."""
+    pp: int = 1
+    """Pipeline parallelism: stages of layers, each with devices of its own."""
     planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
     """Which to compare; details are shown of the last."""
     cost: CostSource = field(default_factory=CostSource)
@@ -85,13 +87,13 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     console = Console()
     lengths, origin = read_batch(options.batch, config)
     profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
-    cost = profile.cost_model(ranks_per_node=options.ranks_per_node)
+    cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
     capacity = fitting_capacity(
         options.capacity_tokens,
         profile,
         num_ranks=options.ranks,
         tp=options.tp,
-        pp=1,
+        pp=options.pp,
         device_gib=options.device_gib,
     )
     cluster = Cluster.uniform(options.ranks, capacity)
@@ -104,7 +106,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         console.print(
             f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
             f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
-            f"{format_count(capacity)} tokens; times from {profile.name}",
+            f"{format_count(capacity)} tokens{devices_in_words(options)}; times from {profile.name}",
             highlight=False,
             soft_wrap=True,
         )
@@ -112,8 +114,11 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        memory = device_memory(profile, num_ranks=options.ranks, tp=options.tp)
-        console.print(memory_in_words(planned[chosen].plan, memory), highlight=False, soft_wrap=True)
+        stages = device_memory(profile, num_ranks=options.ranks, tp=options.tp, pp=options.pp).stages()
+        device_bytes = options.device_gib * 2**30
+        fullest = min(stages, key=lambda stage: stage.capacity_tokens(device_bytes))
+        words = memory_in_words(planned[chosen].plan, fullest, device_bytes)
+        console.print(words, highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
     if options.png is not None:
@@ -123,6 +128,12 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
             if written is not None:
                 console.print(f"wrote {written}", highlight=False, soft_wrap=True)
     return 0
+
+
+def devices_in_words(options: PlanOptions) -> str:
+    """What a rank consists of, where that is more than a device."""
+    layout = [f"{name} {number}" for name, number in (("tp", options.tp), ("pp", options.pp)) if number > 1]
+    return f" ({' x '.join(layout)} devices each)" if layout else ""
 
 
 def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
@@ -144,6 +155,7 @@ def _defaults(config: Config | None) -> PlanOptions:
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
         ranks=hdp_ranks(config.parallel),
         tp=config.parallel.tp,
+        pp=config.parallel.pp,
         capacity_tokens=config.parallel.capacity_tokens,
         cost=CostSource(profile=config.cost.profile),
         model=config.model,
@@ -158,12 +170,16 @@ def _plan_all(
     Raises the last refusal when no planner has one.
     """
     devices = ClusterConfig(
-        num_gpus=options.ranks * options.tp, gpus_per_node=options.ranks_per_node * options.tp, tp=options.tp
+        num_gpus=options.ranks * options.tp * options.pp,
+        gpus_per_node=options.ranks_per_node * options.tp,
+        tp=options.tp,
+        pp=options.pp,
     )
     planned: dict[str, Planned] = {}
     refused: dict[str, str] = {}
     for name in options.planners:
-        planner = named_planner(name, context=0 if options.batch.lengths else options.batch.context)
+        context = 0 if options.batch.lengths else options.batch.context
+        planner = named_planner(name, context=context, num_stages=options.pp)
         began = time.perf_counter()
         try:
             plan = planner(lengths, cluster=cluster, cost=cost)

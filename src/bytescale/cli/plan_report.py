@@ -98,20 +98,24 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
         console.print("    - " + line, highlight=False, soft_wrap=True)
 
 
-def memory_in_words(plan: Plan, model: MemoryModel) -> str:
-    """Peak memory of the plan's fullest micro-batch, part by part (``cost.memory``)."""
+def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
+    """Peak memory of the plan's fullest micro-batch, part by part (``cost.memory``), and whether a device holds it."""
     tokens, limits = micro_batch_tokens(plan), model.limits()
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared)
     worst = int(peaks.argmax())
     held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
     phase = limits.worst_phase(held, shared)
+    too_much = (
+        f"\nThat is more than the {format_bytes(device_bytes)} of a device. To fix: more devices per rank (tp, pp), a "
+        "smaller capacity on more ranks, or another device_gib"
+    )
     return (
         f"memory at {model.element_bytes} bytes a number: {format_bytes(float(peaks[worst]))} a device at the peak of "
         f"its fullest micro-batch "
         f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
         f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
         f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "
-        f"{format_bytes(float(phase.bytes(held, shared)))}"
+        f"{format_bytes(float(phase.bytes(held, shared)))}" + (too_much if peaks[worst] > device_bytes else "")
     )
 
 

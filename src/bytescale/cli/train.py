@@ -150,13 +150,14 @@ def _check_initial_weights(config: Config) -> None:
 
 
 def _prepare_data(config: Config) -> None:
-    """The corpus is prepared, or its sources are found if servers are to prepare it."""
+    """What the first batch needs is tokenised, or the sources are found if servers are to tokenise."""
     from bytescale.data.corpus import plan_shards, prepare_corpus
+    from bytescale.data.mixture import make_sampler
     from bytescale.data.progress import progress_bar
 
     with progress_bar() as progress:
         if config.data.loader == "local":
-            prepare_corpus(config.data, progress)
+            make_sampler(prepare_corpus(config.data, progress, text_later=True).index, config.data)
         else:
             plan_shards(config.data, progress)
 

@@ -89,6 +89,9 @@ class DataConfig:
     """Size of a global batch: whole sequences are drawn until the next one would exceed it."""
     shuffle_seed: int = 1234
     """Order of the documents: a function of this and of the epoch, never of the number of ranks."""
+    shuffle_window_mib: int = 256
+    """MiB of text that are shuffled together. Of a larger corpus, random parts of this size follow each other, so that
+    training starts when the first is tokenised."""
     cache_dir: str = ".cache/bytescale"
     """Where tokenizers and tokenised corpora are kept between runs."""
     num_workers: int = 2

@@ -170,6 +170,7 @@ def _at_least_one(config: Config) -> None:
         ("data.num_workers", config.data.num_workers, 1),
         ("data.prefetch_steps", config.data.prefetch_steps, 1),
         ("data.servers", config.data.servers, 1),
+        ("data.shuffle_window_mib", config.data.shuffle_window_mib, 1),
         ("data.min_document_tokens", config.data.min_document_tokens, 1),
         ("data.max_corrupt_records", config.data.max_corrupt_records, 0),
         ("data.read_retries", config.data.read_retries, 0),

@@ -1,7 +1,8 @@
 """Floor 4: readers, tokenising, global batches, and the local loader. Free of torch; Ray only in ``data.remote``."""
 
 from bytescale.data.batches import BatchSampler, GlobalBatch
-from bytescale.data.corpus import IGNORE_INDEX, Corpus, CorpusFacts, check_vocabulary, prepare_corpus
+from bytescale.data.corpus import IGNORE_INDEX, Corpus, check_vocabulary, prepare_corpus
+from bytescale.data.index import CorpusFacts
 from bytescale.data.loader import Feed, LocalFeed, LocalLoader, MicroBatchData, StepData, read_micro_batch
 
 __all__ = [

@@ -8,18 +8,19 @@ import logging
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+)\.tmp")
+_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.\d+\.(?P<pid>\d+)\.tmp")
 
 
 def temporary_path(final: Path) -> Path:
-    """Where this process writes what will become ``final``: same folder, hidden, named after host and process."""
-    return final.with_name(f".{final.name}.{_host()}.{os.getpid()}.tmp")
+    """Where this thread writes what will become ``final``: same folder, hidden, named after host, process, thread."""
+    return final.with_name(f".{final.name}.{_host()}.{threading.get_native_id()}.{os.getpid()}.tmp")
 
 
 def remove_stale_temporaries(final: Path) -> None:

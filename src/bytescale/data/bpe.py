@@ -71,7 +71,7 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    units = _training_units(plan_units(files, text_key))
+    units = _training_units(with_retries(partial(plan_units, files, text_key), _READ_RETRIES))
     tokenizer.train_from_iterator(_training_texts(units, text_key, progress), trainer)
     return tokenizer
 

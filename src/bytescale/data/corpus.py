@@ -6,86 +6,45 @@ others wait for it and open what it wrote.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.bpe import cached_bpe
-from bytescale.data.facts import TokenFacts
-from bytescale.data.pieces import PieceCounts, PieceTable, make_pieces
-from bytescale.data.progress import ProgressCallback, ignore_progress
+from bytescale.data.index import CorpusFacts, CorpusIndex, PartContent
+from bytescale.data.indexed import Tokens
+from bytescale.data.open_parts import OpenParts
+from bytescale.data.pieces import PieceTable
+from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.retry import with_retries
-from bytescale.data.shards import Shard, ShardReader, check_corrupt_records, fingerprint_shards
+from bytescale.data.shards import Shard, ShardReader, fingerprint_shards, remote_parts
 from bytescale.data.sources import SourceFile, expand_sources
 from bytescale.data.tokenizer import Tokenizer, load_tokenizer
-from bytescale.plan.plan import offsets_of
 
 IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusFacts:
-    """What a run says of its corpus, and what has to fit the model. Small: every rank has it."""
-
-    counts: PieceCounts
-    num_pieces: int
-    num_tokens: int
-    """Tokens of all pieces: what an epoch trains on."""
-    vocab_size: int
-    """Ids that a model must have: the tokenizer's; of a ``.bin`` made elsewhere, the highest id + 1."""
-    tokenizer: str | None
-    """Name of the tokenizer. None when all sources are ``.bin`` and no tokenizer.json is set."""
-    skipped_files: tuple[str, ...]
-    """Files found among the sources that are not text."""
-    fingerprint: str
-    """16 hex digits of the tokens and of how they are cut: equal on every machine, whenever the files were made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusIndex:
-    """Where everything is, without a token: all that drawing and planning global batches needs."""
-
-    part_offsets: IntArray
-    """``[number of parts + 1]`` first token of each part (``data.shards``), counted from the first of the corpus."""
-    part_sources: IntArray
-    """``[number of parts]`` place of each part's source in ``data.sources``."""
-    pieces: PieceTable
-    facts: CorpusFacts
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the tokens and of how they are cut."""
-        return self.facts.fingerprint
-
-    def piece_sources(self) -> IntArray:
-        """``[P]`` place of each piece's source in ``data.sources``."""
-        part = np.searchsorted(self.part_offsets, self.pieces.start, side="right") - 1
-        return self.part_sources[part]
-
-    def locate(self, pieces: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
-        """Part, and place in that part, of token ``starts[i]`` of piece ``pieces[i]``; each ``[N]``."""
-        part = np.searchsorted(self.part_offsets, self.pieces.start[pieces], side="right") - 1
-        return part, self.pieces.start[pieces] + starts - self.part_offsets[part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """Memory-mapped tokens and the pieces they are trained in."""
 
-    parts: tuple[NDArray[np.integer], ...]
+    parts: OpenParts | Sequence[Tokens]
     """Tokens of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
     index: CorpusIndex
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
+    close: Callable[[], None] = lambda: None
+    """Ends what tokenises ahead of need."""
 
     @property
     def pieces(self) -> PieceTable:
@@ -99,14 +58,14 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens and of how they are cut."""
+        """As of its index."""
         return self.index.fingerprint
 
     def read(self, pieces: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
         """Tokens and labels of ranges of pieces, one range after the other. Reads these ranges only.
 
         Args:
-            pieces: ``[N]`` piece numbers.
+            pieces: ``[N]`` names of pieces (``CorpusIndex.pieces_of``).
             starts: ``[N]`` first token of each range, counted inside its piece.
             stops: ``[N]`` one past the last.
 
@@ -116,7 +75,9 @@ class Corpus:
         # 1. Where each range starts in its part, and how many of its tokens have a label.
         part, place = self.index.locate(pieces, starts)
         counts = stops - starts
-        num_labels = np.clip(self.pieces.num_targets[pieces] - starts, 0, counts)
+        num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
+        if isinstance(self.parts, OpenParts):
+            self.parts.fetch(part, place, counts)
         # 2. Copy range by range: 33M tokens of 8,500 documents take 0.2 s, gathered by index 0.5 s.
         ends = np.cumsum(counts)
         num_tokens = int(ends[-1]) if len(ends) else 0
@@ -131,17 +92,28 @@ class Corpus:
 
     def piece_tokens(self, piece: int) -> NDArray[np.integer]:
         """``[length]`` tokens of one piece, a view into the file."""
-        part, start = (int(found[0]) for found in self.index.locate(np.array([piece]), np.zeros(1, dtype=np.int64)))
-        return self.parts[part][start : start + int(self.pieces.length[piece])]
+        name = np.array([piece])
+        part, start = (int(found[0]) for found in self.index.locate(name, np.zeros(1, dtype=np.int64)))
+        return self.parts[part][start : start + int(self.pieces.length[self.index.rows(name)[0]])]
+
+    @property
+    def all_pieces(self) -> IntArray:
+        """``[P]`` names of all pieces, in corpus order, as ``pieces`` has them."""
+        return self.index.pieces_of(range(self.index.num_parts))
 
 
-def prepare_corpus(config: DataConfig, progress: ProgressCallback = ignore_progress) -> Corpus:
+def prepare_corpus(
+    config: DataConfig, progress: ProgressCallback = ignore_progress, *, text_later: bool = False, ahead: bool = False
+) -> Corpus:
     """Tokenise what ``config`` names, unless the cache has it, and open it.
 
     1. List the files (``data.sources``) and find or train the tokenizer.
     2. Text, JSONL and Parquet files become ``.bin/.idx`` pairs in the cache, one per shard; ``.bin`` files stay as
        they are.
     3. Documents longer than the context are split, truncated or dropped.
+
+    With ``text_later``, step 2 is taken for each part of the text when it is first required of the index
+    (``CorpusIndex.require``); with ``ahead`` also in the background, as soon as it is expected, until ``Corpus.close``.
 
     The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Safe to call from
     several processes at once.
@@ -151,16 +123,74 @@ def prepare_corpus(config: DataConfig, progress: ProgressCallback = ignore_progr
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    lock = Path(config.cache_dir).expanduser() / "tokens" / f"{fingerprint_shards(shards)}.lock"
-    with file_lock(lock):
-        reader.prepare(shards, config.num_workers, progress)
-    opened = [reader.open(shard, progress) for shard in shards]
-    contents = [PartContent(document_offsets=part.dataset.index.document_offsets, facts=part.facts) for part in opened]
+    finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
-        parts=tuple(part.dataset.tokens.view(np.ndarray) for part in opened),  # slices of a memmap cost 2 us more
-        index=assemble_index(config, shards, contents, reader.tokenizer),
+        parts=OpenParts(lambda part: reader.open_tokens(shards[part]), remote_parts(shards)),
+        index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
         tokenizer=reader.tokenizer,
+        close=finder.close,
     )
+
+
+class TokeniseHere:
+    """A ``PartFinder`` that does the work in this process and its workers, unless another process is at it."""
+
+    parts_ahead = 1
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        reader: ShardReader,
+        num_workers: int,
+        progress: ProgressCallback,
+        *,
+        ahead: bool,
+    ) -> None:
+        """Read nothing yet; ``ahead``: begin with what is expected."""
+        self._shards = shards
+        self._reader = reader
+        self._num_workers = num_workers
+        self._progress = progress
+        self._ahead = ahead
+        self._threads: list[threading.Thread] = []
+
+    def expect(self, parts: Sequence[int]) -> None:
+        """Tokenise in a thread. What goes wrong there goes wrong again in ``find``, which says so."""
+        if not self._ahead:
+            return
+
+        def ahead() -> None:
+            with suppress(Exception):
+                self._prepare(parts, self._stop_if_closed)
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
+        self._threads[-1].start()
+
+    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+        self._prepare(parts, self._progress)
+        return {part: self._reader.open(self._shards[part], self._progress).content for part in parts}
+
+    def close(self) -> None:
+        """End the threads: within a unit of text."""
+        self._ahead = False
+        for thread in self._threads:
+            thread.join()
+
+    def _prepare(self, parts: Sequence[int], progress: ProgressCallback) -> None:
+        shards = [self._shards[part] for part in parts if self._shards[part].file is None]
+        missing = self._reader.missing(shards)
+        if not missing:
+            return
+        num_bytes = sum(shard.num_bytes for shard in missing)
+        progress(Progress(stage="tokenising", done_bytes=0, total_bytes=num_bytes))
+        lock = self._reader.cache_dir / "tokens" / f"{fingerprint_shards(shards)}.lock"
+        with file_lock(lock):  # all ranks want the same parts at the same time
+            self._reader.prepare(shards, self._num_workers, progress)
+
+    def _stop_if_closed(self, _: Progress) -> None:
+        if not self._ahead:
+            raise InterruptedError("nobody wants this any more")
 
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:
@@ -205,88 +235,5 @@ def check_vocabulary(corpus: CorpusFacts, vocab_size: int) -> None:
             f"{source} has ids up to {corpus.vocab_size - 1}, but model.vocab_size is {vocab_size}",
             so="the model has no embedding for some of them",
             fix=f"set model.vocab_size to at least {corpus.vocab_size}, or leave it out to follow the tokenizer",
-        )
-    )
-
-
-def check_one_tokenizer(facts: Sequence[TokenFacts]) -> None:
-    """Raise ``DataError`` if some of these are known to come from different tokenizers."""
-    known = {fact.tokenizer_fingerprint: fact.tokenizer for fact in facts if fact.tokenizer_fingerprint}
-    if len(known) > 1:
-        raise DataError(
-            problem(
-                f"the .bin sources were made with different tokenizers: {', '.join(map(str, known.values()))}",
-                so="one id would mean two things",
-                fix="tokenise them all with one",
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartContent:
-    """What the index needs to know of an open shard."""
-
-    document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
-    facts: TokenFacts
-
-
-def assemble_index(
-    config: DataConfig, shards: Sequence[Shard], contents: Sequence[PartContent], tokenizer: Tokenizer | None
-) -> CorpusIndex:
-    """Put the parts one after the other and cut their documents into pieces.
-
-    Raises:
-        DataError: nothing is left to train on, or the parts were made with different tokenizers.
-    """
-    check_one_tokenizer([content.facts for content in contents])
-    check_corrupt_records([content.facts for content in contents], config.max_corrupt_records)
-    part_offsets = offsets_of(int(content.document_offsets[-1]) for content in contents)
-    starts = [content.document_offsets[:-1] + part_offsets[i] for i, content in enumerate(contents)]
-    lengths = [np.diff(content.document_offsets) for content in contents]
-    pieces, counts = make_pieces(
-        np.concatenate(starts),
-        np.concatenate(lengths),
-        config.context_length,
-        config.over_length,
-        config.min_document_tokens,
-        config.max_document_tokens,
-    )
-    num_empty = counts.num_empty_documents + sum(content.facts.num_empty_documents for content in contents)
-    counts = replace(counts, num_empty_documents=num_empty)
-    skipped = tuple(path for content in contents for path in content.facts.skipped_files)
-    if not pieces.num_pieces:
-        raise _empty_corpus(config, counts, skipped)
-    hashes = [content.facts.content_hash for content in contents]
-    cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
-    identity = " ".join([*hashes, *map(str, cut)])
-    known = [content.facts.vocab_size or content.facts.max_token_id + 1 for content in contents]
-    return CorpusIndex(
-        part_offsets=part_offsets,
-        part_sources=np.array([shard.source for shard in shards], dtype=np.int64),
-        pieces=pieces,
-        facts=CorpusFacts(
-            counts=counts,
-            num_pieces=pieces.num_pieces,
-            num_tokens=pieces.num_tokens,
-            vocab_size=max(known) if tokenizer is None else tokenizer.vocab_size,
-            tokenizer=tokenizer.name if tokenizer else None,
-            skipped_files=skipped,
-            fingerprint=hashlib.blake2b(identity.encode(), digest_size=8).hexdigest(),
-        ),
-    )
-
-
-def _empty_corpus(config: DataConfig, counts: PieceCounts, skipped: tuple[str, ...]) -> DataError:
-    reasons = [
-        f"{counts.num_dropped} documents are longer than data.context_length = {config.context_length}",
-        f"{counts.num_filtered} documents are outside data.min_document_tokens and data.max_document_tokens",
-        f"{len(skipped)} files are not UTF-8 text",
-    ]
-    held = [reason for reason in reasons if not reason.startswith("0 ")] or ["no file holds any text"]
-    return DataError(
-        problem(
-            f"the corpus is empty: {' and '.join(held)} ({', '.join(config.sources)})",
-            so="there is nothing to train on",
-            fix="check data.sources, data.text_key and data.over_length",
         )
     )

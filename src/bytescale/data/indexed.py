@@ -20,11 +20,13 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import DataError, problem
+from bytescale.data.sources import SourcePath
 
 IntArray = NDArray[np.int64]
 
@@ -63,13 +65,22 @@ class TokenIndex:
         return np.diff(self.document_offsets)
 
 
+class Tokens(Protocol):
+    """What is asked of the tokens of a pair: a memory map, or ``data.remote_tokens``."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __getitem__(self, wanted: slice, /) -> NDArray[np.integer]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedDataset:
     """A ``.bin/.idx`` pair, open for reading."""
 
     prefix: Path
     index: TokenIndex
-    tokens: NDArray[np.integer]  # [num_tokens] memory-mapped, in the file's own integer type
+    tokens: Tokens  # [num_tokens] memory-mapped, in the file's own integer type
 
     @staticmethod
     def open(path: Path) -> IndexedDataset:
@@ -84,20 +95,9 @@ class IndexedDataset:
                 problem(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
             )
         index = read_index(idx_path)
-        expected = index.num_tokens * index.dtype.itemsize
         found = bin_path.stat().st_size
-        if expected != found:
-            raise DataError(
-                problem(
-                    f"{idx_path} describes {index.num_tokens} tokens of {index.dtype.itemsize} bytes = {expected} "
-                    f"bytes, but {bin_path} has {found}",
-                    so="documents would be cut in the wrong places",
-                    fix="restore the pair from where it was made, or tokenise again",
-                )
-            )
-        # An empty file cannot be mapped.
-        tokens = np.memmap(bin_path, dtype=index.dtype, mode="r") if found else np.zeros(0, index.dtype)
-        return IndexedDataset(prefix=bin_path.with_suffix(""), index=index, tokens=tokens)
+        check_size(bin_path, index, found)
+        return IndexedDataset(prefix=bin_path.with_suffix(""), index=index, tokens=_map(bin_path, index.dtype))
 
     def document(self, number: int) -> NDArray[np.integer]:
         """``[length]`` token ids of one document, a view into the file."""
@@ -105,10 +105,37 @@ class IndexedDataset:
         return self.tokens[offsets[number] : offsets[number + 1]]
 
 
+def check_size(bin_path: SourcePath, index: TokenIndex, num_bytes: int) -> None:
+    """Raise ``DataError`` if a ``.bin`` of ``num_bytes`` is none that ``index`` can belong to."""
+    expected = index.num_tokens * index.dtype.itemsize
+    if expected != num_bytes:
+        raise DataError(
+            problem(
+                f"{bin_path.with_suffix('.idx')} describes {index.num_tokens} tokens of {index.dtype.itemsize} bytes = "
+                f"{expected} bytes, but {bin_path} has {num_bytes}",
+                so="documents would be cut in the wrong places",
+                fix="restore the pair from where it was made, or tokenise again",
+            )
+        )
+
+
 def pair_paths(path: Path) -> tuple[Path, Path]:
     """``.bin`` and ``.idx`` of a prefix, or of either of the two."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def map_tokens(path: Path) -> NDArray[np.integer]:
+    """``[num_tokens]`` the tokens of a pair that ``IndexedDataset.open`` has found to be whole, without its index."""
+    bin_path, idx_path = pair_paths(path)
+    with idx_path.open("rb") as file:
+        header = np.frombuffer(file.read(HEADER.size), dtype=np.uint8)
+    return _map(bin_path, TOKEN_DTYPES[HEADER.unpack(header.tobytes())[2]])
+
+
+def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
+    """An empty file cannot be mapped."""
+    return np.memmap(bin_path, dtype=dtype, mode="r") if bin_path.stat().st_size else np.zeros(0, dtype)
 
 
 def facts_path(path: Path) -> Path:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import GlobalBatch, Sampler, SamplerState
-from bytescale.data.corpus import IGNORE_INDEX, Corpus, CorpusFacts
+from bytescale.data.corpus import IGNORE_INDEX, Corpus
+from bytescale.data.index import CorpusFacts
 from bytescale.data.mixture import make_sampler
 from bytescale.data.prefetch import Prefetcher
 from bytescale.plan.plan import Plan
@@ -41,7 +42,7 @@ class MicroBatchData:
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
-    segment_pieces: IntArray  # [P] piece of the corpus that each segment is cut from
+    segment_pieces: IntArray  # [P] name of the piece of the corpus that each segment is cut from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +124,10 @@ class LocalFeed:
     """Reads the corpus in this process."""
 
     def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
-        """Start at the first batch. Raises as ``make_sampler``."""
+        """Start at the first batch."""
         self._corpus = corpus
-        self._sampler = make_sampler(corpus, config)
+        self._config = config
+        self._sampler: Sampler | None = None  # at the first batch, until somebody asks
         self._rank = rank
         self._prefetch_steps = config.prefetch_steps
 
@@ -134,16 +136,24 @@ class LocalFeed:
         return self._corpus.facts
 
     def state_dict(self) -> SamplerState:
-        return self._sampler.state_dict()
+        return self._started().state_dict()
 
     def load_state_dict(self, state: SamplerState) -> None:
-        self._sampler.load_state_dict(state)
+        self._sampler = make_sampler(self._corpus.index, self._config, state)
 
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> LocalLoader:
-        return LocalLoader(self._corpus, self._sampler, planner, self._rank, self._prefetch_steps, stop_step=stop_step)
+        return LocalLoader(
+            self._corpus, self._started(), planner, self._rank, self._prefetch_steps, stop_step=stop_step
+        )
+
+    def _started(self) -> Sampler:
+        """Raises as ``make_sampler``."""
+        self._sampler = self._sampler or make_sampler(self._corpus.index, self._config)
+        return self._sampler
 
     def close(self) -> None:
-        """Nothing was started."""
+        """End what tokenises ahead."""
+        self._corpus.close()
 
 
 def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch) -> MicroBatchData:
@@ -190,7 +200,7 @@ class LocalLoader:
         self._stop_step = stop_step
         self._clock = clock
         self._state = sampler.state_dict()
-        self._token_bytes = max(part.dtype.itemsize for part in corpus.parts)
+        self._token_bytes = corpus.index.token_bytes
         self._steps = Prefetcher(self._read_steps(), prefetch_steps, name="bytescale-loader")
 
     def __iter__(self) -> Iterator[StepData]:

@@ -8,108 +8,91 @@ two longest sequences. Sources pass at different speeds, so one may be in its th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from bytescale.common.errors import CheckpointError, DataError, problem
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import (
-    BatchSampler,
-    GlobalBatch,
-    IntArray,
-    Sampler,
-    SamplerState,
-    check_drawable,
-    epoch_order,
-)
-from bytescale.data.corpus import Corpus, CorpusIndex
+from bytescale.data.batches import BatchSampler, GlobalBatch, Sampler, SamplerState, check_drawable, check_same
+from bytescale.data.index import CorpusIndex
+from bytescale.data.order import EVERYTHING, PieceStream
 
 
-def make_sampler(corpus: Corpus | CorpusIndex, config: DataConfig) -> Sampler:
+def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> Sampler:
     """The order that ``config`` asks for: one shuffle of everything, or sources mixed by ``data.weights``.
+
+    Args:
+        index: of the corpus.
+        config: the ``[data]`` section.
+        state: where to start; None: at the first batch.
 
     Raises:
         ConfigError: the longest sequence exceeds ``data.batch_tokens``, or the seed is negative.
-        DataError: a source with a weight has nothing to draw from.
+        CheckpointError: ``state`` belongs to other data.
+        DataError: a source with a weight has nothing to draw from, or what has to be read first is broken.
     """
-    if not config.weights:
-        return BatchSampler(corpus, config.batch_tokens, config.shuffle_seed)
-    index = corpus.index if isinstance(corpus, Corpus) else corpus
-    return MixtureSampler(index, config.sources, config.weights, config.batch_tokens, config.shuffle_seed)
+    if config.weights:
+        return MixtureSampler(index, config, state)
+    window_mib = config.shuffle_window_mib
+    return BatchSampler(index, config.batch_tokens, config.shuffle_seed, window_mib=window_mib, state=state)
 
 
-class _Stream:
-    """The sequences of one source, epoch after epoch."""
+class _Source:
+    """The pieces of one source, and how much of them was drawn."""
 
-    def __init__(self, number: int, weight: float, pieces: IntArray, seed: int) -> None:
-        self._number = number
+    def __init__(self, stream: PieceStream, weight: float) -> None:
+        self.stream = stream
         self._weight = weight
-        self._pieces = pieces
-        self._seed = seed
-        self.num_tokens = 0  # drawn so far
-        self._enter(0, 0)
+        self._num_tokens = 0
 
     @property
     def progress(self) -> float:
         """Tokens drawn over the weight: the source that has least is next, of equals the first."""
-        return self.num_tokens / self._weight
+        return self._num_tokens / self._weight
 
-    def peek(self) -> int:
-        return int(self._order[self.position])
+    @property
+    def next_piece(self) -> int:
+        return int(self.stream.pieces[self.stream.position])
 
-    def advance(self, num_tokens: int) -> bool:
-        """Take the sequence that ``peek`` showed; whether it was the last of its epoch."""
-        self.num_tokens += num_tokens
-        self.position += 1
-        if self.position < len(self._pieces):
-            return False
-        self._enter(self.epoch + 1, 0)
-        return True
+    @property
+    def next_length(self) -> int:
+        return int(self.stream.lengths[self.stream.position])
 
-    def state(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position, "tokens": self.num_tokens}
+    def take(self) -> bool:
+        """Go behind the next piece; whether it was the last of its epoch."""
+        self._num_tokens += self.next_length
+        return self.stream.take(self.stream.position + 1)
 
-    def load(self, state: dict[str, int]) -> None:
-        self.num_tokens = state["tokens"]
-        self._enter(state["epoch"], state["position"])
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.stream.state_dict(), "tokens": self._num_tokens}
 
-    def _enter(self, epoch: int, position: int) -> None:
-        self.epoch = epoch
-        self.position = position
-        self._order = self._pieces[epoch_order(len(self._pieces), self._seed, epoch, self._number)]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+        self._num_tokens = state["tokens"]
 
 
 class MixtureSampler:
-    """Cuts the mixed stream into global batches of at most ``batch_tokens`` tokens."""
+    """Cuts the mixed stream into global batches of at most ``data.batch_tokens`` tokens."""
 
-    def __init__(
-        self,
-        index: CorpusIndex,
-        sources: Sequence[str],
-        weights: Sequence[float],
-        batch_tokens: int,
-        shuffle_seed: int,
-    ) -> None:
-        """Start at the first batch. Raises as ``make_sampler``."""
-        check_drawable(index, batch_tokens, shuffle_seed)
+    def __init__(self, index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> None:
+        """Start at the first batch, or where ``state`` was taken. Raises as ``make_sampler``."""
+        check_drawable(index, config.batch_tokens, config.shuffle_seed)
         self._index = index
-        self._weights = list(weights)
-        self._batch_tokens = batch_tokens
-        self._seed = shuffle_seed
+        self._weights = list(config.weights)
+        self._batch_tokens = config.batch_tokens
+        self._seed = config.shuffle_seed
         self._step = 0
-        of_piece = index.piece_sources()
-        self._streams = []
-        for number, source in enumerate(sources):
-            pieces = np.flatnonzero(of_piece == number)
-            if not len(pieces):
-                raise DataError(
-                    problem(
-                        f"data source {source!r} has weight {weights[number]} but holds no sequence",
-                        so="its share of the tokens could not be drawn",
-                        fix="check the source and the length filters, or leave it and its weight out",
-                    )
-                )
-            self._streams.append(_Stream(number, weights[number], pieces, shuffle_seed))
+        self._sources = []
+        for number, weight in enumerate(config.weights):
+            parts = np.flatnonzero(index.part_sources == number)
+            stream = PieceStream(index, parts, config.shuffle_window_mib, config.shuffle_seed, number)
+            self._sources.append(_Source(stream, weight))
+        if state is None:
+            self._require_first([None] * len(self._sources))
+            for source in self._sources:
+                source.stream.enter(0)
+        else:
+            self.load_state_dict(state)
 
     @property
     def next_step(self) -> int:
@@ -117,27 +100,26 @@ class MixtureSampler:
         return self._step
 
     def next_batch(self) -> GlobalBatch:
-        """Draw the next global batch: at least one sequence."""
-        first_epoch = min(stream.epoch for stream in self._streams)
-        lengths = self._index.pieces.length
+        """Draw the next global batch: at least one sequence. Raises as ``PieceStream.enter``."""
+        first_epoch = min(source.stream.epoch for source in self._sources)
         drawn: list[int] = []
         budget, ends_epoch = self._batch_tokens, False
         while True:
-            stream = min(self._streams, key=lambda stream: stream.progress)
-            piece = stream.peek()
-            if int(lengths[piece]) > budget:
+            source = min(self._sources, key=lambda source: source.progress)
+            if source.next_length > budget:
                 break
-            budget -= int(lengths[piece])
-            drawn.append(piece)
-            ends_epoch |= stream.advance(int(lengths[piece]))
+            budget -= source.next_length
+            drawn.append(source.next_piece)
+            ends_epoch |= source.take()
         pieces = np.array(drawn, dtype=np.int64)
+        rows = self._index.rows(pieces)
         self._step += 1
         return GlobalBatch(
             step=self._step - 1,
             epoch=first_epoch,
             pieces=pieces,
-            lengths=lengths[pieces],
-            num_targets=self._index.pieces.num_targets[pieces],
+            lengths=self._index.pieces.length[rows],
+            num_targets=self._index.pieces.num_targets[rows],
             ends_epoch=ends_epoch,
         )
 
@@ -145,24 +127,31 @@ class MixtureSampler:
         """Where the next batch starts, in every source: plain numbers and strings, for a checkpoint."""
         return {
             "step": self._step,
-            "sources": [stream.state() for stream in self._streams],
+            "sources": [source.state_dict() for source in self._sources],
             "weights": list(self._weights),
             "shuffle_seed": self._seed,
+            "shuffle_window": self._window,
             "corpus": self._index.fingerprint,
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
         """Go on where ``state`` was taken. Raises ``CheckpointError`` when it belongs to another mixture."""
-        ours = {"corpus": self._index.fingerprint, "shuffle_seed": self._seed, "weights": self._weights}
-        for key, value in ours.items():
-            if state.get(key) != value:
-                raise CheckpointError(
-                    problem(
-                        f"the checkpoint was made with data {key} {state.get(key)}, this run has {value}",
-                        so="sequences would be repeated or skipped",
-                        fix="restore what [data] said then, or start a new run",
-                    )
-                )
+        check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
+        check_same("shuffle_seed", state, self._seed, "shuffle_seed")
+        check_same("weights", state, self._weights, "weights")
+        check_same("shuffle_window", state, self._window, "shuffle_window_mib")
+        self._require_first(state["sources"])
+        for source, saved in zip(self._sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
         self._step = state["step"]
-        for stream, saved in zip(self._streams, state["sources"], strict=True):
-            stream.load(saved)
+
+    def _require_first(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """What every source starts with, all at the same time and before anything is expected."""
+        parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
+        self._index.require(part for own in parts for part in own)
+
+    @property
+    def _window(self) -> str:
+        """What is shuffled together; the setting matters only where the order depends on it."""
+        scopes = {source.stream.scope for source in self._sources} - {EVERYTHING}
+        return scopes.pop() if scopes else EVERYTHING

@@ -8,7 +8,7 @@ target exactly once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -23,10 +23,10 @@ OverLength = Literal["split", "truncate", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceTable:
-    """The pieces in corpus order. Shape letter: P pieces."""
+    """Some pieces, part by part. Shape letter: P pieces."""
 
-    document: IntArray  # [P] number of the document
-    start: IntArray  # [P] first token, counted from the first token of the corpus
+    document: IntArray  # [P] number of the document among those of all parts here
+    start: IntArray  # [P] first token, counted from the first token of the first part
     length: IntArray  # [P] tokens, 1 to context_length
     num_targets: IntArray  # [P] tokens that have a label: the first num_targets of the piece
 
@@ -39,24 +39,55 @@ class PieceTable:
         return int(self.length.sum())
 
 
+class GrowingPieces:
+    """A ``PieceTable`` to which pieces are added; each is copied twice at most, on average."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+        self._columns = np.zeros((len(fields(PieceTable)), 0), dtype=np.int64)
+
+    def append(self, table: PieceTable) -> None:
+        """Add the pieces of ``table`` at the end."""
+        stop = self.num_pieces + table.num_pieces
+        if stop > self._columns.shape[1]:
+            columns = np.zeros((len(self._columns), max(stop, 2 * self._columns.shape[1])), dtype=np.int64)
+            columns[:, : self.num_pieces] = self._columns[:, : self.num_pieces]
+            self._columns = columns
+        for column, spec in zip(self._columns, fields(PieceTable), strict=True):
+            column[self.num_pieces : stop] = getattr(table, spec.name)
+        self.num_pieces = stop
+
+    @property
+    def table(self) -> PieceTable:
+        """All pieces so far: views, which further pieces do not change."""
+        columns = zip(fields(PieceTable), self._columns, strict=True)
+        return PieceTable(**{spec.name: column[: self.num_pieces] for spec, column in columns})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCounts:
     """What the over-length policy did."""
 
-    num_documents: int
+    num_documents: int = 0
     """Documents with at least one token."""
-    num_empty_documents: int
+    num_empty_documents: int = 0
     """Documents without a token, left out."""
-    num_split: int
+    num_split: int = 0
     """Documents cut into several pieces."""
-    num_truncated: int
+    num_truncated: int = 0
     """Documents whose end was cut off."""
-    num_dropped: int
+    num_dropped: int = 0
     """Documents left out because they are longer than the context."""
-    num_filtered: int
+    num_filtered: int = 0
     """Documents left out by the length filters."""
-    num_lost_tokens: int
+    num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
+
+    def __add__(self, other: PieceCounts) -> PieceCounts:
+        """Of both together."""
+        return PieceCounts(
+            **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(PieceCounts)}
+        )
 
 
 def make_pieces(

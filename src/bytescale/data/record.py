@@ -19,7 +19,8 @@ import numpy as np
 from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import IntArray, SamplerState
-from bytescale.data.corpus import Corpus, CorpusFacts
+from bytescale.data.corpus import Corpus
+from bytescale.data.index import CorpusFacts
 from bytescale.data.loader import Feed, Loader, StepData
 from bytescale.data.mixture import make_sampler
 from bytescale.plan import Plan
@@ -159,14 +160,15 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
     Raises:
         DataError: a token was lost, doubled or another one than the corpus has there; names the first such step.
     """
-    sampler = make_sampler(corpus, config)
+    sampler = make_sampler(corpus.index, config)
     num_tokens = 0
     for step, segments in enumerate(read_record(folder, num_steps)):
         batch = sampler.next_batch()
         pieces, starts, stops, checksums = segments.T
-        base = corpus.pieces.start[pieces]
+        rows = corpus.index.rows(pieces)
+        base = corpus.pieces.start[rows]
         given = _coverage(base + starts, base + stops)
-        wanted_starts = corpus.pieces.start[batch.pieces]
+        wanted_starts = corpus.pieces.start[corpus.index.rows(batch.pieces)]
         wanted = _coverage(wanted_starts, wanted_starts + batch.lengths)
         if not np.array_equal(given, wanted):
             count, batch_tokens = int((stops - starts).sum()), batch.num_tokens
@@ -175,7 +177,7 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
         ends = np.cumsum(stops - starts)
         for row, (end, count) in enumerate(zip(ends.tolist(), (stops - starts).tolist(), strict=True)):
             if _checksum(tokens[end - count : end]) != checksums[row]:
-                document = int(corpus.pieces.document[pieces[row]])
+                document = int(corpus.pieces.document[rows[row]])
                 raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a piece of document {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))

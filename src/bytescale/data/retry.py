@@ -44,6 +44,7 @@ def with_retries(action: Callable[[], Result], retries: int, sleep: Callable[[fl
             if isinstance(error.__cause__, _HOPELESS) or attempt == retries:
                 raise
             pause = FIRST_PAUSE_SECONDS * 2**attempt
-            logger.warning("%s Trying again in %.1f s (%d of %d).", error, pause, attempt + 1, retries)
+            cause = str(error).split(" To fix:")[0]  # nothing is to be done yet
+            logger.warning("%s Trying again in %.1f s (%d of %d).", cause, pause, attempt + 1, retries)
             sleep(pause)
     raise AssertionError("the last attempt returns or raises")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,21 +19,22 @@ from pathlib import Path
 from bytescale.config.schema import DataConfig
 from bytescale.data.atomic import file_lock
 from bytescale.data.facts import TokenFacts, facts_of, load_facts
-from bytescale.data.indexed import IndexedDataset
+from bytescale.data.indexed import IndexedDataset, IntArray, Tokens, check_size, map_tokens, read_index
 from bytescale.data.progress import ProgressCallback, ignore_progress
 from bytescale.data.readers import WorkUnit, plan_units, too_many_corrupt_records
+from bytescale.data.remote_tokens import RemoteTokens
 from bytescale.data.retry import unreadable, with_retries
 from bytescale.data.sources import SourceFile, local_path
 from bytescale.data.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
 from bytescale.data.tokenizer import Tokenizer
-from bytescale.data.urls import local_pair
+from bytescale.data.urls import UrlPath, local_index, local_pair
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 * 1024**2
 """Least text of a shard: some seconds of tokenising."""
-MAX_SHARDS = 256
-"""Larger corpora get larger shards: every shard is a memory map in every process that reads it."""
+MAX_SHARDS = 32768
+"""Larger corpora get larger shards: half a TiB of text is as many files as a folder should have."""
 _CACHE_VERSION = 2
 
 
@@ -53,11 +55,24 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartContent:
+    """What an index needs to know of a part that was read."""
+
+    document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
+    facts: TokenFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
     """A shard whose tokens can be read."""
 
     dataset: IndexedDataset
     facts: TokenFacts
+
+    @property
+    def content(self) -> PartContent:
+        """What an index has to know of it."""
+        return PartContent(document_offsets=self.dataset.index.document_offsets, facts=self.facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +115,7 @@ class ShardReader:
         Raises:
             DataError: as ``iter_documents``; the shards before stay in the cache.
         """
-        missing = [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
+        missing = self.missing(shards)
         if not missing:
             return
         assert self.tokenizer is not None, "text needs a tokenizer"
@@ -115,8 +130,15 @@ class ShardReader:
         encoded = report_progress(encode_units(units, encode, num_workers), total_bytes, progress)
         for shard in missing:
             own = itertools.islice(encoded, len(shard.units))
-            facts = write_units(own, self._prefix(shard), self.tokenizer)
-            _log_facts(facts, self._prefix(shard))
+            with file_lock(self._prefix(shard).with_suffix(".lock")):
+                if not self._is_prepared(shard):
+                    _log_facts(write_units(own, self._prefix(shard), self.tokenizer), self._prefix(shard))
+                elif shard is not missing[-1]:  # another process has it meanwhile; the units behind are still wanted
+                    deque(own, maxlen=0)
+
+    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Those of ``shards`` that have to be tokenised."""
+        return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
         """Open a shard that is prepared or a ``.bin``, which is fetched first if it lies elsewhere.
@@ -129,24 +151,52 @@ class ShardReader:
             facts = load_facts(prefix)
             assert facts is not None, f"{prefix} is prepared before it is opened"
             return OpenShard(dataset=IndexedDataset.open(prefix), facts=facts)
-        file = with_retries(partial(_fetched, shard.file, self.cache_dir), self.read_retries)
-        dataset = IndexedDataset.open(local_path(file))
-        facts = facts_of(dataset, file, self.cache_dir, progress)
-        check_same_tokenizer(f"{shard.file.path}", facts, self.tokenizer)
-        return OpenShard(dataset=dataset, facts=facts)
+        opened = self._in_place(shard.file)
+        if opened is None:
+            file = with_retries(partial(fetched, shard.file, self.cache_dir), self.read_retries)
+            dataset = IndexedDataset.open(local_path(file))
+            opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
+        check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
+        return opened
 
-    def prepare_and_open(self, shard: Shard) -> OpenShard:
-        """What a server does with each shard of its own: at most one process of a machine does the work."""
-        with file_lock((self.cache_dir / "tokens" / (shard.name or "bin")).with_suffix(".lock")):
-            self.prepare([shard])
-        return self.open(shard)
+    def open_tokens(self, shard: Shard) -> Tokens:
+        """The tokens alone of a shard that has been opened before: its index is not read again."""
+        if shard.file is None:
+            return map_tokens(self._prefix(shard))
+        if isinstance(shard.file.path, UrlPath):
+            return self.open(shard).dataset.tokens
+        return map_tokens(local_path(shard.file))
+
+    def _in_place(self, file: SourceFile) -> OpenShard | None:
+        """A ``.bin`` that lies elsewhere, of which only its index is copied; its tokens will be when they are read.
+
+        None for one that is here, and where all of it has to be read first: its facts do not lie beside it, or its
+        server gives whole files only.
+        """
+        url = file.path
+        if not isinstance(url, UrlPath):
+            return None
+
+        def look(url: UrlPath = url) -> tuple[Path, bool]:
+            try:
+                return local_index(file, self.cache_dir), url.has_ranges()
+            except OSError as error:
+                raise unreadable(error, url) from error
+
+        copy, has_ranges = with_retries(look, self.read_retries)
+        index, facts = read_index(copy.with_suffix(".idx")), load_facts(copy)
+        if copy.exists() or facts is None or not has_ranges or not facts.describes(index):
+            return None
+        check_size(url, index, file.num_bytes)
+        tokens = RemoteTokens(url, index.dtype, index.num_tokens, copy.with_suffix(".blocks"), self.read_retries)
+        return OpenShard(dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), facts=facts)
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
         return prefix.with_suffix(".idx").exists() and load_facts(prefix) is not None
 
     def _prefix(self, shard: Shard) -> Path:
-        return self.cache_dir / "tokens" / shard.name
+        return self.cache_dir / "tokens" / shard.name[:2] / shard.name
 
     def _shard(self, source: int, units: Sequence[WorkUnit]) -> Shard:
         assert self.tokenizer is not None, "text needs a tokenizer"
@@ -157,6 +207,11 @@ class ShardReader:
                 line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\0{unit.start}\0{unit.stop}\n"
                 settings.update(line.encode(errors="surrogateescape"))
         return Shard(source=source, units=tuple(units), name=settings.hexdigest())
+
+
+def remote_parts(shards: Sequence[Shard]) -> list[int]:
+    """Numbers of the ``.bin`` files that lie elsewhere."""
+    return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, UrlPath)]
 
 
 def fingerprint_shards(shards: Iterable[Shard]) -> str:
@@ -183,7 +238,8 @@ def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
         logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
 
 
-def _fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
+def fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
+    """``local_pair``, failing with ``UnreadableError``."""
     try:
         return local_pair(file, cache_dir)
     except OSError as error:

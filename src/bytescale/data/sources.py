@@ -30,6 +30,8 @@ class SourcePath(Protocol):
     @property
     def suffix(self) -> str: ...
 
+    def with_suffix(self, suffix: str) -> SourcePath: ...
+
     def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
 
     def read_bytes(self) -> bytes: ...
@@ -100,7 +102,7 @@ def local_path(file: SourceFile) -> Path:
         problem(
             f"{file.path} lies elsewhere and has to be mapped into memory",
             so="it cannot be used in place",
-            fix="copy the .bin/.idx pair here first (training does so by itself)",
+            fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
         )
     )
 
@@ -121,23 +123,24 @@ def _local_files(source: str, file_format: str) -> Iterator[SourceFile]:
 
 def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
     """Files of a URL; an ``.idx`` is left out: its ``.bin`` stands for both."""
+    from bytescale.data.filesystems import credentials_hint
     from bytescale.data.urls import expand_url
 
     try:
-        for path, named in expand_url(source):
+        for path, named, listed in expand_url(source):
             kind = _format_of(path.suffix, file_format)
             if path.suffix == ".idx" and file_format in ("auto", "bin"):
                 if not named:
                     continue
-                path, kind = path.with_suffix(".bin"), "bin"
-            num_bytes, version = path.describe()
+                path, kind, listed = path.with_suffix(".bin"), "bin", None
+            num_bytes, version = path.describe(listed)
             yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:
         raise UnreadableError(
             problem(
                 f"data source {source!r} cannot be reached ({error.strerror or error})",
                 so="its text would be missing",
-                fix="check the URL, the network and the credentials of its file system",
+                fix="check the URL, the network and the credentials" + credentials_hint(source),
             )
         ) from error
 

@@ -95,6 +95,7 @@ def tokenize_files(
     num_workers: int = 1,
     progress: ProgressCallback = ignore_progress,
     unit_bytes: int = UNIT_BYTES,
+    read_retries: int = 0,
 ) -> TokenFacts:
     """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
 
@@ -105,6 +106,7 @@ def tokenize_files(
         num_workers: processes that read and encode; 1 does it in this one. The result is the same.
         progress: told after each unit.
         unit_bytes: text that a process reads in one go. The result is the same.
+        read_retries: how often a failing read is tried again.
 
     Raises:
         DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
@@ -112,12 +114,15 @@ def tokenize_files(
     """
     # Everything is looked at before the first token is written: a missing column must not show up hours later.
     grouped = itertools.groupby(files, key=lambda file: file.format == "bin")
-    runs = [_open_run(list(run), text_key, unit_bytes) for _, run in grouped]
+    runs = [_open_run(list(run), text_key, unit_bytes, read_retries) for _, run in grouped]
     dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
     if tokenizer is not None:
         dtypes.append(token_dtype(tokenizer.vocab_size))
     dtype = _common_dtype(dtypes)
-    encoded = itertools.chain.from_iterable(_encode_run(run, tokenizer, text_key, num_workers) for run in runs)
+    encode = (
+        None if tokenizer is None else UnitEncoder(tokenizer=tokenizer, text_key=text_key, read_retries=read_retries)
+    )
+    encoded = itertools.chain.from_iterable(_encode_run(run, encode, num_workers) for run in runs)
     total_bytes = sum(file.num_bytes for file in files)
     return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype)
 
@@ -185,10 +190,12 @@ def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
     )
 
 
-def _open_run(files: list[SourceFile], text_key: str, unit_bytes: int) -> list[WorkUnit] | list[IndexedDataset]:
+def _open_run(
+    files: list[SourceFile], text_key: str, unit_bytes: int, read_retries: int
+) -> list[WorkUnit] | list[IndexedDataset]:
     if files[0].format == "bin":
         return [IndexedDataset.open(local_path(file)) for file in files]
-    return plan_units(files, text_key, unit_bytes)
+    return with_retries(lambda: plan_units(files, text_key, unit_bytes), read_retries)
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
@@ -196,7 +203,7 @@ def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
 
 
 def _encode_run(
-    run: list[WorkUnit] | list[IndexedDataset], tokenizer: Tokenizer | None, text_key: str, num_workers: int
+    run: list[WorkUnit] | list[IndexedDataset], encode: UnitEncoder | None, num_workers: int
 ) -> Iterator[EncodedUnit]:
     for part in run:
         if isinstance(part, IndexedDataset):
@@ -204,8 +211,8 @@ def _encode_run(
     units = [part for part in run if isinstance(part, WorkUnit)]
     if not units:
         return
-    assert tokenizer is not None, "text needs a tokenizer"
-    yield from encode_units(units, UnitEncoder(tokenizer=tokenizer, text_key=text_key), num_workers)
+    assert encode is not None, "text needs a tokenizer"
+    yield from encode_units(units, encode, num_workers)
 
 
 def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:

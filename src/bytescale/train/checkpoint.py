@@ -94,13 +94,13 @@ class Checkpointer:
         complete = complete_checkpoints(self.folder)
         return complete[-1] if complete else None
 
-    def restore(self, path: Path, optimizer: ShardedAdamW, *, expected: RunState) -> RunState:
-        """Fill the optimizer and the parameters from ``path``; ``expected`` is this run's own description.
+    def restore(self, path: Path, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
+        """Fill the optimizer and the parameters from ``path``; ``architecture`` is this run's own.
 
         Raises ``CheckpointError`` when the checkpoint is of another model.
         """
         state = read_run_state(path)
-        check_same_model(path, state.architecture, expected.architecture)
+        check_same_model(path, state.architecture, architecture)
         load_states(path, optimizer, self.ranks.checkpoint_group)
         optimizer.restore(state.step)
         return state

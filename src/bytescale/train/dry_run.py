@@ -24,11 +24,11 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     Raises what ``train`` would raise before its first step.
     """
     with progress_bar() as progress:
-        corpus = prepare_corpus(config.data, progress)
+        corpus = prepare_corpus(config.data, progress, text_later=True)
+        batch = make_sampler(corpus.index, config.data).next_batch()
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
     check_mesh(config.parallel, architecture, config.parallel.ranks)
-    batch = make_sampler(corpus, config.data).next_batch()
     device = choose_device(config.trainer.device, 0, 1)
     dtype = choose_dtype(config.trainer.dtype, device)
     ranks = config.parallel.ranks

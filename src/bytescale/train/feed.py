@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from bytescale.common.units import format_bytes
 from bytescale.config import Config
 from bytescale.data import Feed, LocalFeed, prepare_corpus
+from bytescale.data.progress import Progress, ProgressCallback
 from bytescale.data.record import RecordingFeed, new_attempt_folder
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
 
+_SAY_SECONDS = 5.0
+
 
 @contextmanager
-def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
+def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda line: None) -> Iterator[Feed]:
     """What ``data.loader`` names, for the time of the block; the corpus is made by whoever gets there first.
 
     Raises:
         ConfigError, DataError: as ``prepare_corpus``; and where Ray is missing or does not answer.
     """
-    with _chosen_feed(config, ranks) as feed:
+    with _chosen_feed(config, ranks, say) as feed:
         if not config.data.record:
             yield feed
             return
@@ -34,9 +40,14 @@ def open_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
 
 
 @contextmanager
-def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
+def _chosen_feed(config: Config, ranks: Ranks, say: Callable[[str], None]) -> Iterator[Feed]:
     if config.data.loader == "local":
-        yield LocalFeed(prepare_corpus(config.data), config.data, ranks.hdp.rank)
+        corpus = prepare_corpus(config.data, said_now_and_then(say), text_later=True, ahead=True)
+        local = LocalFeed(corpus, config.data, ranks.hdp.rank)
+        try:
+            yield local
+        finally:
+            local.close()
         return
     from bytescale.data.remote.cluster import check_installed
 
@@ -44,11 +55,25 @@ def _chosen_feed(config: Config, ranks: Ranks) -> Iterator[Feed]:
     with _join_ray(config, ranks) as session:
         from bytescale.data.remote.feed import RemoteFeed
 
-        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first)
+        feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first, say=say)
         try:
             yield feed
         finally:
             feed.close()
+
+
+def said_now_and_then(say: Callable[[str], None]) -> ProgressCallback:
+    """Tells people what they wait for, while the run itself has nothing to say."""
+    last = -math.inf
+
+    def callback(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SAY_SECONDS:
+            last = time.monotonic()
+            share = progress.done_bytes / max(1, progress.total_bytes)
+            say(f"data    {progress.stage}: {share:.0%} of {format_bytes(progress.total_bytes)}")
+
+    return callback
 
 
 def _new_attempt(folder: Path, ranks: Ranks) -> Path | None:

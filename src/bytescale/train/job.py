@@ -61,7 +61,7 @@ class Job:
 
     def restore(self, checkpoints: Checkpointer, path: Path) -> int:
         """Continue from a checkpoint; returns the number of steps that it has done."""
-        state = checkpoints.restore(path, self.optimizer, expected=self._state(0, self.feed.state_dict()))
+        state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
         return state.step
 
@@ -142,13 +142,17 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
 def measured_profile(
     config: Config, architecture: Architecture, device: torch.device, dtype: torch.dtype
 ) -> Profile | None:
-    """The profile that the config names, if it is of this model and device. Raises ``ConfigError`` otherwise."""
+    """The profile that the config names, at the run's tp, if it is of this model and device.
+
+    Raises ``ConfigError`` otherwise. One taken at another tp is scaled by operation counts.
+    """
     if config.cost.profile is None:
         return None
     profile = load_profile(config.cost.profile)
     require_model(profile, architecture)
     require_device(profile, device_name(device, dtype))
-    return profile
+    tp = config.parallel.tp
+    return profile if tp == profile.tensor_parallel else profile.scaled_to(profile.architecture, tensor_parallel=tp)
 
 
 def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int) -> VerifiedPlanner:

@@ -153,6 +153,7 @@ def _active(shape: Architecture) -> str:
 def describe_corpus(corpus: CorpusFacts) -> str:
     """Documents, sequences and tokens, and what the over-length policy did."""
     counts = corpus.counts
+    first = f"first {corpus.num_parts_read} of {corpus.num_parts} shards: " if not corpus.is_complete else ""
     tokenizer = corpus.tokenizer or "as in the .bin files"
     cut = [
         f"{number} {what}"
@@ -166,6 +167,6 @@ def describe_corpus(corpus: CorpusFacts) -> str:
     ]
     lost = f", {format_count(counts.num_lost_tokens)} tokens lost" if counts.num_lost_tokens else ""
     return (
-        f"{counts.num_documents} documents ({', '.join(cut) or 'none longer than the context'}{lost}) -> "
+        f"{first}{counts.num_documents} documents ({', '.join(cut) or 'none longer than the context'}{lost}) -> "
         f"{corpus.num_pieces} sequences, {format_count(corpus.num_tokens)} tokens; tokenizer {tokenizer}"
     )

@@ -33,7 +33,7 @@ def train(config: Config, print_line: Callable[[str], None] = print, *, stop: St
     with (
         open_ranks(config) as ranks,
         RunLog(run, config, print_line if ranks.is_first else None) as log,
-        open_feed(config, ranks) as feed,
+        open_feed(config, ranks, log.say) as feed,
         stop or StopRequest() as stop,
     ):
         job = build_job(config, ranks, feed, stop)

@@ -6,8 +6,9 @@ actor       what it does; what it needs to come back after ``kill -9``
 server      tokenises its share of the shards, reports document lengths, sends token ranges; finds its work in the cache
 planner     draws, plans and verifies global batches ahead and publishes each once; asks servers for lengths again, and
             every request says where its step starts
-relay       asks the planner once for all ranks of its node (where there are several nodes); asks again
-client      lives in a training rank: cuts its part of the plan and fetches the token ranges in it, some steps ahead
+relay       asks the planner once for all ranks of its node (where there are several nodes) and cuts their parts; asks
+            again
+client      lives in a training rank: gets its part of the plan and fetches the token ranges in it, some steps ahead
 ==========  ==========================================================================================================
 
 Ray does the rest: it places, finds, restarts and ends actors, retries calls that were under way, and moves arrays

@@ -1,7 +1,8 @@
-"""The client in a training rank: cuts its part of each planned step and asks for the tokens that the part names."""
+"""The client in a training rank: asks for its part of each planned step, and for the tokens that the part names."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,24 +10,17 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import ray
-import ray.exceptions
 from numpy.typing import NDArray
 
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import LoaderTimes, StepData
 from bytescale.data.prefetch import Prefetcher
-from bytescale.data.remote.calls import no_answer, translated, wait_for
-from bytescale.data.remote.slices import (
-    IntArray,
-    PlannedStep,
-    SegmentTable,
-    ServerSlices,
-    StepReference,
-    assemble,
-    locate_segments,
-)
-from bytescale.plan import Plan, RankPlan
+from bytescale.data.remote.calls import no_answer, wait_for
+from bytescale.data.remote.relay import RankAnswer
+from bytescale.data.remote.slices import IntArray, RankStep, SegmentTable, ServerSlices, StillReading, assemble
+from bytescale.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteLoader:
@@ -91,62 +85,67 @@ class RemoteLoader:
     def _fetch_steps(self) -> Iterator[StepData]:
         state, asked = self._state, None
         while self._wants(state):
-            # 1. This rank's part of the plan, cut from the one copy of the plan that its node has.
-            reference, planned = self._planned(state, asked)
+            # 1. This rank's part of the plan.
+            part = self._part(state, asked)
             started = time.perf_counter()
-            asked = self._relay.plan.remote(planned.state_after) if self._wants(planned.state_after) else None
-            rank_plan = RankPlan.of(planned.plan, self._rank, digest=planned.digest)
-            segments = locate_segments(rank_plan, planned)
+            asked = self._ask(part.state_after) if self._wants(part.state_after) else None
             # 2. One call to each server that has some of its tokens; all of them at the same time.
-            answers = self._fetch(segments)
-            micro_batches = assemble(rank_plan, segments, answers)
+            answers = self._fetch(part.segments)
+            micro_batches = assemble(part.rank_plan, part.segments, answers)
             num_bytes = sum(tokens.nbytes for tokens in answers.values())
             yield StepData(
-                step=planned.step,
-                num_targets=int(planned.num_targets.sum()),
-                summary=planned.summary,
-                plan=planned.plan if self._rank == 0 else None,
-                rank_plan=rank_plan,
+                step=part.step,
+                num_targets=part.num_targets,
+                summary=part.summary,
+                plan=part.plan,
+                rank_plan=part.rank_plan,
                 micro_batches=micro_batches,
-                sampler_state_after=planned.state_after,
+                sampler_state_after=part.state_after,
                 times=LoaderTimes(
-                    planning_seconds=planned.planning_seconds,
+                    planning_seconds=part.planning_seconds,
                     reading_seconds=time.perf_counter() - started,
                     bytes_read=num_bytes,
-                    bytes_received=num_bytes + planned.num_bytes,
-                    steps_planned=reference.steps_planned,
+                    bytes_received=num_bytes + part.num_bytes,
+                    steps_planned=part.steps_planned,
                     restarts=sum(len(lives) - 1 for lives in self._lives.values()),
                 ),
             )
-            state = planned.state_after
+            state = part.state_after
 
     def _wants(self, state: SamplerState) -> bool:
         return self._stop_step is None or state["step"] < self._stop_step
 
-    def _planned(self, state: SamplerState, asked: Any) -> tuple[StepReference, PlannedStep]:
-        """The step that starts at ``state``. A planner that was restarted is told how to plan, and plans it again.
+    def _ask(self, state: SamplerState) -> Any:
+        return self._relay.part.remote(self._rank, state)
+
+    def _part(self, state: SamplerState, asked: Any) -> RankStep:
+        """This rank's part of the step that starts at ``state``. A planner that was restarted is told how to plan.
 
         ``asked`` is the request for it, if it is on its way: it travels while the step before is read.
         """
-        who, lost = "the planner actor", ""
+        who = "the planner actor"
         deadline = time.monotonic() + self._answer_seconds
         while time.monotonic() < deadline:
-            asked = asked if asked is not None else self._relay.plan.remote(state, lost)
-            reference: StepReference | None = wait_for(asked, who, self._answer_seconds)
+            answer: RankAnswer = wait_for(asked or self._ask(state), who, self._answer_seconds)
             asked = None
-            if reference is None:
-                wait_for(self._relay.configure.remote(self._planner, self._stop_step), who, self._answer_seconds)
-                continue
-            try:
-                planned = ray.get(reference.planned, timeout=self._answer_seconds)
-            except ray.exceptions.ObjectLostError:  # it went with the planner that had made it
-                lost = reference.life
-            except Exception as error:
-                raise translated(error, who, self._answer_seconds) from error
+            if isinstance(answer, RankStep):
+                self._alive("planner", answer.life)
+                return answer
+            if isinstance(answer, StillReading):
+                self._say_still_reading(state, answer)
+                deadline = time.monotonic() + self._answer_seconds
             else:
-                self._alive("planner", reference.life)
-                return reference, planned
+                wait_for(self._relay.configure.remote(self._planner, self._stop_step), who, self._answer_seconds)
         raise no_answer(who, self._answer_seconds)
+
+    def _say_still_reading(self, state: SamplerState, answer: StillReading) -> None:
+        if self._rank == 0:
+            logger.warning(
+                "step %d waits for data servers to tokenise %d more shards of text; more servers (data.servers) "
+                "would be faster",
+                state["step"] + 1,
+                answer.num_parts,
+            )
 
     def _fetch(self, segments: SegmentTable) -> dict[int, NDArray[np.integer]]:
         ranges = segments.ranges

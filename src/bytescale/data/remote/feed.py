@@ -14,24 +14,35 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bytescale.common.errors import LoaderFailure, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import SamplerState
-from bytescale.data.corpus import CorpusFacts, plan_shards
+from bytescale.data.corpus import plan_shards
+from bytescale.data.index import CorpusFacts
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.client import RemoteLoader
 from bytescale.data.remote.cluster import NAMESPACE
 from bytescale.data.remote.planner import PlannerActor, kept_steps
 from bytescale.data.remote.relay import Relay, above
-from bytescale.data.remote.server import DataServer, SharedWork
+from bytescale.data.remote.server import SharedWork, server_actor
 from bytescale.data.remote.slices import IntArray
 from bytescale.plan import Plan
 
 _LOOK_AGAIN_SECONDS = 0.05
+_SAY_SECONDS = 5.0
+_START_SECONDS = 3600.0
+"""The first rank lists the sources and may train a tokenizer before it starts the actors; if it dies, all ranks end."""
 
 
 class RemoteFeed:
     """One rank's end of the actors of one attempt at a run. Ray is joined before and left after."""
 
     def __init__(
-        self, config: DataConfig, session: str, rank: int, num_ranks: int, *, is_owner: bool | None = None
+        self,
+        config: DataConfig,
+        session: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        is_owner: bool | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start the actors (their owner), or wait for them.
 
@@ -41,27 +52,27 @@ class RemoteFeed:
             rank: HDP rank, whose slices are fetched; in a mesh several processes have the same.
             num_ranks: processes that fetch.
             is_owner: whether this one starts the actors; None: HDP rank 0 does.
+            say: hears how far the servers are, where somebody has to wait for them.
 
         Raises:
             ConfigError, DataError: as ``prepare_corpus``.
         """
         self._config = config
         self._rank = rank
+        self._say = say
         self._is_owner = rank == 0 if is_owner is None else is_owner
         if self._is_owner:
             self._actors = start_actors(config, session, num_ranks)
         else:
-            planner = _find(f"{session}-planner", config.answer_seconds)
+            planner = _find(f"{session}-planner", max(config.answer_seconds, _START_SECONDS))
             servers, relays = wait_for(planner.others.remote(), "the planner actor", config.answer_seconds)
             self._actors = Actors(planner=planner, servers=servers, relays=relays)
-        # Tokenising may take hours: no limit, the actors' end would end the wait.
-        self._facts: CorpusFacts = wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
-        self._state: SamplerState = self._checked(None)
+        self._state: SamplerState | None = None  # the first step's, until somebody asks
 
     @property
     def facts(self) -> CorpusFacts:
-        """Of the corpus."""
-        return self._facts
+        """Of what has been read of the corpus so far."""
+        return wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
 
     @property
     def actors(self) -> list[Any]:
@@ -70,6 +81,8 @@ class RemoteFeed:
 
     def state_dict(self) -> SamplerState:
         """Where the first step of ``open`` starts."""
+        if self._state is None:
+            self._state = self._checked(None)
         return dict(self._state)
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -83,7 +96,7 @@ class RemoteFeed:
             servers=self._actors.servers,
             planner=planner,
             rank=self._rank,
-            state=self._state,
+            state=self.state_dict(),
             stop_step=stop_step,
             prefetch_steps=self._config.prefetch_steps,
             answer_seconds=self._config.answer_seconds,
@@ -104,9 +117,14 @@ class RemoteFeed:
         return self._actors.relays.get(ray.get_runtime_context().get_node_id(), relays[self._rank % len(relays)])
 
     def _checked(self, state: SamplerState | None) -> SamplerState:
-        return wait_for(
-            self._actors.planner.check_state.remote(state), "the planner actor", self._config.answer_seconds
-        )
+        asked, said = self._actors.planner.check_state.remote(state), 0
+        while self._is_owner and not ray.wait([asked], timeout=_SAY_SECONDS)[0]:
+            left = wait_for(self._actors.planner.num_waiting.remote(), "the planner actor", None)
+            if left not in (0, said):
+                self._say(f"data    servers are tokenising; shards of text to go before the next step: {left}")
+            said = left
+        # No limit: what the state needs takes its time to tokenise, and the actors' end would end the wait.
+        return wait_for(asked, "the planner actor", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +152,7 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
 
     places = [node for node in nodes for _ in range(config.servers)]
     servers = [
-        ray.remote(DataServer).options(**on(node, f"server-{number}")).remote(number, len(places), work)
-        for number, node in enumerate(places)
+        server_actor().options(**on(node, f"server-{number}")).remote(work) for number, node in enumerate(places)
     ]
     relays = {
         node: ray.remote(Relay).options(**on(node, f"relay-{number}")).remote(*_relay_settings(config, session, number))
@@ -169,6 +186,6 @@ def _find(name: str, timeout_seconds: float) -> Any:
         problem(
             f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
             so="there is nobody to read the data",
-            fix="look for the first rank's error, or raise data.answer_seconds",
+            fix="look for the first rank's error, and at what listing its sources takes",
         )
     )

@@ -2,33 +2,40 @@
 
 Planning a step is a pure function of where the step starts: every request carries that, so a planner that was killed
 goes on from whatever its clients ask for. What it keeps is only to answer faster. A planned step is one object in
-Ray's memory, of which every node pulls one copy; ranks cut their own parts from it (``client``), and their requests
-arrive bundled by their nodes (``relay``). So the planner's own work hardly depends on the number of ranks.
+Ray's memory, of which every node pulls one copy; the node's relay cuts its ranks' own parts from it, and bundles their
+requests (``relay``). So the planner's own work hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
 from bytescale.data.batches import Sampler, SamplerState
-from bytescale.data.corpus import CorpusFacts, CorpusIndex, assemble_index
+from bytescale.data.index import CorpusFacts, CorpusIndex
 from bytescale.data.mixture import make_sampler
 from bytescale.data.remote.calls import wait_for
+from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
-from bytescale.data.remote.slices import IntArray, PlannedStep, StepReference
+from bytescale.data.remote.slices import IntArray, PartOwners, PlannedStep, StepReference, StillReading
+from bytescale.data.shards import PartContent
 from bytescale.plan import Plan
 
+_LOOK_AGAIN_SECONDS = 1.0
+
 Planner = Callable[[IntArray], Plan]
+Result = TypeVar("Result")
 
 
 class PlannerActor:
@@ -48,9 +55,12 @@ class PlannerActor:
         self._servers = servers
         self._relays = relays
         self._owners = owners_of(self._shards, len(servers))
+        self._finder = AskServers(servers, self._owners)
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
-        self._indexing: asyncio.Future[tuple[CorpusIndex, Sampler]] | None = None
+        self._indexing: asyncio.Future[CorpusIndex] | None = None
+        self._sampler: Sampler | None = None
+        self._checked: dict[str, asyncio.Future[SamplerState]] = {}  # the last state that was checked
         self._planner: Planner | None = None
         self._stop_step: int | None = None
         self._steps: dict[int, asyncio.Future[StepReference]] = {}
@@ -58,25 +68,35 @@ class PlannerActor:
         self._running_ahead: asyncio.Task[None] | None = None
 
     async def facts(self) -> CorpusFacts:
-        """Of the corpus, once all servers have tokenised their share. Raises what they raise."""
-        index, _ = await self._indexed()
-        return index.facts
+        """Of what has been read of the corpus so far. Raises what reading raises."""
+        return (await self._indexed()).facts
 
     async def check_state(self, state: SamplerState | None) -> SamplerState:
-        """``state`` if steps can start there, and the first step's for None. Raises ``CheckpointError`` if not."""
-        index, _ = await self._indexed()
-        sampler = make_sampler(index, self._config)
-        if state is not None:
-            sampler.load_state_dict(state)
-        return sampler.state_dict()
+        """``state`` if steps can start there, and the first step's for None, once its texts are tokenised.
+
+        Raises:
+            CheckpointError: ``state`` belongs to other data.
+            DataError: what has to be read for it is broken.
+        """
+        index = await self._indexed()
+        key = json.dumps(state, sort_keys=True)
+        if key not in self._checked or _failed(self._checked[key]):  # every rank asks the same
+            self._checked = {key: self._in_thread(lambda: make_sampler(index, self._config, state).state_dict())}
+        return await asyncio.shield(self._checked[key])
+
+    async def num_waiting(self) -> int:
+        """Parts of text that servers tokenise while somebody waits for them."""
+        return self._finder.num_waiting
 
     async def configure(self, planner: Planner, stop_step: int | None) -> None:
         """How to plan, and before which step to stop planning ahead. Every rank says the same."""
         self._planner = planner
         self._stop_step = stop_step
 
-    async def plan(self, state: SamplerState, lost: str = "") -> StepReference | None:
+    async def plan(self, state: SamplerState, lost: str = "") -> Answer:
         """The step that starts at ``state``; None when the planner was not configured yet.
+
+        Servers may need hours to tokenise the texts of a step: then the answer is that they still do.
 
         Args:
             state: where the step starts.
@@ -90,7 +110,13 @@ class PlannerActor:
         step = int(state["step"])
         if lost == self._life:
             self._steps.pop(step, None)
-        found = await self._step(state)
+        planning = asyncio.ensure_future(self._step(state))
+        while not planning.done():
+            await asyncio.wait([planning], timeout=self._config.answer_seconds / 4)
+            if not planning.done() and self._finder.num_waiting:
+                planning.cancel()  # this wait for it; the step itself goes on
+                return StillReading(self._finder.num_waiting)
+        found = planning.result()
         self._latest = max(self._latest, step)
         for old in [old for old in self._steps if old < self._latest - kept_steps(self._config)]:
             del self._steps[old]
@@ -98,6 +124,13 @@ class PlannerActor:
             self._running_ahead = asyncio.create_task(self._run_ahead(found.state_after))
         ahead = sum(other > step and future.done() for other, future in self._steps.items())
         return replace(found, steps_planned=ahead)
+
+    async def part(self, rank: int, state: SamplerState) -> RankAnswer:
+        """What ``rank`` has to do in the step that starts at ``state``, where its tokens are, and no more.
+
+        None when the planner was not configured yet. Raises as ``plan``.
+        """
+        return await part_of(self.plan, rank, state)
 
     async def others(self) -> tuple[list[Any], dict[str, Any]]:
         """Handles of the servers, in order, and of the relays by node."""
@@ -107,38 +140,40 @@ class PlannerActor:
         """Of the process that the planner lives in."""
         return os.getpid()
 
-    async def _indexed(self) -> tuple[CorpusIndex, Sampler]:
-        if self._indexing is None:
-            self._indexing = asyncio.get_running_loop().run_in_executor(self._thread, self._index)
+    async def _indexed(self) -> CorpusIndex:
+        if self._indexing is None or _failed(self._indexing):
+            self._indexing = self._in_thread(self._index)
         return await asyncio.shield(self._indexing)
 
-    def _index(self) -> tuple[CorpusIndex, Sampler]:
-        answers = wait_for([server.contents.remote() for server in self._servers], "a data server", None)
-        contents = {part: content for answer in answers for part, content in answer.items()}
-        ordered = [contents[part] for part in range(len(self._shards))]
-        index = assemble_index(self._config, self._shards, ordered, self._reader.tokenizer)
-        return index, make_sampler(index, self._config)
+    def _index(self) -> CorpusIndex:
+        return CorpusIndex(self._config, self._shards, self._reader.tokenizer, self._finder, text_later=True)
+
+    def _in_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Run what takes time in the one thread for it: index and sampler belong to that."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _step(self, state: SamplerState) -> StepReference:
         """The step that starts at ``state``, planned now unless it is there or under way."""
         step = int(state["step"])
-        if step not in self._steps:
-            index, sampler = await self._indexed()
-        if step not in self._steps:  # nobody else began it while we waited
-            loop = asyncio.get_running_loop()
-            self._steps[step] = loop.run_in_executor(self._thread, self._plan, index, sampler, state)
+        if step not in self._steps or _failed(self._steps[step]):
+            index = await self._indexed()
+        if step not in self._steps or _failed(self._steps[step]):  # nobody else began it while we waited
+            self._steps[step] = self._in_thread(lambda: self._plan(index, state))
         found = await asyncio.shield(self._steps[step])
         if found.state_before == state:
             return found
         self._steps.pop(step, None)  # the feed was moved elsewhere, which no run does
         return await self._step(state)
 
-    def _plan(self, index: CorpusIndex, sampler: Sampler, state: SamplerState) -> StepReference:
+    def _plan(self, index: CorpusIndex, state: SamplerState) -> StepReference:
         assert self._planner is not None, "requests wait until the planner is configured"
-        started = time.perf_counter()
+        sampler = self._sampler or make_sampler(index, self._config, state)
+        self._sampler = None  # unless all goes well: half a batch may have been drawn from it
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)
         batch = sampler.next_batch()
+        self._sampler = sampler
+        started = time.perf_counter()
         plan = self._planner(batch.lengths)
         after = sampler.state_dict()
         planned = PlannedStep.of(batch, plan, index, self._owners, after, time.perf_counter() - started)
@@ -149,13 +184,60 @@ class PlannerActor:
         while self._wants(int(state["step"])):
             try:
                 state = (await self._step(state)).state_after
-            except Exception:  # kept in the step's future: whoever asks for the step gets it
+            except Exception:  # whoever asks for the step plans it again, and gets this if it still fails
                 return
 
     def _wants(self, step: int) -> bool:
         if self._stop_step is not None and step >= self._stop_step:
             return False
         return step <= self._latest + self._config.prefetch_steps
+
+
+class AskServers:
+    """A ``PartFinder``: every part is asked for once, of the server that has it."""
+
+    def __init__(self, servers: Sequence[Any], owners: PartOwners) -> None:
+        self._servers = servers
+        self._owners = owners
+        self._asked: dict[int, Any] = {}  # ahead of need
+        self.parts_ahead = 2 * len(servers)  # chance gives some servers more of them than others
+        self.num_waiting = 0
+        """Parts that somebody waits for now."""
+
+    def expect(self, parts: Sequence[int]) -> None:
+        for part in parts:
+            if part not in self._asked:
+                self._asked[part] = self._ask(part)
+
+    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+        """Waits as long as the servers live: tokenising takes its time. The first error ends it."""
+        early = {part for part in parts if part in self._asked}
+        pending = {self._asked.pop(part, None) or self._ask(part): part for part in parts}
+        found: dict[int, PartContent] = {}
+        try:
+            while pending:
+                self.num_waiting = len(pending)
+                done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_AGAIN_SECONDS)
+                for reference in done:
+                    part = pending.pop(reference)
+                    try:
+                        found[part] = wait_for(reference, f"the data server of part {part}", None)
+                    except BytescaleError:
+                        if part not in early:
+                            raise
+                        early.remove(part)  # it failed when nobody needed it: the reason may be gone
+                        pending[self._ask(part)] = part
+        finally:
+            self.num_waiting = 0
+        return found
+
+    def _ask(self, part: int) -> Any:
+        return self._servers[self._owners.server_of(part)].content.remote(part)
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    """Whether it is worth another try: the reason may be gone."""
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def kept_steps(config: DataConfig) -> int:

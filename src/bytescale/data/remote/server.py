@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import ray
 
-from bytescale.data.corpus import PartContent
+from bytescale.data.indexed import Tokens
+from bytescale.data.open_parts import OpenParts
 from bytescale.data.remote.slices import IntArray, PartOwners, ServerSlices
-from bytescale.data.shards import OpenShard, Shard, ShardReader
+from bytescale.data.shards import PartContent, Shard, ShardReader, remote_parts
 
 
 class SharedWork:
@@ -28,56 +30,55 @@ class SharedWork:
         return ray.get(self._reference)
 
 
+TOKENISING = "tokenising"
+"""The thread of a server that tokenises parts ahead of need, while another one answers reads."""
+
+
 class DataServer:
     """Keeps nothing that it could not find again: a restarted server opens from the cache what it had tokenised."""
 
-    def __init__(self, number: int, num_servers: int, work: SharedWork) -> None:
+    def __init__(self, work: SharedWork) -> None:
         """Reads nothing yet.
 
         Args:
-            number: of this server, from 0.
-            num_servers: how many share the work; server ``i`` tokenises shards ``i``, ``i + num_servers``, ...
-            work: the shards of the whole corpus and what opens them.
+            work: the shards of the whole corpus and what opens them. Which of them are this server's, ``PartOwners``
+                says; it does what it is asked.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core is enough
-        self._number = number
-        self._num_servers = num_servers
         self._shards, self._reader = work.get()
-        self._open: dict[int, OpenShard] = {}
+        self._tokens = OpenParts(self._open_tokens, remote_parts(self._shards))
         self._life = uuid.uuid4().hex
 
-    def contents(self) -> dict[int, PartContent]:
-        """Tokenise this server's shards and say what is in them, by number of the part.
+    @ray.method(concurrency_group=TOKENISING)
+    def content(self, part: int) -> PartContent:
+        """Tokenise a part, unless the cache has it, and say what is in it.
 
         Raises:
-            DataError: a source is gone or broken; shards that were done before stay in the cache.
+            DataError: a source is gone or broken; parts that were done before stay in the cache.
         """
-        own = range(self._number, len(self._shards), self._num_servers)
-        return {part: _content(self._shard(part)) for part in own}
+        self._reader.prepare([self._shards[part]])
+        return self._reader.open(self._shards[part]).content
 
     def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
         """The tokens of ``ranges[i]`` tokens from ``places[i]`` of part ``parts[i]``, one range after the other."""
-        opened = {part: self._shard(part).dataset.tokens.view(np.ndarray) for part in np.unique(parts).tolist()}
-        dtype = np.result_type(*(tokens.dtype for tokens in opened.values()))
-        tokens = np.empty(int(ranges.sum()), dtype=dtype)
-        at = 0
-        for part, place, count in zip(parts.tolist(), places.tolist(), ranges.tolist(), strict=True):
-            tokens[at : at + count] = opened[part][place : place + count]
-            at += count
-        return ServerSlices(tokens=tokens, server_life=self._life)
+        self._tokens.fetch(parts, places, ranges)
+        columns = (parts.tolist(), places.tolist(), ranges.tolist())
+        found = [self._tokens[part][place : place + count] for part, place, count in zip(*columns, strict=True)]
+        return ServerSlices(tokens=np.concatenate(found), server_life=self._life)
 
     def pid(self) -> int:
         """Of the process that this server lives in."""
         return os.getpid()
 
-    def _shard(self, part: int) -> OpenShard:
-        if part not in self._open:
-            self._open[part] = self._reader.prepare_and_open(self._shards[part])
-        return self._open[part]
+    def _open_tokens(self, part: int) -> Tokens:
+        self._reader.prepare([self._shards[part]])  # a restarted server may be asked for text before its cache is found
+        return self._reader.open_tokens(self._shards[part])
 
 
-def _content(shard: OpenShard) -> PartContent:
-    return PartContent(document_offsets=shard.dataset.index.document_offsets, facts=shard.facts)
+def server_actor() -> Any:
+    """``DataServer`` as an actor class, with a thread for each kind of work."""
+    settings: dict[str, Any] = {"concurrency_groups": {TOKENISING: 1}}  # which Ray's own stubs do not know
+    return ray.remote(**settings)(DataServer)
 
 
 def owners_of(shards: Sequence[Shard], num_servers: int) -> PartOwners:

@@ -1,0 +1,274 @@
+"""What is known of a corpus without its tokens: its parts, and the pieces of those parts that have been read.
+
+A corpus is a list of parts (``data.shards``), known from the listing of its files. What is in a part of text is known
+once it is tokenised. So the index grows: whoever needs the pieces of a part asks for it, and may say ahead of time
+that it will (``expect``). ``.bin`` files say at once what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.errors import DataError, problem
+from bytescale.config.schema import DataConfig
+from bytescale.data.facts import TokenFacts
+from bytescale.data.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
+from bytescale.data.shards import PartContent, Shard, check_corrupt_records
+from bytescale.data.tokenizer import Tokenizer
+
+IntArray = NDArray[np.int64]
+
+_PART_SHIFT = 32
+"""A piece is named by the number of its part, shifted so far, plus its number in the part."""
+
+
+class PartFinder(Protocol):
+    """Reads parts for an index."""
+
+    parts_ahead: int
+    """How many parts should be under way or done beyond those that are in use, so that nobody is idle."""
+
+    def expect(self, parts: Sequence[int]) -> None:
+        """These will be wanted soon: begin with them, and return at once."""
+        ...
+
+    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+        """What is in these. Raises ``DataError`` where one cannot be read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusFacts:
+    """What a run says of its corpus, and what has to fit the model. Small: every rank has it."""
+
+    num_parts: int
+    num_parts_read: int
+    """The other parts are text that nobody has tokenised yet; the counts are without them."""
+    counts: PieceCounts
+    num_pieces: int
+    num_tokens: int
+    """Tokens of all pieces: what an epoch trains on."""
+    vocab_size: int
+    """Ids that a model must have: the tokenizer's; of a ``.bin`` made elsewhere, the highest id + 1."""
+    tokenizer: str | None
+    """Name of the tokenizer. None when all sources are ``.bin`` and no tokenizer.json is set."""
+    skipped_files: tuple[str, ...]
+    """Files found among the sources that are not text."""
+    fingerprint: str
+    """See ``CorpusIndex.fingerprint``."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether these are facts of the whole corpus."""
+        return self.num_parts_read == self.num_parts
+
+
+class CorpusIndex:
+    """Where every piece of the parts read so far is: all that drawing and planning global batches needs."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        shards: Sequence[Shard],
+        tokenizer: Tokenizer | None,
+        finder: PartFinder,
+        *,
+        text_later: bool = False,
+    ) -> None:
+        """Read all parts, or (``text_later``) just those that are tokens already.
+
+        Raises:
+            DataError: as ``require``.
+        """
+        self._config = config
+        self._shards = shards
+        self._tokenizer = tokenizer
+        self._finder = finder
+        self._known: dict[int, TokenFacts] = {}  # of the parts read so far, in that order
+        self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part that was read, among all read
+        self._first_row = np.zeros(len(shards), dtype=np.int64)
+        self._num_pieces = np.zeros(len(shards), dtype=np.int64)
+        self._num_tokens = self._num_documents = 0  # of all parts read, before anything was left out
+        self._counts = PieceCounts()
+        self.part_sources = np.array([shard.source for shard in shards], dtype=np.int64)
+        """``[number of parts]`` place of each part's source in ``data.sources``."""
+        self.is_text = np.array([shard.file is None for shard in shards], dtype=np.bool_)
+        """``[number of parts]`` whether a part has to be tokenised before its pieces are known."""
+        self.part_bytes = np.array([shard.num_bytes for shard in shards], dtype=np.int64)
+        """``[number of parts]`` size of each part's files, or of its share in them."""
+        self._pieces = GrowingPieces()
+        self.facts: CorpusFacts
+        """The small summary of what was read so far. Replaced, never changed: other threads may look at it."""
+        self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
+
+    @property
+    def pieces(self) -> PieceTable:
+        """Pieces of the parts read so far, in the order of reading; ``start`` and ``document`` count from the first."""
+        return self._pieces.table
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of how the corpus is listed and cut, equal on every machine, whenever the files were made.
+
+        Of the sizes of its texts, the tokens of its ``.bin`` files, tokenizer and lengths. What is in the texts is
+        known when they are read: ``content_hash``.
+        """
+        config = self._config
+        cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
+        made_by = (config.text_key, self._tokenizer.fingerprint) if self._tokenizer and self.is_text.any() else ()
+        parts = [
+            f"text {[unit.num_bytes for unit in shard.units]}" if shard.file is None else self._known[part].content_hash
+            for part, shard in enumerate(self._shards)
+        ]
+        return _hash_of([*parts, *map(str, cut), *made_by])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part has been read."""
+        return len(self._known) == self.num_parts
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in the parts read so far, as they lie on disk; of the widest."""
+        return max((np.dtype(facts.dtype).itemsize for facts in self._known.values()), default=0)
+
+    @property
+    def parts_ahead(self) -> int:
+        """How many parts to expect beyond those in use."""
+        return self._finder.parts_ahead
+
+    def expect(self, parts: Sequence[int]) -> int:
+        """``parts`` will be required soon; returns how many they are."""
+        if missing := [part for part in parts if part not in self._known]:
+            self._finder.expect(missing)
+        return len(parts)
+
+    def require(self, parts: Iterable[int]) -> None:
+        """Return when the pieces of ``parts`` are known.
+
+        Raises:
+            DataError: one cannot be read, has too many corrupt records or was made with another tokenizer; or all
+                have been read and hold nothing to train on.
+        """
+        if missing := [part for part in parts if part not in self._known]:
+            self._read(missing)
+
+    def _read(self, parts: Sequence[int]) -> None:
+        found = self._finder.find(parts)
+        known = [*self._known.values(), *(found[part].facts for part in parts)]
+        check_one_tokenizer(known)
+        if any(found[part].facts.corrupt_records for part in parts):
+            check_corrupt_records(known, self._config.max_corrupt_records)
+        for part in parts:
+            table, counts = self._cut(found[part])
+            self._known[part] = found[part].facts
+            self._first_token[part] = self._num_tokens
+            self._first_row[part] = self._pieces.num_pieces
+            self._num_pieces[part] = table.num_pieces
+            self._pieces.append(table)
+            self._counts += counts
+            self._num_tokens += int(found[part].document_offsets[-1])
+            self._num_documents += len(found[part].document_offsets) - 1
+        self.facts = self._facts()
+        if self.is_complete and not self.pieces.num_pieces:
+            raise self.nothing_to_draw()
+
+    def pieces_of(self, parts: Iterable[int]) -> IntArray:
+        """``[P]`` names of all pieces of ``parts``, which have been read, in this order."""
+        names = [(part << _PART_SHIFT) + np.arange(self._num_pieces[part]) for part in parts]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *names])
+
+    def rows(self, pieces: IntArray) -> IntArray:
+        """``[P]`` place in ``self.pieces`` of each of these pieces."""
+        return self._first_row[pieces >> _PART_SHIFT] + (pieces & ((1 << _PART_SHIFT) - 1))
+
+    def locate(self, pieces: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
+        """Part, and place in that part, of token ``starts[i]`` of piece ``pieces[i]``; each ``[N]``."""
+        part = pieces >> _PART_SHIFT
+        return part, self.pieces.start[self.rows(pieces)] + starts - self._first_token[part]
+
+    def content_hash(self, parts: Iterable[int]) -> str:
+        """16 hex digits of the tokens of ``parts``, which have been read."""
+        return _hash_of(self._known[part].content_hash for part in parts)
+
+    def _facts(self) -> CorpusFacts:
+        known = [self._known[part] for part in sorted(self._known)]
+        num_empty = self._counts.num_empty_documents + sum(facts.num_empty_documents for facts in known)
+        vocabularies = [facts.vocab_size or facts.max_token_id + 1 for facts in known]
+        return CorpusFacts(
+            num_parts=self.num_parts,
+            num_parts_read=len(known),
+            counts=replace(self._counts, num_empty_documents=num_empty),
+            num_pieces=self.pieces.num_pieces,
+            num_tokens=self.pieces.num_tokens,
+            vocab_size=max(vocabularies, default=0) if self._tokenizer is None else self._tokenizer.vocab_size,
+            tokenizer=self._tokenizer.name if self._tokenizer else None,
+            skipped_files=tuple(path for facts in known for path in facts.skipped_files),
+            fingerprint=self.fingerprint,
+        )
+
+    def nothing_to_draw(self, source: int | None = None) -> DataError:
+        """The error for a corpus, or for one source of it, whose parts hold no piece at all."""
+        if source is not None:
+            return DataError(
+                problem(
+                    f"data source {self._config.sources[source]!r} has weight {self._config.weights[source]} but "
+                    "holds no sequence",
+                    so="its share of the tokens could not be drawn",
+                    fix="check the source and the length filters, or leave it and its weight out",
+                )
+            )
+        facts = self.facts
+        reasons = [
+            f"{facts.counts.num_dropped} documents are longer than data.context_length = {self._config.context_length}",
+            f"{facts.counts.num_filtered} documents are outside data.min_document_tokens and data.max_document_tokens",
+            f"{len(facts.skipped_files)} files are not UTF-8 text",
+        ]
+        held = [reason for reason in reasons if not reason.startswith("0 ")] or ["no file holds any text"]
+        return DataError(
+            problem(
+                f"the corpus is empty: {' and '.join(held)} ({', '.join(self._config.sources)})",
+                so="there is nothing to train on",
+                fix="check data.sources, data.text_key and data.over_length",
+            )
+        )
+
+    def _cut(self, content: PartContent) -> tuple[PieceTable, PieceCounts]:
+        """The pieces of a part, which comes behind those that were read before."""
+        table, counts = make_pieces(
+            content.document_offsets[:-1] + self._num_tokens,
+            np.diff(content.document_offsets),
+            self._config.context_length,
+            self._config.over_length,
+            self._config.min_document_tokens,
+            self._config.max_document_tokens,
+        )
+        return replace(table, document=table.document + self._num_documents), counts
+
+
+def check_one_tokenizer(facts: Sequence[TokenFacts]) -> None:
+    """Raise ``DataError`` if some of these are known to come from different tokenizers."""
+    known = {fact.tokenizer_fingerprint: fact.tokenizer for fact in facts if fact.tokenizer_fingerprint}
+    if len(known) > 1:
+        raise DataError(
+            problem(
+                f"the .bin sources were made with different tokenizers: {', '.join(map(str, known.values()))}",
+                so="one id would mean two things",
+                fix="tokenise them all with one",
+            )
+        )
+
+
+def _hash_of(texts: Iterable[str]) -> str:
+    return hashlib.blake2b(" ".join(texts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,189 @@
+"""The order of the pieces in an epoch: a function of the corpus, the seed and the epoch, never of the ranks.
+
+Where all text together is larger than the *window* (``data.shuffle_window_mib``), an epoch goes through it window by
+window: the parts of text are shuffled and cut into runs of a window's size, and the pieces of a run are shuffled among
+themselves. So a run can start as soon as its first window is tokenised, whatever the size of the corpus, and the next
+window can be tokenised while this one trains. Pieces of ``.bin`` files, which are known from the start, are shuffled
+over the whole epoch and dealt to the windows in proportion. A corpus that fits in one window is one shuffle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from bytescale.common.errors import CheckpointError, problem
+from bytescale.data.index import CorpusIndex, IntArray
+
+MIB = 1024**2
+EVERYTHING = "everything"
+
+# What else is drawn for an epoch of several windows, told apart by a number after those of the stream.
+_DRAW_OF_BINS, _DRAW_OF_PARTS, _DRAW_OF_WINDOW = 1, 2, 3
+
+
+def epoch_order(num_pieces: int, seed: int, epoch: int, *stream: int) -> IntArray:
+    """``[num_pieces]`` the permutation of one epoch (of one ``stream``, when there are several).
+
+    Sorts raw 64-bit draws: NumPy promises that bit streams and ``SeedSequence`` never change, which it does not
+    promise of ``Generator.permutation``. A resumed run may have another NumPy.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch, *stream))).random_raw(num_pieces)
+    return np.argsort(draws, kind="stable")
+
+
+class PieceStream:
+    """The pieces of some parts, epoch after epoch, and a place in them: always before a piece."""
+
+    def __init__(self, index: CorpusIndex, parts: IntArray, window_mib: int, seed: int, source: int | None = None):
+        """Stand nowhere yet: ``enter`` or ``load_state_dict`` comes first.
+
+        Args:
+            index: of the corpus. Parts of text are required from it window by window, the next one being expected.
+            parts: numbers of the parts to draw from, ascending.
+            window_mib: MiB of text that are shuffled together.
+            seed: of the shuffle.
+            source: place in ``data.sources`` of the one source that ``parts`` are; None: they are all.
+        """
+        self._index = index
+        self._seed = seed
+        self._source = source
+        self._stream = () if source is None else (source,)
+        self._text = parts[index.is_text[parts]]
+        self._bins = parts[~index.is_text[parts]]
+        self._window_bytes = window_mib * MIB
+        self.epoch = self.window = self.position = 0
+        self.pieces = self.lengths = np.zeros(0, dtype=np.int64)  # [W] of the window, in order
+        self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each of them
+        self._content = ""
+        self._bins_shuffled = (-1, self.pieces)  # an epoch, and all pieces of .bin files in its order
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether an epoch has several windows."""
+        return int(self._index.part_bytes[self._text].sum()) > self._window_bytes
+
+    @property
+    def scope(self) -> str:
+        """What is shuffled together, for people and checkpoints."""
+        return f"{self._window_bytes // MIB} MiB" if self.is_windowed else EVERYTHING
+
+    def windows(self, epoch: int) -> list[IntArray]:
+        """The parts of text in each window of an epoch, ascending; at least one window."""
+        if not self.is_windowed:
+            return [self._text]
+        shuffled = self._text[epoch_order(len(self._text), self._seed, epoch, *self._stream, _DRAW_OF_PARTS)]
+        sizes = self._index.part_bytes[shuffled]
+        number = (np.cumsum(sizes) - sizes) // self._window_bytes  # a part is in the window that its first byte lies in
+        windows = np.split(shuffled, np.flatnonzero(np.diff(number)) + 1)
+        if len(windows) > 1 and self._index.part_bytes[windows[-1]].sum() < self._window_bytes // 2:
+            windows[-2:] = [np.concatenate(windows[-2:])]
+        return [np.sort(window) for window in windows]
+
+    def enter(self, epoch: int, window: int = 0) -> None:
+        """Go to the first piece of a window, or of the next one that has any.
+
+        Raises:
+            DataError: as ``CorpusIndex.require``; or the parts hold no piece at all.
+        """
+        last_epoch = epoch + 1  # when that has passed as well, every part was looked at
+        while True:
+            windows = self.windows(epoch)
+            self._load(epoch, window, windows)
+            self._expect(windows[window + 1 :], epoch + 1)
+            if len(self.pieces):
+                return
+            epoch, window = (epoch, window + 1) if window + 1 < len(windows) else (epoch + 1, 0)
+            if epoch > last_epoch:
+                raise self._index.nothing_to_draw(self._source)
+
+    def first_parts(self, state: dict[str, Any] | None) -> list[int]:
+        """What has to be read before the stream stands at ``state``, or at its start."""
+        epoch, window = (0, 0) if state is None else (state["epoch"], state["window"])
+        windows = self.windows(epoch)
+        return windows[window].tolist() if 0 <= window < len(windows) else []
+
+    def take(self, stop: int) -> bool:
+        """Go to before piece ``stop`` of the window, or into the next window; whether the epoch has ended by that."""
+        self.position = stop
+        if stop < len(self.pieces):
+            return False
+        before = self.epoch
+        last = self.window + 1 == len(self.windows(before))
+        self.enter(*((before + 1, 0) if last else (before, self.window + 1)))
+        return self.epoch > before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, and what the window holds: plain numbers and strings."""
+        return {"epoch": self.epoch, "window": self.window, "position": self.position, "content": self._content}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place of a state.
+
+        Raises:
+            CheckpointError: the texts of its window have changed, or it does not exist.
+            DataError: as ``CorpusIndex.require``.
+        """
+        epoch, window, position = state["epoch"], state["window"], state["position"]
+        windows = self.windows(epoch)
+        if not 0 <= window < len(windows):
+            raise _outside(f"window {window}", f"{len(windows)} windows")
+        self.enter(epoch, window)
+        if self._content != state["content"]:
+            raise CheckpointError(
+                problem(
+                    f"the checkpoint was made with other texts: their content was {state['content']} and is now "
+                    f"{self._content}",
+                    so="sequences would be repeated or skipped",
+                    fix="restore the files that data.sources had then, or start a new run",
+                )
+            )
+        if not 0 <= position < len(self.pieces):
+            raise _outside(f"position {position}", f"{len(self.pieces)} sequences")
+        self.position = position
+
+    def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
+        """Expect ``windows``, which are left of the epoch, and those of the next, until enough parts are expected."""
+        num_parts = 0
+        for window in itertools.chain(windows, self.windows(next_epoch)):
+            num_parts += self._index.expect(window.tolist())
+            if num_parts >= self._index.parts_ahead:
+                return
+
+    def _load(self, epoch: int, window: int, windows: list[IntArray]) -> None:
+        parts = windows[window].tolist()
+        self._index.require(parts)
+        of_text = self._index.pieces_of(parts)
+        of_bins = self._index.pieces_of(self._bins.tolist())
+        stream = self._stream
+        if self.is_windowed:
+            of_bins = self._share(of_bins, epoch, window, windows)
+            stream = (*stream, _DRAW_OF_WINDOW, window)
+        together = np.concatenate([of_text, of_bins])
+        if not self.is_windowed:
+            together = np.sort(together)  # corpus order: parts by number
+        self.epoch, self.window, self.position = epoch, window, 0
+        self.pieces = together[epoch_order(len(together), self._seed, epoch, *stream)]
+        self.lengths = self._index.pieces.length[self._index.rows(self.pieces)]
+        self.tokens_before = np.concatenate([[0], np.cumsum(self.lengths)])
+        self._content = self._index.content_hash(parts)
+
+    def _share(self, of_bins: IntArray, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
+        """The pieces of ``.bin`` files that go with a window, by its share of the bytes of text."""
+        if self._bins_shuffled[0] != epoch:
+            order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
+            self._bins_shuffled = (epoch, of_bins[order])
+        ends = np.cumsum([0, *(self._index.part_bytes[parts].sum() for parts in windows)]).tolist()
+        first, stop = (end * len(of_bins) // ends[-1] for end in ends[window : window + 2])  # may exceed 64 bits
+        return self._bins_shuffled[1][first:stop]
+
+
+def _outside(place: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        problem(
+            f"the checkpoint's data {place} lies outside the corpus ({what})",
+            fix="the checkpoint is damaged: resume from an older one",
+        )
+    )

@@ -1,0 +1,113 @@
+"""A ``.bin`` that lies elsewhere is fetched block by block, when its tokens are read."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from bytescale.common.errors import DataError
+from bytescale.data import remote_tokens
+from bytescale.data.corpus import Corpus, prepare_corpus
+from bytescale.data.tokenizer import ByteTokenizer
+from bytescale.data.urls import UrlPath
+from tests.data.support import config, write_pair
+
+ENDINGS = (".bin", ".idx", ".meta.json")
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A pair of 1000 tokens in 40 documents here, and a copy in fsspec's memory; blocks have 64 tokens."""
+    monkeypatch.setattr(remote_tokens, "BLOCK_TOKENS", 64)
+    dice = np.random.default_rng(0)
+    lengths = dice.multinomial(960, np.ones(40) / 40) + 1
+    write_pair(tmp_path / "pair", [dice.integers(0, 256, length).tolist() for length in lengths], ByteTokenizer())
+    memory = fsspec.filesystem("memory")
+    folder = f"/{uuid.uuid4().hex}"
+    for ending in ENDINGS:
+        memory.pipe(f"{folder}/pair{ending}", (tmp_path / f"pair{ending}").read_bytes())
+    yield f"memory:/{folder}"
+    memory.rm(folder, recursive=True)
+
+
+def blocks_of(tmp_path: Path) -> list[int]:
+    return sorted(int(path.stem) for path in (tmp_path / "cache").rglob("*.block"))
+
+
+def read(corpus: Corpus, row: int) -> list[int]:
+    pieces = corpus.all_pieces[[row]]
+    length = corpus.pieces.length[[row]]
+    tokens, labels = corpus.read(pieces, np.zeros(1, np.int64), length)
+    return [*tokens.tolist(), *labels.tolist()]
+
+
+def test_only_what_is_read_is_fetched(tmp_path: Path, base: str) -> None:
+    here = prepare_corpus(config(tmp_path, tmp_path / "pair.bin"))
+    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
+    assert there.fingerprint == here.fingerprint
+    assert there.facts == here.facts
+    assert blocks_of(tmp_path) == []
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+    row = 20
+    assert read(there, row) == read(here, row)
+    first = int(here.pieces.start[row])
+    assert blocks_of(tmp_path) == sorted({first // 64, (first + int(here.pieces.length[row]) - 1) // 64})
+    # All of it, in another process that finds the blocks: a file system that is asked for none of them.
+    assert [read(there, row) for row in range(40)] == [read(here, row) for row in range(40)]
+    assert blocks_of(tmp_path) == list(range(16))
+    assert np.array_equal(there.parts[0][3:700], here.parts[0][3:700])
+    assert len(there.parts[0][5:5]) == 0
+    fsspec.filesystem("memory").rm(f"{base.removeprefix('memory:/')}/pair.bin")
+    assert there.parts[0][900:1000].tolist() == here.parts[0][900:1000].tolist()
+
+
+def test_a_pair_whose_facts_are_not_known_is_copied_and_read_through(tmp_path: Path, base: str) -> None:
+    fsspec.filesystem("memory").rm(f"{base.removeprefix('memory:/')}/pair.meta.json")
+    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
+    assert len(list((tmp_path / "cache").rglob("*.bin"))) == 1
+    assert blocks_of(tmp_path) == []
+    assert there.parts[0][:].tolist() == prepare_corpus(config(tmp_path, tmp_path / "pair.bin")).parts[0][:].tolist()
+
+
+def test_a_server_that_gives_whole_files_only(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UrlPath, "has_ranges", lambda self: False)
+    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
+    assert len(there.parts[0][:]) == 1000
+    assert blocks_of(tmp_path) == []
+
+
+def test_a_block_that_fails_is_tried_again_and_then_named(
+    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = prepare_corpus(config(tmp_path, f"{base}/pair.bin", read_retries=1))
+    answers = [OSError(5, "connection lost"), b"short", b"short"]
+
+    def fail(self: UrlPath, start: int, stop: int) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UrlPath, "read_range", fail)
+        with pytest.raises(DataError, match=r"pair.bin cannot be read \(5 bytes came for 128\)"):
+            there.parts[0][100:120]
+    assert "connection lost" in caplog.text
+    assert blocks_of(tmp_path) == []
+    assert (
+        there.parts[0][100:120].tolist()
+        == prepare_corpus(config(tmp_path, tmp_path / "pair.bin")).parts[0][100:120].tolist()
+    )
+
+
+def test_an_index_of_other_tokens(tmp_path: Path, base: str) -> None:
+    memory = fsspec.filesystem("memory")
+    path = f"{base.removeprefix('memory:/')}/pair.bin"
+    memory.pipe(path, memory.cat(path)[:-20])
+    with pytest.raises(DataError, match=r"describes 1000 tokens of 2 bytes = 2000 bytes, but .*pair.bin has 1980"):
+        prepare_corpus(config(tmp_path, f"{base}/pair.bin"))

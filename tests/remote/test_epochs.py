@@ -1,0 +1,50 @@
+"""An epoch is the corpus once, counted token by token: both loaders, 1 to 8 ranks, and everybody dies on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bytescale.data.corpus import prepare_corpus
+from bytescale.data.order import epoch_order
+from bytescale.data.remote.feed import RemoteFeed
+from tests.remote.support import count_tokens, feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
+
+pytestmark = pytest.mark.usefixtures("ray_joined")
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_an_epoch_through_the_death_of_server_planner_and_rank(tmp_path: Path, kind: str, num_ranks: int) -> None:
+    """A rank's death ends the attempt in the middle of what it had fetched ahead; the next one has other ranks.
+
+    (Here ranks share a process, so that all these cases take seconds; processes of their own are killed in
+    ``test_runs`` and ``test_soak``.)
+    """
+    num_tokens = write_numbered_corpus(tmp_path / "numbers")
+    config = numbered_config(tmp_path)
+    counts, state, step = Counter[int](), None, 0
+    for attempt, ranks in enumerate((num_ranks, max(1, num_ranks - 1))):
+        with feeds(config, kind, ranks) as opened:
+            victims = {}
+            if isinstance(first := opened[0], RemoteFeed):
+                victims = {2: first.actors[1], 3: first.actors[0]} if attempt == 0 else {8: first.actors[2]}
+
+            def kill_who_is_due(number: int, victims: dict = victims, begun: int = step) -> None:
+                if begun + number in victims:
+                    kill_minus_9(victims[begun + number])
+
+            steps, state = take_steps(opened, 6, state=state, before_step=kill_who_is_due)
+            assert [data.step for data in steps[-1]] == [step + 5] * ranks
+            counts += count_tokens(steps)
+            step += 6
+    with feeds(config, "local", 1) as opened:
+        while state["epoch"] == 0:
+            steps, state = take_steps(opened, 1, state=state)
+            counts += count_tokens(steps)
+    pieces = prepare_corpus(config).pieces
+    begun = epoch_order(pieces.num_pieces, state["shuffle_seed"], 1)[: state["position"]]
+    again = [range(pieces.start[piece], pieces.start[piece] + pieces.length[piece]) for piece in begun]
+    assert counts == Counter(range(num_tokens)) + Counter(token for tokens in again for token in tokens)
