@@ -88,6 +88,14 @@ def test_a_shorter_context_splits_and_keeps_all_tokens(max_length: int, seed: in
     assert split.max() <= max_length
 
 
+def test_a_lower_edge_gives_the_same_tokens_in_more_documents() -> None:
+    usual, short = sample_lengths("github", 32 * MEBI, 0), sample_lengths("github", 32 * MEBI, 0, lowest_edge=9)
+    assert usual.min() > 512
+    assert 9 < short.min() < 20
+    assert len(short) == pytest.approx(22_600, abs=200)
+    assert short.sum() == pytest.approx(usual.sum(), rel=0.02)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ConfigError, match=r"no length distribution 'gitlab'.*byted, github"):
         sample_lengths("gitlab", MEBI, 0)
@@ -95,3 +103,5 @@ def test_bad_arguments() -> None:
         sample_lengths("github", 0, 0)
     with pytest.raises(ConfigError, match=r"max_length = 0"):
         sample_lengths("github", 1, 0, 0)
+    with pytest.raises(ConfigError, match=r"lowest_edge = 2048.*use 1 to 2047 tokens"):
+        sample_lengths("github", 1, 0, lowest_edge=2048)

@@ -15,6 +15,7 @@ from bytescale.planner.batch import longest_first
 from bytescale.planner.blocks import place_blocks, timer
 from bytescale.planner.fill import deal, micro_batches
 from bytescale.planner.mixed import shares
+from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit
 from bytescale.planner.shelves import fill_shelves
 from bytescale.planner.target import block_seconds, degrees_within, target_seconds
@@ -54,13 +55,15 @@ def test_micro_batches_are_best_fit_on_every_rank(sizes: list[int], num_ranks: i
     items=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=60),
     num_ranks=st.integers(1, 30),
     narrowest=st.integers(2, 20),
+    pairs=st.booleans(),
 )
 def test_shelves_hold_each_wide_sequence_once_and_nothing_overlaps(
-    items: list[tuple[int, int]], num_ranks: int, narrowest: int
+    items: list[tuple[int, int]], num_ranks: int, narrowest: int, pairs: bool
 ) -> None:
     degrees = np.minimum([degree for degree, _ in items], num_ranks)
     seconds = np.array([float(time) for _, time in items])
-    shelves = fill_shelves(degrees, seconds, num_ranks=num_ranks, narrowest=narrowest)
+    shelves = fill_shelves(degrees, seconds, num_ranks=num_ranks, narrowest=narrowest, pairs=pairs)
+    assert np.array_equal(shelves.degrees, degrees[shelves.items])
     assert len(set(shelves.items.tolist())) == len(shelves.items)
     assert set(np.flatnonzero(degrees >= narrowest).tolist()) <= set(shelves.items.tolist())
     free = np.zeros(num_ranks)
@@ -69,6 +72,22 @@ def test_shelves_hold_each_wide_sequence_once_and_nothing_overlaps(
         assert len(free[ranks]) == degrees[item]
         free[ranks] = free[ranks].max() + seconds[item]  # all members start together, in the plan's order
     assert free.max() <= shelves.top * (1 + 1e-9)
+
+
+def test_pairs_leave_less_of_a_wide_space_than_the_widest_alone() -> None:
+    """Of 320 ranks, beside 120: 117 leave 83, which nothing fits; 113 and 84 leave 3, and the rest fits one shelf."""
+    degrees = np.array([120, 117, 113, 99, 94, 84])
+    shelves = fill_shelves(degrees, degrees / 10.0, num_ranks=320, narrowest=117, pairs=True)
+    assert sorted(degrees[shelves.items].tolist()) == sorted(degrees.tolist())
+    assert shelves.top == pytest.approx(12.0 + 11.7)
+    alone = fill_shelves(degrees, degrees / 10.0, num_ranks=320, narrowest=84)
+    assert alone.top > 30
+
+
+@given(keys=st.lists(st.integers(0, 2**40), max_size=200))
+def test_radix_order_is_a_stable_argsort(keys: list[int]) -> None:
+    array = np.array(keys, dtype=np.int64)
+    assert rising(array).tolist() == np.argsort(array, kind="stable").tolist()
 
 
 def longest_processing_time(seconds: np.ndarray, free_at: np.ndarray) -> float:
@@ -91,6 +110,15 @@ def test_dealing_in_bulk_is_close_to_dealing_one_by_one(count: int, num_ranks: i
     assert np.allclose(ends, free_at + np.bincount(ranks, weights=seconds, minlength=num_ranks))
     by_one = longest_processing_time(seconds, free_at)
     assert ends.max() <= by_one + 0.2 * seconds[0] + 1e-9
+
+
+def test_dealing_leaves_out_ranks_that_stick_out() -> None:
+    """A thousand ranks a hair below the surface: what they share goes to none that is above it."""
+    free_at = np.concatenate((np.full(1000, 10.0 - 1e-6), np.full(5, 11.0)))[::-1]
+    ranks, ends = deal(np.full(3, 1.0), free_at.copy())
+    assert (free_at[ranks] < 10).all()
+    assert len(set(ranks.tolist())) == 3
+    assert ends.max() == pytest.approx(11.0)
 
 
 def test_dealing_follows_speed_and_capacity() -> None:

@@ -49,7 +49,9 @@ def token_shares(name: str) -> NDArray[np.float64]:
     return shares / shares.sum()
 
 
-def sample_lengths(name: str, num_tokens: int, seed: int, max_length: int | None = None) -> IntArray:
+def sample_lengths(
+    name: str, num_tokens: int, seed: int, max_length: int | None = None, *, lowest_edge: int | None = None
+) -> IntArray:
     """Lengths of whole documents, in random order, of about ``num_tokens`` tokens in all.
 
     1. Each bucket gets its share of ``num_tokens``, hence share / mean length documents. A fraction of a document is
@@ -63,6 +65,8 @@ def sample_lengths(name: str, num_tokens: int, seed: int, max_length: int | None
         num_tokens: expected sum.
         seed: equal seeds give equal lengths.
         max_length: context length in tokens; None: the longest bucket's edge (2M).
+        lowest_edge: where the first bucket begins, in tokens; None: as stored (512). Lower: the same tokens in more
+            documents.
 
     Returns:
         int64, one length per sequence, each at least 1.
@@ -70,11 +74,15 @@ def sample_lengths(name: str, num_tokens: int, seed: int, max_length: int | None
     Raises:
         ConfigError: unknown name, or a number below 1.
     """
+    shares, edges = token_shares(name), bucket_edges().astype(np.float64)
     if num_tokens < 1 or (max_length is not None and max_length < 1):
         raise ConfigError(
             problem(f"num_tokens = {num_tokens}, max_length = {max_length}", fix="use whole numbers of at least 1")
         )
-    shares, edges = token_shares(name), bucket_edges().astype(np.float64)
+    if lowest_edge is not None:
+        if not 1 <= lowest_edge < edges[1]:
+            raise ConfigError(problem(f"lowest_edge = {lowest_edge}", fix=f"use 1 to {int(edges[1]) - 1} tokens"))
+        edges[0] = lowest_edge
     low, high = edges[:-1], edges[1:]
     means = (high - low) / np.log(high / low)  # of a log-uniform variable
     low, means = low.copy(), means.copy()

@@ -18,7 +18,8 @@ Shape letters: S sequences, longest first; G of them shared; R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +35,10 @@ from bytescale.planner.evaluate import evaluate
 from bytescale.planner.fill import deal
 from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
+from bytescale.planner.order import rising
 from bytescale.planner.paper import paper_plan
 from bytescale.planner.pipeline import levels, pack_seconds
-from bytescale.planner.shelves import fill_shelves
+from bytescale.planner.shelves import Shelves, fill_shelves
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
 from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
@@ -64,21 +66,59 @@ class Attempt(NamedTuple):
     floors: float = 1  # degrees are chosen so that this many of the longest sequences fit above each other
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
     shelves: float = 0.0  # sequences of more than this share of the ranks stand on shelves (``shelves``); 0: none
+    pairs: bool = False  # whether these are filled with two sequences in mind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Steps 2 and 3 of an attempt, and step 4 when asked for: an attempt whose shared groups are late needs none."""
+
+    batch: Batch
+    attempt: Attempt
+    shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
+    asked: IntArray  # [G] degrees before growing
+    blocks: Blocks
+    local: IntArray  # [S - G] places of the others, longest first
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all shared groups were placed: none was late."""
+        return len(self.blocks.first) == len(self.shared)
+
+    @cached_property
+    def shared_end(self) -> float:
+        """When the last shared group ends, seconds; at least so late where not all were placed."""
+        return float(self.blocks.free_at.max())
+
+    @cached_property
+    def trial(self) -> Trial:
+        """Step 4."""
+        batch = self.batch
+        # A pipeline of short micro-batches only has their bubbles.
+        bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
+        local_ranks, free_at = deal(batch.local_seconds[self.local], np.maximum(self.blocks.free_at, bubbles))
+        return Trial(
+            shared=self.shared,
+            asked=self.asked,
+            blocks=self.blocks,
+            local=self.local,
+            local_ranks=local_ranks,
+            end=float(free_at.max()),
+        )
 
 
 FIRST = Attempt(1.004, 0.0)
 ATTEMPTS = (
     Attempt(1.009, 0.0),
     Attempt(1.009, 0.0, fills=True),
-    *(Attempt(1.009, 0.0, shelves=share) for share in (0.5, 0.33, 0.2)),
+    *(Attempt(1.009, snap, shelves=share) for snap in (0.0, 0.3, 0.4) for share in (0.5, 0.4, 0.33, 0.25, 0.2)),
+    *(Attempt(1.009, 0.0, shelves=share, pairs=True) for share in (0.4, 0.33, 0.25)),
     *(Attempt(1.004, snap) for snap in (0.1, 0.2, 0.3, 0.4, 0.5)),
     *(Attempt(slack, snap) for slack in (1.02, 1.05, 1.1, 1.25) for snap in (0.0, 0.3)),
     *(Attempt(1.01, snap, floors) for floors in (2, 4, 8, 64) for snap in (0.0, 0.3, 0.6)),
 )
 """Below ``LARGE`` ranks."""
 SLACK_IN_PIPELINE = 1.01
-NO_SHELVES = (np.zeros(0, np.int64), np.zeros(0, np.int64), 0.0)
-"""Sequences, first ranks, and when all ranks are free."""
 LARGE = 512
 """Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first, and no trimming."""
 LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
@@ -119,18 +159,26 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
 
 def _search(batch: Batch) -> Trial:
     """Steps 2 to 6: the best trial."""
-    best, chosen = _try(batch, FIRST), FIRST
     enough = GOOD_ENOUGH * batch.target
+    is_large = batch.cluster.num_ranks >= LARGE
+    limit = enough if is_large else np.inf  # a few attempts are soon made again; many are not
+    laid, known = [_lay_out(batch, FIRST, limit=limit)], dict[tuple[float, int, bool], Shelves]()
     attempts = ATTEMPTS
-    if batch.cluster.num_ranks >= LARGE:
-        attempts = LATE_BLOCKS if best.blocks.free_at.max() > enough else LATE_WHOLE
+    if is_large:
+        attempts = LATE_BLOCKS if laid[0].shared_end > enough else LATE_WHOLE
     for attempt in attempts:
-        if best.end <= enough:
+        if laid[-1].shared_end <= enough and laid[-1].trial.end <= enough:
             break
-        trial = _try(batch, attempt)
-        if trial.end < CLEARLY_BETTER * best.end or trial.end <= enough:
-            best, chosen = trial, attempt
-    return _trim(batch, chosen, best) if chosen.snap > 0 and batch.cluster.num_ranks < LARGE else best
+        laid.append(_lay_out(batch, attempt, known=known, limit=limit))
+    chosen = laid[-1]
+    if chosen.shared_end > enough or chosen.trial.end > enough:
+        laid = [layout if layout.is_whole else _lay_out(batch, layout.attempt) for layout in laid]
+        chosen = laid[0]
+        for layout in laid:
+            latest = CLEARLY_BETTER * chosen.trial.end
+            if layout.shared_end < latest and layout.trial.end < latest:
+                chosen = layout
+    return _trim(chosen) if chosen.attempt.snap > 0 and not is_large else chosen.trial
 
 
 def _search_in_pipeline(batch: Batch) -> Trial:
@@ -140,39 +188,50 @@ def _search_in_pipeline(batch: Batch) -> Trial:
         for level in levels(batch, batch.num_stages)
         for snap in (0.0, 0.3)
     )
-    return min((_try(batch, attempt) for attempt in attempts), key=lambda trial: trial.end)
+    return min((_lay_out(batch, attempt).trial for attempt in attempts), key=lambda trial: trial.end)
 
 
-def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = None) -> Trial:
-    """Steps 2 to 4."""
+def _lay_out(
+    batch: Batch,
+    attempt: Attempt,
+    *,
+    may_snap: NDArray[np.bool_] | None = None,
+    known: dict[tuple[float, int, bool], Shelves] | None = None,
+    limit: float = np.inf,
+) -> Layout:
+    """Steps 2 and 3, the latter up to a group that ends after ``limit``. ``known`` keeps shelves for later attempts."""
     target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
     count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
     degrees, seconds = degrees_within(
         batch.cost, batch.lengths[:count], batch.fewest[:count], num_ranks, target / attempt.floors
     )
-    widest_first, local = np.argsort(-degrees, kind="stable"), np.arange(count, len(batch.lengths))
-    shelved, first, top = NO_SHELVES
-    if attempt.shelves > 0:
-        shelved, first, top = _shelve(batch, degrees, max(2, int(attempt.shelves * num_ranks) + 1))
-        widest_first, local = (part[~np.isin(part, shelved)] for part in (widest_first, local))
-    narrow_work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
-    narrow_work[1] += batch.local_seconds[count:].sum()
-    blocks = place_blocks(
-        batch.lengths[widest_first],
-        degrees[widest_first],
+    shared, local = rising(degrees.max(initial=1) - degrees), np.arange(count, len(batch.lengths))
+    asked = degrees[shared]
+    place = partial(
+        place_blocks,
         cost=batch.cost,
         num_ranks=num_ranks,
         target=target,
         snap=attempt.snap,
-        narrow_work=np.cumsum(narrow_work),
-        may_snap=may_snap,
+        narrow_work=_narrow_work(batch, degrees, seconds) if attempt.snap > 0 else None,
         num_stages=batch.num_stages,
-        start=top,
+        limit=limit,
     )
-    shared = np.append(shelved, widest_first)
-    asked = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))[shared]
-    blocks = blocks.behind(first, asked[: len(shelved)])
-    if attempt.fills:
+    if attempt.shelves == 0:
+        blocks = place(batch.lengths[shared], asked, may_snap=may_snap)
+    else:
+        narrowest = max(2, int(attempt.shelves * num_ranks) + 1)
+        known, key = {} if known is None else known, (attempt.slack, int((degrees >= narrowest).sum()), attempt.pairs)
+        if key not in known:
+            known[key] = _shelve(batch, degrees, narrowest, attempt.pairs)
+        shelves = known[key]
+        shared, local = (part[~np.isin(part, shelves.items)] for part in (shared, local))
+        may_snap = None if may_snap is None else may_snap[len(shelves.items) :]
+        blocks = place(batch.lengths[shared], degrees[shared], may_snap=may_snap, start=shelves.top)
+        asked = np.append(shelves.degrees, degrees[shared])
+        shared = np.append(shelves.items, shared)
+        blocks = blocks.behind(shelves.first, shelves.degrees)
+    if attempt.fills and len(blocks.first) == len(shared):
         fillers = fill_gaps(batch, count, blocks.free_at, target)
         shared = np.append(shared, local[fillers.places])
         asked = np.append(asked, fillers.degrees)
@@ -182,26 +241,27 @@ def _try(batch: Batch, attempt: Attempt, may_snap: NDArray[np.bool_] | None = No
             degrees=np.append(blocks.degrees, fillers.degrees),
             free_at=fillers.free_at,
         )
-    # A pipeline of short micro-batches only has their bubbles.
-    bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
-    local_ranks, free_at = deal(batch.local_seconds[local], np.maximum(blocks.free_at, bubbles))
-    return Trial(
-        shared=shared, asked=asked, blocks=blocks, local=local, local_ranks=local_ranks, end=float(free_at.max())
-    )
+    return Layout(batch=batch, attempt=attempt, shared=shared, asked=asked, blocks=blocks, local=local)
 
 
-def _shelve(batch: Batch, degrees: IntArray, narrowest: int) -> tuple[IntArray, IntArray, float]:
-    """Places of the sequences on shelves in order, the first rank of each, and when all ranks are free."""
-    count = len(degrees)
-    degrees = np.append(degrees, np.ones(len(batch.lengths) - count, np.int64))
+def _narrow_work(batch: Batch, degrees: IntArray, seconds: FloatArray) -> FloatArray:
+    """``[max degree + 1]`` rank-seconds of all sequences of at most each degree."""
+    work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
+    work[1] += batch.local_seconds[len(degrees) :].sum()
+    return np.cumsum(work)
+
+
+def _shelve(batch: Batch, degrees: IntArray, narrowest: int, pairs: bool) -> Shelves:
+    """Shelves for all sequences of at least ``narrowest`` ranks, whole ones among the fillers."""
+    degrees = np.append(degrees, np.ones(len(batch.lengths) - len(degrees), np.int64))
     squares = np.square(batch.lengths.astype(np.float64))
     seconds = batch.cost.group_seconds(batch.lengths, squares, degrees, degrees > 1)  # wherever nodes end
-    shelves = fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest)
-    return shelves.items, shelves.first, shelves.top
+    return fill_shelves(degrees, seconds, num_ranks=batch.cluster.num_ranks, narrowest=narrowest, pairs=pairs)
 
 
-def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
+def _trim(layout: Layout) -> Trial:
     """Step 6: forbid the costliest growths one by one, and keep what does not end later."""
+    batch, best, known = layout.batch, layout.trial, dict[tuple[float, int, bool], Shelves]()
     limit = max(best.end, GOOD_ENOUGH * batch.target)
     saving = batch.lengths[best.shared] * (best.blocks.degrees - best.asked)
     may_snap = np.ones(len(saving), dtype=bool)
@@ -209,9 +269,9 @@ def _trim(batch: Batch, attempt: Attempt, best: Trial) -> Trial:
         if saving[group] == 0:
             break
         may_snap[group] = False
-        trial = _try(batch, attempt, may_snap)
-        if trial.end <= limit and trial.traffic(batch) < best.traffic(batch):
-            best = trial
+        other = _lay_out(batch, layout.attempt, may_snap=may_snap, known=known)
+        if other.shared_end <= limit and other.trial.end <= limit and other.trial.traffic(batch) < best.traffic(batch):
+            best = other.trial
         else:
             may_snap[group] = True
     return best

@@ -66,7 +66,6 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
         num_ranks=plan.num_ranks,
         target=np.inf,
         snap=0.0,
-        narrow_work=np.zeros(plan.num_ranks + 1),
     )
     seconds = cost.compute_seconds(plan.group_tokens[local], squares[local]) + cost.micro_batch_seconds
     longest_first = np.argsort(-seconds, kind="stable")

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.common.errors import PlanError, problem
 from bytescale.common.units import format_bytes
 from bytescale.cost import Cluster
+from bytescale.planner.order import rising
 
 IntArray = NDArray[np.int64]
 
@@ -74,10 +75,5 @@ def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room:
 
 
 def longest_first(lengths: IntArray) -> IntArray:
-    """``[S]`` sequence numbers in descending length, equal lengths by number.
-
-    Sorting keys that hold both is six times faster than a stable argsort (22,500 sequences: 0.2 ms).
-    """
-    bits = max(int(len(lengths) - 1).bit_length(), 1)
-    keys = np.sort(((int(lengths.max()) - lengths) << bits) | np.arange(len(lengths)))
-    return keys & ((1 << bits) - 1)
+    """``[S]`` sequence numbers in descending length, equal lengths by number."""
+    return rising(lengths.max() - lengths)

@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
-from bytescale.planner.target import is_ideal
+from bytescale.planner.draft import consecutive
+from bytescale.planner.target import block_seconds, is_ideal
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -63,10 +64,11 @@ def place_blocks(
     num_ranks: int,
     target: float,
     snap: float,
-    narrow_work: FloatArray,
+    narrow_work: FloatArray | None = None,
     may_snap: NDArray[np.bool_] | None = None,
     num_stages: int = 1,
     start: float = 0.0,
+    limit: float = np.inf,
 ) -> Blocks:
     """Place one rectangle per sequence.
 
@@ -77,28 +79,34 @@ def place_blocks(
         num_ranks: R.
         target: time by which all should end.
         snap: see above; 0 never takes a whole plateau to spare a strip.
-        narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree.
+        narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree; needed to snap.
         may_snap: ``[G]`` groups that may; None: all.
         num_stages: of the pipeline.
         start: when all ranks are free.
+        limit: the first rectangle that ends after it is the last one placed.
     """
     seconds_on = timer(cost)
-    usable = [(start, 0, num_ranks)]  # plateaus at least as wide as the current degree, rising: (free at, first, width)
+    # Plateaus at least as wide as the current degree, (free at, first, width): a heap, in a pipeline a sorted list.
+    usable = [(start, 0, num_ranks)]
+    push = heapq.heappush if num_stages == 1 else insort
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
+    narrow_work = np.zeros(1) if narrow_work is None else narrow_work
     locked = np.zeros(len(narrow_work))  # rank-seconds above plateaus of at most this width
-    first, taken = np.empty_like(degrees), degrees.copy()
-    works = cost.work_seconds(lengths).tolist()
-    for group, (length, degree, work) in enumerate(zip(lengths.tolist(), degrees.tolist(), works, strict=True)):
+    first: list[int] = []
+    taken: list[int] = []
+    ends: list[float] = []
+    works, heights = cost.work_seconds(lengths).tolist(), block_seconds(cost, lengths, degrees).tolist()
+    for length, chosen, work, height in zip(lengths.tolist(), degrees.tolist(), works, heights, strict=True):
+        degree = chosen
         if split_at_nodes and degree <= cost.ranks_per_node:
             usable, narrow = _split_at_nodes(usable, narrow, cost.ranks_per_node, degree)
             split_at_nodes = False
         while narrow and -narrow[0][0] >= degree:
             width, time, left = heapq.heappop(narrow)
-            insort(usable, (time, left, -width))
-        chosen, height = degree, seconds_on(work, length, degree)
+            push(usable, (time, left, -width))
         place = 0 if num_stages == 1 else max(bisect_right(usable, (target - height, num_ranks, 0)) - 1, 0)
-        time, left, width = usable.pop(place)
+        time, left, width = usable[place]
         times = num_stages if time == 0 else 1
         if time + times * height > target:
             chosen, height = _grow(seconds_on, work, length, degree, width, (target - time) / times)
@@ -106,17 +114,33 @@ def place_blocks(
         if snap > 0 and 0 < strip < degree:
             area = strip * (target - time)
             too_little_work = locked[strip] + area > HALL * narrow_work[strip]
-            if strip <= snap * width and too_little_work and (may_snap is None or may_snap[group]):
+            if strip <= snap * width and too_little_work and (may_snap is None or may_snap[len(first)]):
                 chosen, height, strip = width, seconds_on(work, length, width), 0
             else:
                 locked[strip : degree + 1] += area
-        first[group], taken[group] = left, chosen
-        insort(usable, (time + times * height, left, chosen))
+        first.append(left)
+        taken.append(chosen)
         if strip >= degree:
-            insort(usable, (time, left + chosen, strip))
-        elif strip > 0:
-            heapq.heappush(narrow, (-strip, time, left + chosen))
-    return Blocks(first=first, degrees=taken, free_at=_free_at(usable, narrow, num_ranks))
+            usable[place] = (time, left + chosen, strip)
+        else:
+            if num_stages == 1:
+                heapq.heappop(usable)
+            else:
+                del usable[place]
+            if strip > 0:
+                heapq.heappush(narrow, (-strip, time, left + chosen))
+        ends.append(time + times * height)
+        if ends[-1] > limit:
+            break
+        push(usable, (ends[-1], left, chosen))
+    blocks = Blocks(
+        first=np.array(first, dtype=np.int64),
+        degrees=np.array(taken, dtype=np.int64),
+        free_at=np.full(num_ranks, start),
+    )
+    # What was placed later stands above: of several values for a rank the last one stays.
+    blocks.free_at[consecutive(blocks.first, blocks.degrees)] = np.repeat(ends, blocks.degrees)
+    return blocks
 
 
 def timer(cost: CostModel) -> Callable[[float, int, int], float]:
@@ -172,9 +196,3 @@ def _split_at_nodes(
                 rest.append((left - right, time, left))
     heapq.heapify(rest)
     return sorted(wide), rest
-
-
-def _free_at(usable: list[tuple[float, int, int]], narrow: list[tuple[int, float, int]], num_ranks: int) -> FloatArray:
-    plateaus = sorted([(start, time) for time, start, _ in usable] + [(start, time) for _, time, start in narrow])
-    starts = np.array([start for start, _ in plateaus] + [num_ranks], dtype=np.int64)
-    return np.repeat(np.array([time for _, time in plateaus]), np.diff(starts))

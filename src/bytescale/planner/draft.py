@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bytescale.cost import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.planner.order import rising
 
 IntArray = NDArray[np.int64]
 
@@ -34,29 +35,25 @@ class Draft:
 
 def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str) -> Plan:
     """The ``Plan`` of a draft. Groups are numbered by slot, shared ones before local ones of the same slot."""
-    order = _rising(draft.slots * 2 + (draft.degrees == 1))
-    sequences = draft.sequences[_runs(draft.sequence_counts, order)]
-    members = _runs(draft.degrees, order)
-    ranks, degrees, slots = draft.ranks[members], draft.degrees[order], draft.slots[order]
-    weights = np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights[members]
-
-    # Groups are in rising slot now, so that a stable sort by rank gives every rank's schedule.
-    by_rank = _stable_order(ranks, cluster.num_ranks)
+    draft = _in_order(draft)
+    sequences, counts, degrees, ranks = draft.sequences, draft.sequence_counts, draft.degrees, draft.ranks
+    # A stable sort by rank now gives every rank's schedule.
+    by_rank = rising(ranks)
     entry_ranks = ranks[by_rank]
-    entry_groups = np.repeat(np.arange(len(order)), degrees)[by_rank]
-    entry_slots = slots[entry_groups]
+    entry_groups = np.repeat(np.arange(len(degrees)), degrees)[by_rank]
+    entry_slots = draft.slots[entry_groups]
     starts = np.ones(len(by_rank), dtype=bool)
     starts[1:] = (entry_ranks[1:] != entry_ranks[:-1]) | (entry_slots[1:] != entry_slots[:-1])
     first_entries = np.flatnonzero(starts)
     return Plan(
         lengths=lengths,
         capacity_tokens=cluster.capacity_tokens,
-        group_sequence_offsets=_offsets(draft.sequence_counts[order]),
+        group_sequence_offsets=_offsets(counts),
         group_sequences=sequences,
         group_rank_offsets=_offsets(degrees),
         group_ranks=ranks,
-        group_weights=weights,
-        group_offload_ratio=_offload_ratios(lengths[sequences], draft.sequence_counts[order], degrees, cluster),
+        group_weights=np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights,
+        group_offload_ratio=_offload_ratios(lengths, sequences, counts, degrees, cluster),
         rank_micro_batch_offsets=_offsets(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
         micro_batch_group_offsets=np.append(first_entries, len(by_rank)),
         micro_batch_groups=entry_groups,
@@ -64,11 +61,30 @@ def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str)
     )
 
 
-def _offload_ratios(lengths: IntArray, counts: IntArray, degrees: IntArray, cluster: Cluster) -> NDArray[np.float64]:
+def _in_order(draft: Draft) -> Draft:
+    """The same groups by slot, shared ones first."""
+    keys = draft.slots * 2 + (draft.degrees == 1)
+    if (keys[1:] >= keys[:-1]).all():
+        return draft
+    order = rising(keys)
+    members = _runs(draft.degrees, order)
+    return Draft(
+        sequences=draft.sequences[_runs(draft.sequence_counts, order)],
+        sequence_counts=draft.sequence_counts[order],
+        ranks=draft.ranks[members],
+        degrees=draft.degrees[order],
+        slots=draft.slots[order],
+        weights=None if draft.weights is None else draft.weights[members],
+    )
+
+
+def _offload_ratios(
+    lengths: IntArray, sequences: IntArray, counts: IntArray, degrees: IntArray, cluster: Cluster
+) -> NDArray[np.float64]:
     """``[G]`` smallest r with which each group's slices fit (0 unless the cluster offloads)."""
     if cluster.offload is None or len(degrees) == 0:
         return np.zeros(len(degrees))
-    slices = np.add.reduceat(-(-lengths // np.repeat(degrees, counts)), np.cumsum(counts) - counts)
+    slices = np.add.reduceat(-(-lengths[sequences] // np.repeat(degrees, counts)), np.cumsum(counts) - counts)
     return cluster.offload.ratio(slices, int(cluster.capacity_tokens.min()))
 
 
@@ -82,15 +98,6 @@ def _runs(counts: IntArray, order: IntArray) -> IntArray:
     """Places of the items of CSR runs taken in another order."""
     starts = np.cumsum(counts) - counts
     return concatenated_ranges(starts[order], starts[order] + counts[order])
-
-
-def _rising(keys: IntArray) -> IntArray:
-    return np.argsort(keys, kind="stable")
-
-
-def _stable_order(ranks: IntArray, num_ranks: int) -> IntArray:
-    """Stable argsort of rank numbers; NumPy sorts 16-bit keys by radix, ten times faster."""
-    return np.argsort(ranks.astype(np.int16) if num_ranks <= 2**15 else ranks, kind="stable")
 
 
 def _offsets(counts: IntArray) -> IntArray:

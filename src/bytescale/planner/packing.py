@@ -25,19 +25,20 @@ def best_fit(sizes: IntArray, capacity: int) -> IntArray:
     Returns:
         ``[n]`` int64.
     """
-    free: list[tuple[int, int]] = []  # (room left, bin), rising
-    bins = np.empty(len(sizes), dtype=np.int64)
+    free: list[int] = []  # room left and, in the lower bits, bin: rising
+    bins: list[int] = []
+    shift = len(sizes).bit_length()
     opened = 0
-    for item, size in enumerate(sizes.tolist()):
-        place = bisect_left(free, (size, -1))
+    for size in (sizes << shift).tolist():
+        place = bisect_left(free, size)
         if place < len(free):
-            room, chosen = free.pop(place)
+            left = free.pop(place) - size
         else:
-            room, chosen, opened = capacity, opened, opened + 1
-        bins[item] = chosen
-        if room > size:
-            insort(free, (room - size, chosen))
-    return bins
+            left, opened = (capacity << shift) + opened - size, opened + 1
+        bins.append(left & ((1 << shift) - 1))
+        if left >> shift:
+            insort(free, left)
+    return np.array(bins, dtype=np.int64)
 
 
 def grouped(items: IntArray, bins: IntArray) -> tuple[IntArray, IntArray]:

@@ -15,6 +15,7 @@ from bytescale.plan import Plan
 from bytescale.planner.blocks import Blocks
 from bytescale.planner.draft import Draft, assemble, consecutive
 from bytescale.planner.fill import micro_batches
+from bytescale.planner.order import rising
 from bytescale.planner.target import target_seconds
 
 IntArray = NDArray[np.int64]
@@ -78,7 +79,7 @@ def num_shared(fewest: IntArray, local_seconds: FloatArray, limit: float) -> int
 
 
 def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, planner: str) -> Plan:
-    """The trial as a ``Plan``: shared groups in their order, then each rank's whole sequences in packs.
+    """The trial as a ``Plan``: shared groups in their order, then every rank's whole sequences in packs.
 
     Args:
         batch: the batch.
@@ -88,23 +89,25 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
         planner: for people.
     """
     count = len(trial.shared)
-    by_rank = np.argsort(trial.local_ranks, kind="stable")
+    by_rank = rising(trial.local_ranks)
     places, ranks = trial.local[by_rank], trial.local_ranks[by_rank]
     # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
     capacity = batch.cluster.capacity_tokens
     index = micro_batches(np.minimum(batch.lengths[places], capacity[ranks]), ranks, capacity)
-    # One local group per micro-batch: sort by rank, then by micro-batch.
-    by_pack = np.lexsort((index, ranks))
-    places, ranks, index = places[by_pack], ranks[by_pack], index[by_pack]
-    heads = np.flatnonzero(np.append(True, (np.diff(ranks) != 0) | (np.diff(index) != 0))[: len(places)])
-    slots = count + index[heads]
+    # One local group per micro-batch, in the order of time: all ranks' first, then their second.
+    num_ranks = batch.cluster.num_ranks
+    packs = index * num_ranks + ranks
+    by_pack = rising(packs)
+    places, packs = places[by_pack], packs[by_pack]
+    heads = np.flatnonzero(np.append(True, packs[1:] != packs[:-1])[: len(places)])
+    pack_ranks, slots = packs[heads] % num_ranks, count + packs[heads] // num_ranks
     if batch.cost.micro_batch_seconds > 0 and len(heads) and trial.weights is None:
-        joined = _joining(batch, trial, places, ranks[heads], heads)
+        joined = _joining(batch, trial, places, pack_ranks, heads)
         slots = np.where(joined >= 0, joined, slots)
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
-        ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), ranks[heads])),
+        ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), pack_ranks)),
         degrees=np.concatenate((trial.blocks.degrees, np.ones(len(heads), np.int64))),
         slots=np.concatenate((np.arange(count), slots)),
         weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
@@ -123,7 +126,7 @@ def _joining(batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray,
         batch: the batch.
         trial: one way to lay it out, members with equal shares.
         places: places in the batch of all whole sequences, pack by pack.
-        pack_ranks: ``[packs]`` rank of each pack, rising.
+        pack_ranks: ``[packs]`` rank of each pack.
         heads: ``[packs]`` where each pack starts in ``places``.
     """
     joined = np.full(len(heads), -1)
