@@ -48,13 +48,16 @@ class StepMetrics:
         """For the console."""
         groups = " ".join(f"{degree}x{count}" for degree, count in self.group_sizes.items())
         balance = f"balance {self.batch_loss:.4f}  " if self.batch_loss else ""
+        data = f"{format_bytes(max(self.data_bytes_read))} read"
+        if received := max(self.data_bytes_received):
+            data += f", {format_bytes(received)} sent"
         restarts = f"  loader restarts {self.data_restarts}" if self.data_restarts else ""
         return (
             f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.4f}  {balance}"
             f"grad {self.grad_norm:.2f}  {format_count(self.tokens_per_second)} tok/s  MFU {self.mfu:.1%}  "
             f"mem {format_bytes(self.memory_bytes)}  imbalance {self.imbalance:.2f}  waiting {self.waiting_share:.0%}  "
-            f"data wait {format_seconds(self.data_wait_seconds)}, {self.data_steps_ready} ready{restarts}  "
-            f"groups {groups}"
+            f"data wait {format_seconds(self.data_wait_seconds)}, {self.data_steps_ready} ready, "
+            f"plan {format_seconds(self.planning_seconds)}, {data} a rank{restarts}  groups {groups}"
         )
 
 
