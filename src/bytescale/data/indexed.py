@@ -126,11 +126,24 @@ def pair_paths(path: Path) -> tuple[Path, Path]:
 
 
 def map_tokens(path: Path) -> NDArray[np.integer]:
-    """``[num_tokens]`` the tokens of a pair that ``IndexedDataset.open`` has found to be whole, without its index."""
+    """``[num_tokens]`` the tokens of a pair that ``IndexedDataset.open`` has found to be whole, without its index.
+
+    Raises:
+        DataError: it has gone since.
+    """
     bin_path, idx_path = pair_paths(path)
-    with idx_path.open("rb") as file:
-        header = np.frombuffer(file.read(HEADER.size), dtype=np.uint8)
-    return _map(bin_path, TOKEN_DTYPES[HEADER.unpack(header.tobytes())[2]])
+    try:
+        with idx_path.open("rb") as file:
+            header = HEADER.unpack(file.read(HEADER.size))
+        return _map(bin_path, TOKEN_DTYPES[header[2]])
+    except OSError as error:
+        raise DataError(
+            problem(
+                f"{error.filename or bin_path} cannot be read ({error.strerror or error})",
+                so="its tokens were in the corpus when the run began",
+                fix="restore it, then resume",
+            )
+        ) from error
 
 
 def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
