@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 train: setup  ## train a small Llama on Python's standard library, on 4 ranks
 	$(BIN)/bytescale train configs/stdlib-tiny.toml
 
-test: setup  ## all tests (about 12 minutes on 2 cores)
+test: setup  ## all tests (about 18 minutes on 2 cores)
 	$(BIN)/pytest
 
 lint: setup  ## formatter, linter, types, and the floors
