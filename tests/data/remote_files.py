@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from socketserver import BaseServer
 
 import pyarrow
 import pyarrow.parquet
@@ -14,6 +17,19 @@ from bytescale.data.corpus import prepare_corpus
 from tests.data.support import config, texts_of, write_pair
 
 TEXTS = ["plain", "one", "two", "row one", "row two", "ab"]
+
+
+@contextmanager
+def serving(*servers: BaseServer) -> Iterator[None]:
+    """Each server in a thread of its own, until the block is left."""
+    threads = [threading.Thread(target=server.serve_forever) for server in servers]
+    for thread in threads:
+        thread.start()
+    yield
+    for server, thread in zip(servers, threads, strict=True):
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def json_lines(*texts: str) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from tests.data.remote_files import serving
 
 
 class S3Server:
@@ -48,10 +49,6 @@ def s3_server() -> Iterator[S3Server]:
         return moto(environment, start_response)
 
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
     served.url = f"http://127.0.0.1:{server.server_port}"
-    yield served
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield served

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ import pytest
 from bytescale.common.errors import DataError
 from bytescale.data import retry
 from bytescale.data.corpus import prepare_corpus
+from tests.data.remote_files import serving
 from tests.data.support import config, texts_of, write_pair
 
 pytest.importorskip("aiohttp", reason="fsspec reads http:// with aiohttp")
@@ -72,13 +72,9 @@ def files() -> Iterator[Files]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
     served.url = f"http://127.0.0.1:{server.server_port}"
-    yield served
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield served
 
 
 def lines(*texts: str) -> bytes:

@@ -8,12 +8,13 @@ RemoteException objects. No Hadoop is to be had from PyPI, npm or Debian, so thi
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.data.remote_files import serving
 
 PREFIX = "/webhdfs/v1"
 
@@ -125,12 +126,6 @@ def webhdfs_server() -> Iterator[WebHdfs]:
     for node in ("name", "data"):
         handler = type("Handler", (_Handler,), {"served": served, "node": node})
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-    threads = [threading.Thread(target=server.serve_forever) for server in servers]
-    for thread in threads:
-        thread.start()
     served.host, served.data_host = (f"127.0.0.1:{server.server_port}" for server in servers)
-    yield served
-    for server, thread in zip(servers, threads, strict=True):
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(*servers):
+        yield served

@@ -89,10 +89,10 @@ def fitting_capacity(wanted: int, profile: Profile, *, num_ranks: int, tp: int, 
     """``wanted`` tokens, or for "auto" what the fullest stage's device holds (``cost.memory``)."""
     if wanted != AUTO_CAPACITY:
         return wanted
-    stages = device_memory(profile, num_ranks=num_ranks, tp=tp, pp=pp).stages()
-    capacity = min(stage.capacity_tokens(device_gib * 2**30) for stage in stages)
+    memory, device_bytes = device_memory(profile, num_ranks=num_ranks, tp=tp, pp=pp), device_gib * 2**30
+    capacity = memory.fullest_stage(device_bytes).capacity_tokens(device_bytes)
     if capacity == 0:
-        states = max(stage.states_bytes for stage in stages)
+        states = max(stage.states_bytes for stage in memory.stages())
         raise ConfigError(
             problem(
                 f"parameters, gradients and optimizer need {format_bytes(states)} a device, of {device_gib:g} GiB",

@@ -114,10 +114,9 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        stages = device_memory(profile, num_ranks=options.ranks, tp=options.tp, pp=options.pp).stages()
         device_bytes = options.device_gib * 2**30
-        fullest = min(stages, key=lambda stage: stage.capacity_tokens(device_bytes))
-        words = memory_in_words(planned[chosen].plan, fullest, device_bytes)
+        memory = device_memory(profile, num_ranks=options.ranks, tp=options.tp, pp=options.pp)
+        words = memory_in_words(planned[chosen].plan, memory.fullest_stage(device_bytes), device_bytes)
         console.print(words, highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)

@@ -68,6 +68,10 @@ class MemoryModel:
         """The same for every stage of the pipeline."""
         return [replace(self, stage=stage) for stage in range(self.num_stages)]
 
+    def fullest_stage(self, device_bytes: float) -> MemoryModel:
+        """The same for the stage that has room for the fewest tokens; of equals the first."""
+        return min(self.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))
+
     @property
     def num_layers(self) -> int:
         """Of this stage."""

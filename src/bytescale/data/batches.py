@@ -34,6 +34,19 @@ class GlobalBatch:
     ends_epoch: bool
     """Whether the last piece of an epoch is among them."""
 
+    @staticmethod
+    def of(index: CorpusIndex, pieces: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
+        """The batch of ``pieces``, which have been read."""
+        rows = index.rows(pieces)
+        return GlobalBatch(
+            step=step,
+            epoch=epoch,
+            pieces=pieces,
+            lengths=index.pieces.length[rows],
+            num_targets=index.pieces.num_targets[rows],
+            ends_epoch=ends_epoch,
+        )
+
     @property
     def num_sequences(self) -> int:
         return len(self.pieces)
@@ -152,15 +165,12 @@ class BatchSampler:
             stream.take(stop)
             if is_full:
                 break
-        pieces = np.concatenate(drawn)
-        rows = self._index.rows(pieces)
         self._step += 1
-        return GlobalBatch(
+        return GlobalBatch.of(
+            self._index,
+            np.concatenate(drawn),
             step=self._step - 1,
             epoch=first_epoch,
-            pieces=pieces,
-            lengths=self._index.pieces.length[rows],
-            num_targets=self._index.pieces.num_targets[rows],
             ends_epoch=stream.epoch > first_epoch,
         )
 

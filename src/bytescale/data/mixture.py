@@ -112,16 +112,8 @@ class MixtureSampler:
             drawn.append(source.next_piece)
             ends_epoch |= source.take()
         pieces = np.array(drawn, dtype=np.int64)
-        rows = self._index.rows(pieces)
         self._step += 1
-        return GlobalBatch(
-            step=self._step - 1,
-            epoch=first_epoch,
-            pieces=pieces,
-            lengths=self._index.pieces.length[rows],
-            num_targets=self._index.pieces.num_targets[rows],
-            ends_epoch=ends_epoch,
-        )
+        return GlobalBatch.of(self._index, pieces, step=self._step - 1, epoch=first_epoch, ends_epoch=ends_epoch)
 
     def state_dict(self) -> SamplerState:
         """Where the next batch starts, in every source: plain numbers and strings, for a checkpoint."""

@@ -155,29 +155,28 @@ class PieceStream:
     def _load(self, epoch: int, window: int, windows: list[IntArray]) -> None:
         parts = windows[window].tolist()
         self._index.require(parts)
-        of_text = self._index.pieces_of(parts)
-        of_bins = self._index.pieces_of(self._bins.tolist())
-        stream = self._stream
         if self.is_windowed:
-            of_bins = self._share(of_bins, epoch, window, windows)
-            stream = (*stream, _DRAW_OF_WINDOW, window)
-        together = np.concatenate([of_text, of_bins])
-        if not self.is_windowed:
-            together = np.sort(together)  # corpus order: parts by number
+            stream = (*self._stream, _DRAW_OF_WINDOW, window)
+            together = np.concatenate([self._index.pieces_of(parts), self._share_of_bins(epoch, window, windows)])
+        else:
+            stream = self._stream
+            together = self._index.pieces_of(sorted((*parts, *self._bins.tolist())))  # in corpus order
         self.epoch, self.window, self.position = epoch, window, 0
         self.pieces = together[epoch_order(len(together), self._seed, epoch, *stream)]
         self.lengths = self._index.pieces.length[self._index.rows(self.pieces)]
         self.tokens_before = np.concatenate([[0], np.cumsum(self.lengths)])
         self._content = self._index.content_hash(parts)
 
-    def _share(self, of_bins: IntArray, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
+    def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
         """The pieces of ``.bin`` files that go with a window, by its share of the bytes of text."""
         if self._bins_shuffled[0] != epoch:
+            of_bins = self._index.pieces_of(self._bins.tolist())
             order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
             self._bins_shuffled = (epoch, of_bins[order])
+        shuffled = self._bins_shuffled[1]
         ends = np.cumsum([0, *(self._index.part_bytes[parts].sum() for parts in windows)]).tolist()
-        first, stop = (end * len(of_bins) // ends[-1] for end in ends[window : window + 2])  # may exceed 64 bits
-        return self._bins_shuffled[1][first:stop]
+        first, stop = (end * len(shuffled) // ends[-1] for end in ends[window : window + 2])  # may exceed 64 bits
+        return shuffled[first:stop]
 
 
 def _outside(place: str, what: str) -> CheckpointError:

@@ -118,7 +118,7 @@ def memory_budget(
         num_stages=parallel.pp,
         virtual_stages=parallel.virtual_stages,
     )
-    model = min(whole.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))  # the stage that fills first
+    model = whole.fullest_stage(device_bytes)
     capacity = _fitting_capacity(config, model, device_bytes)
     offloads = config.memory.offload == "on" or (config.memory.offload == "auto" and on_gpu)
     rule = None
