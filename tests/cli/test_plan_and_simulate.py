@@ -38,6 +38,12 @@ def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[s
     assert "more than the 2 GiB of a device. To fix: more devices" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["tp", "pp"])
+def test_a_layout_of_nothing_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster.{option} is 0. To fix: use at least 1"):
+        plan.run([*SMALL, "--ranks", "16", f"--{option}", "0"])
+
+
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--json", "--planners", "static", "adaptive"]) == 0
     content = json.loads(capsys.readouterr().out)

@@ -85,6 +85,12 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
     console = Console()
+    devices = ClusterConfig(
+        num_gpus=options.ranks * options.tp * options.pp,
+        gpus_per_node=options.ranks_per_node * options.tp,
+        tp=options.tp,
+        pp=options.pp,
+    )
     lengths, origin = read_batch(options.batch, config)
     profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
@@ -97,7 +103,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         device_gib=options.device_gib,
     )
     cluster = Cluster.uniform(options.ranks, capacity)
-    planned, refused = _plan_all(options, lengths, cluster, cost, profile)
+    planned, refused = _plan_all(options, lengths, cluster, cost, profile, devices)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
     if options.json:
@@ -162,18 +168,17 @@ def _defaults(config: Config | None) -> PlanOptions:
 
 
 def _plan_all(
-    options: PlanOptions, lengths: IntArray, cluster: Cluster, cost: CostModel, profile: Profile
+    options: PlanOptions,
+    lengths: IntArray,
+    cluster: Cluster,
+    cost: CostModel,
+    profile: Profile,
+    devices: ClusterConfig,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
     """Every planner's answer, and why some have none (a static mesh may not exist for a number of ranks).
 
     Raises the last refusal when no planner has one.
     """
-    devices = ClusterConfig(
-        num_gpus=options.ranks * options.tp * options.pp,
-        gpus_per_node=options.ranks_per_node * options.tp,
-        tp=options.tp,
-        pp=options.pp,
-    )
     planned: dict[str, Planned] = {}
     refused: dict[str, str] = {}
     for name in options.planners:

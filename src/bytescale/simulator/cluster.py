@@ -23,7 +23,7 @@ class ClusterConfig:
     """Share of the gradient sync that runs beside the last backwards and the next step's first forwards."""
 
     def __post_init__(self) -> None:
-        for name in ("num_gpus", "gpus_per_node", "tp", "pp"):
+        for name in ("tp", "pp", "num_gpus", "gpus_per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(problem(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1"))
         if not 0 <= self.sync_overlap <= 1:
