@@ -1,8 +1,10 @@
 """Measures what one layer costs on this device, and fits the cost model's curves to it (``bytescale profile``).
 
-Each quantity is the fastest of several sweeps over all lengths: other load only ever adds. Lengths double from
+Each quantity is what is usual: the median of several sweeps over all lengths, and of the runs within each. Training
+meets what is usual; with the fastest, steps were predicted a tenth too short (docs/LOG.md). Lengths double from
 ``MIN_TOKENS`` until one more would exceed the time, so that the same call takes about as long on a laptop and on a GPU.
-Several ranks measure the same things at the same moments, since they share caches, memory and power when they train.
+Several ranks measure the same things at the same moments, since they share caches, memory and power when they train;
+the slowest rank counts, for which the others wait.
 
 * attention   forward and backward of the causal kernel over one sequence
 * rest        a layer whose attention is a no-op: projections, norms, rotation, feed-forward; backward adds to gradients
@@ -18,6 +20,7 @@ Several ranks measure the same things at the same moments, since they share cach
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -62,13 +65,13 @@ class Stopwatch:
     device: torch.device
 
     def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        """The fastest of the runs after one to warm up; ``prepare`` before each is not counted."""
+        """The median of the runs after one to warm up; ``prepare`` before each is not counted."""
         self.once(work, prepare)
         started = time.perf_counter()
         times = [self.once(work, prepare)]
         while time.perf_counter() - started < MIN_SECONDS:
             times.append(self.once(work, prepare))
-        return min(times)
+        return statistics.median(times)
 
     def once(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
         """Of one run."""
@@ -86,12 +89,12 @@ class Stopwatch:
 
 @dataclass
 class Measurer:
-    """One device, one model, one dtype; the fastest time of each (curve, tokens) gathers in ``fastest``."""
+    """One device, one model, one dtype; the values of each (curve, tokens), one a sweep, gather in ``sweeps``."""
 
     architecture: Architecture
     device: torch.device
     dtype: torch.dtype
-    fastest: dict[tuple[str, int], float] = field(default_factory=dict)
+    sweeps: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.device)
@@ -189,7 +192,7 @@ class Measurer:
         return HOST_COPY_BYTES / to_host, HOST_COPY_BYTES / to_device
 
     def _add(self, curve: str, tokens: int, value: float) -> None:
-        self.fastest[curve, tokens] = min(value, self.fastest.get((curve, tokens), value))
+        self.sweeps.setdefault((curve, tokens), []).append(value)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
@@ -232,7 +235,7 @@ def measure_profile(
         for tokens in lengths:
             progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
             measurer.measure(tokens)
-    points = _fastest_of_all(measurer, hdp)
+    points = _points(measurer, hdp)
     links = measure_links(hdp, measurer) if hdp.size > 1 else Links()
     to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
@@ -242,7 +245,7 @@ def measure_profile(
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
     return Profile(
         name=f"measured on {device_name(device, dtype)}",
-        source=f"bytescale profile, fastest of {SWEEPS} sweeps on {hdp.size} rank(s), torch {torch.__version__}",
+        source=f"bytescale profile, median of {SWEEPS} sweeps on {hdp.size} rank(s), torch {torch.__version__}",
         device=device_name(device, dtype),
         architecture=architecture,
         ring_forward_bytes_per_token=ring[0],
@@ -263,10 +266,10 @@ def _elapsed(hdp: RankGroup, started: float) -> float:
     return float(np.max(hdp.share([time.perf_counter() - started])))
 
 
-def _fastest_of_all(measurer: Measurer, hdp: RankGroup) -> list[Point]:
-    """Every point by the fastest rank."""
-    keys = list(measurer.fastest)
-    values = np.min(hdp.share([measurer.fastest[key] for key in keys]), axis=0).tolist()
+def _points(measurer: Measurer, hdp: RankGroup) -> list[Point]:
+    """The median of every point's sweeps, by the slowest rank."""
+    keys = list(measurer.sweeps)
+    values = np.max(hdp.share([statistics.median(measurer.sweeps[key]) for key in keys]), axis=0).tolist()
     return [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in zip(keys, values, strict=True)]
 
 
