@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import naive_plan, paper_plan
+from bytescale.planner.backfill import backfill
 from bytescale.planner.batch import longest_first
 from bytescale.planner.blocks import place_blocks, timer
-from bytescale.planner.fill import deal, micro_batches
+from bytescale.planner.fill import deal, into_holes, micro_batches
 from bytescale.planner.mixed import shares
 from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit
-from bytescale.planner.shelves import fill_shelves
 from bytescale.planner.target import block_seconds, degrees_within, target_seconds
 from bytescale.planner.trial import Batch
 from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
+
+LINEAR = CostModel(attention_seconds_per_pair=0.0, token_seconds=1.0)
+"""A token takes a second."""
 
 
 def test_longest_first_breaks_ties_by_number() -> None:
@@ -50,38 +53,115 @@ def test_micro_batches_are_best_fit_on_every_rank(sizes: list[int], num_ranks: i
         assert index[mine].tolist() == best_fit(lengths[mine], int(capacity[rank])).tolist()
 
 
+def earliest_start(placed: list[tuple[float, float, int]], num_ranks: int, degree: int, seconds: float) -> float:
+    """The slow twin of reservations: try every moment at which a group starts or ends, look at every other moment."""
+    moments = sorted({0.0, *(start for start, _, _ in placed), *(end for _, end, _ in placed)})
+
+    def busy(moment: float) -> int:
+        return sum(width for start, end, width in placed if start <= moment < end)
+
+    def has_room(start: float) -> bool:
+        return all(
+            busy(moment) + degree <= num_ranks
+            for moment in (start, *(moment for moment in moments if start < moment < start + seconds))
+        )
+
+    return next(start for start in moments if has_room(start))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
-    items=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=60),
+    items=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6000)), min_size=1, max_size=40),
     num_ranks=st.integers(1, 30),
-    narrowest=st.integers(2, 20),
-    pairs=st.booleans(),
 )
-def test_shelves_hold_each_wide_sequence_once_and_nothing_overlaps(
-    items: list[tuple[int, int]], num_ranks: int, narrowest: int, pairs: bool
-) -> None:
-    degrees = np.minimum([degree for degree, _ in items], num_ranks)
-    seconds = np.array([float(time) for _, time in items])
-    shelves = fill_shelves(degrees, seconds, num_ranks=num_ranks, narrowest=narrowest, pairs=pairs)
-    assert np.array_equal(shelves.degrees, degrees[shelves.items])
-    assert len(set(shelves.items.tolist())) == len(shelves.items)
-    assert set(np.flatnonzero(degrees >= narrowest).tolist()) <= set(shelves.items.tolist())
-    free = np.zeros(num_ranks)
-    for item, first in zip(shelves.items.tolist(), shelves.first.tolist(), strict=True):
-        ranks = slice(first, first + int(degrees[item]))
-        assert len(free[ranks]) == degrees[item]
-        free[ranks] = free[ranks].max() + seconds[item]  # all members start together, in the plan's order
-    assert free.max() <= shelves.top * (1 + 1e-9)
+def test_backfilled_groups_start_at_the_first_moment_with_room(items: list[tuple[int, int]], num_ranks: int) -> None:
+    """With all the time that they may need, and on ranks: nobody waits but for a group's first member to be free."""
+    degrees = np.sort(np.minimum([degree for degree, _ in items], num_ranks))[::-1].copy()
+    lengths = np.array([length for _, length in items])
+    seconds = block_seconds(IDEAL, lengths, degrees)
+    found = backfill(
+        lengths, degrees, cost=IDEAL, num_ranks=num_ranks, target=float(seconds.sum()) * 2, whole_seconds=np.zeros(0)
+    )
+    assert np.array_equal(found.placement.degrees, degrees[found.items])
+    ends, replayed = np.zeros(num_ranks), {}
+    for item, ranks in zip(
+        found.items.tolist(), np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1]), strict=True
+    ):
+        assert len(set(ranks.tolist())) == degrees[item]
+        replayed[item] = start = ends[ranks].max()
+        ends[ranks] = start + seconds[item]
+    assert sorted(replayed) == list(range(len(lengths)))
+    assert np.allclose(ends, found.placement.free_at)
+    placed: list[tuple[float, float, int]] = []
+    for item, (degree, height) in enumerate(zip(degrees.tolist(), seconds.tolist(), strict=True)):
+        start = earliest_start(placed, num_ranks, degree, height)
+        assert replayed[item] == pytest.approx(start, abs=1e-6 * seconds.sum())
+        placed.append((start, start + height, degree))
 
 
-def test_pairs_leave_less_of_a_wide_space_than_the_widest_alone() -> None:
-    """Of 320 ranks, beside 120: 117 leave 83, which nothing fits; 113 and 84 leave 3, and the rest fits one shelf."""
-    degrees = np.array([120, 117, 113, 99, 94, 84])
-    shelves = fill_shelves(degrees, degrees / 10.0, num_ranks=320, narrowest=117, pairs=True)
-    assert sorted(degrees[shelves.items].tolist()) == sorted(degrees.tolist())
-    assert shelves.top == pytest.approx(12.0 + 11.7)
-    alone = fill_shelves(degrees, degrees / 10.0, num_ranks=320, narrowest=84)
-    assert alone.top > 30
+def test_backfilling_takes_ranks_that_are_no_neighbours() -> None:
+    """The picture in ``backfill``: of two ranks that c leaves and one that a leaves, d takes all three at once."""
+    degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
+    found = backfill(degrees * seconds, degrees, cost=LINEAR, num_ranks=7, target=20.0, whole_seconds=np.full(10, 1.0))
+    members = dict(
+        zip(found.items.tolist(), np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1]), strict=True)
+    )
+    assert sorted(len(ranks) for ranks in members.values()) == [2, 2, 3, 3, 5]
+    assert not set(members[1].tolist()) & set(members[2].tolist())
+    assert found.placement.free_at.max() == pytest.approx(20.0)
+
+
+def test_whole_sequences_fill_holes_before_groups_where_they_would_be_late() -> None:
+    """The picture again: a second before d is needed once the whole sequences take 16 s, of 15 behind the groups."""
+    degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
+    for count in (15, 16, 17):
+        found = backfill(
+            degrees * seconds, degrees, cost=LINEAR, num_ranks=7, target=20.0, whole_seconds=np.ones(count)
+        )
+        if count == 15:
+            assert found.in_holes is None
+            assert found.holes.sum() == pytest.approx(1.0)
+        if count == 16:
+            assert found.in_holes is not None
+            (hole,) = found.in_holes[found.in_holes >= 0].tolist()
+            assert found.holes[hole] == pytest.approx(1.0)
+            assert found.items[np.repeat(np.arange(5), found.placement.degrees)[hole]] == 2
+        if count == 17:  # late whatever is done: nothing is moved
+            assert found.in_holes is None
+
+
+@given(seconds=st.lists(st.integers(1, 100), max_size=60), holes=st.lists(st.integers(0, 120), min_size=1, max_size=30))
+def test_no_hole_is_overfull_and_none_has_room_for_what_is_left(seconds: list[int], holes: list[int]) -> None:
+    falling, rooms = np.sort(np.array(seconds, dtype=float))[::-1], np.array(holes, dtype=float)
+    taken = into_holes(falling, rooms)
+    left = rooms - np.bincount(taken[taken >= 0], weights=falling[taken >= 0], minlength=len(rooms))
+    assert (left >= 0).all()
+    assert (taken >= 0).all() or falling[taken < 0].min() > left.max()
+
+
+def test_backfilling_grows_what_is_late_and_no_more() -> None:
+    """Three groups of 4 of 10 ranks, 6 s each, and 10 s: two side by side, and the third on 6 ranks for its 4 s."""
+    found = backfill(np.full(3, 24), np.full(3, 4), cost=LINEAR, num_ranks=10, target=10.0, whole_seconds=np.zeros(0))
+    assert found.placement.degrees.tolist() == [4, 4, 6]
+    assert found.placement.free_at.max() == pytest.approx(10.0)
+
+
+def test_backfilling_keeps_small_groups_inside_nodes() -> None:
+    """Nodes of 8: two groups of 5 leave 3 ranks in each of two nodes, and a group of 4 goes to the third node."""
+    degrees = np.array([5, 5, 4])
+    found = backfill(
+        np.array([5000, 5000, 4000]), degrees, cost=LINKS, num_ranks=24, target=1e9, whole_seconds=np.zeros(0)
+    )
+    for ranks in np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1]):
+        assert len(set((ranks // LINKS.ranks_per_node).tolist())) == 1
+
+
+def test_what_cannot_be_in_time_is_placed_all_the_same() -> None:
+    found = backfill(
+        np.array([4000, 4000]), np.array([2, 2]), cost=IDEAL, num_ranks=2, target=1.0, whole_seconds=np.zeros(0)
+    )
+    assert sorted(found.items.tolist()) == [0, 1]
+    assert found.placement.ranks.tolist() == [0, 1, 0, 1]
 
 
 @given(keys=st.lists(st.integers(0, 2**40), max_size=200))
@@ -159,9 +239,10 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
     )
     free_at = np.zeros(num_ranks)
     assert (blocks.degrees >= degrees).all()
-    for length, first, degree in zip(lengths, blocks.first, blocks.degrees, strict=True):
+    for length, ranks in zip(lengths, np.split(blocks.ranks, blocks.degrees.cumsum()[:-1]), strict=True):
+        first, degree = int(ranks[0]), len(ranks)
+        assert ranks.tolist() == list(range(first, first + degree))
         members = free_at[first : first + degree]
-        assert len(members) == degree
         assert (members == members[0]).all()
         if links and degree <= cost.ranks_per_node:
             assert not cost.leaves_node(first, degree)

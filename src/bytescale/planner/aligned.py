@@ -21,7 +21,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.blocks import place_blocks
-from bytescale.planner.draft import Draft, assemble, consecutive
+from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.fill import deal
 
 IntArray = NDArray[np.int64]
@@ -76,7 +76,7 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     draft = Draft(
         sequences=plan.group_sequences[concatenated_ranges(offsets[groups], offsets[groups + 1])],
         sequence_counts=np.diff(offsets)[groups],
-        ranks=np.concatenate((consecutive(blocks.first, degrees), local_ranks)),
+        ranks=np.concatenate((blocks.ranks, local_ranks)),
         degrees=plan.group_sizes[groups],
         slots=np.arange(len(groups)),
     )

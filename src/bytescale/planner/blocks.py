@@ -26,14 +26,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
-from bytescale.planner.draft import consecutive
+from bytescale.planner.placement import Placement
 from bytescale.planner.target import block_seconds, is_ideal
 
 IntArray = NDArray[np.int64]
@@ -41,19 +40,6 @@ FloatArray = NDArray[np.float64]
 
 HALL = 0.25
 """Strips may lock as much time as this share of the work that is narrow enough for them (tried 0.1 to 1)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blocks:
-    """Where the shared groups are. G groups, widest first; R ranks."""
-
-    first: IntArray  # [G] first rank
-    degrees: IntArray  # [G] ranks of each, after growing
-    free_at: FloatArray  # [R] when each rank is done with all of them
-
-    def behind(self, first: IntArray, degrees: IntArray) -> Blocks:
-        """These, with others before them."""
-        return replace(self, first=np.append(first, self.first), degrees=np.append(degrees, self.degrees))
 
 
 def place_blocks(
@@ -65,12 +51,10 @@ def place_blocks(
     target: float,
     snap: float,
     narrow_work: FloatArray | None = None,
-    may_snap: NDArray[np.bool_] | None = None,
     num_stages: int = 1,
-    start: float = 0.0,
     limit: float = np.inf,
-) -> Blocks:
-    """Place one rectangle per sequence.
+) -> Placement:
+    """Place one rectangle per sequence; where ``limit`` ends it early, those placed.
 
     Args:
         lengths: ``[G]`` tokens.
@@ -80,14 +64,12 @@ def place_blocks(
         target: time by which all should end.
         snap: see above; 0 never takes a whole plateau to spare a strip.
         narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree; needed to snap.
-        may_snap: ``[G]`` groups that may; None: all.
         num_stages: of the pipeline.
-        start: when all ranks are free.
         limit: the first rectangle that ends after it is the last one placed.
     """
     seconds_on = timer(cost)
     # Plateaus at least as wide as the current degree, (free at, first, width): a heap, in a pipeline a sorted list.
-    usable = [(start, 0, num_ranks)]
+    usable = [(0.0, 0, num_ranks)]
     push = heapq.heappush if num_stages == 1 else insort
     narrow: list[tuple[int, float, int]] = []  # a heap of the others: (-width, free at, first)
     split_at_nodes = not is_ideal(cost)
@@ -109,12 +91,12 @@ def place_blocks(
         time, left, width = usable[place]
         times = num_stages if time == 0 else 1
         if time + times * height > target:
-            chosen, height = _grow(seconds_on, work, length, degree, width, (target - time) / times)
+            chosen, height = grow(seconds_on, work, length, degree, width, (target - time) / times)
         strip = width - chosen
         if snap > 0 and 0 < strip < degree:
             area = strip * (target - time)
             too_little_work = locked[strip] + area > HALL * narrow_work[strip]
-            if strip <= snap * width and too_little_work and (may_snap is None or may_snap[len(first)]):
+            if strip <= snap * width and too_little_work:
                 chosen, height, strip = width, seconds_on(work, length, width), 0
             else:
                 locked[strip : degree + 1] += area
@@ -133,14 +115,12 @@ def place_blocks(
         if ends[-1] > limit:
             break
         push(usable, (ends[-1], left, chosen))
-    blocks = Blocks(
-        first=np.array(first, dtype=np.int64),
-        degrees=np.array(taken, dtype=np.int64),
-        free_at=np.full(num_ranks, start),
+    placed = Placement.side_by_side(
+        np.array(first, dtype=np.int64), np.array(taken, dtype=np.int64), np.zeros(num_ranks)
     )
     # What was placed later stands above: of several values for a rank the last one stays.
-    blocks.free_at[consecutive(blocks.first, blocks.degrees)] = np.repeat(ends, blocks.degrees)
-    return blocks
+    placed.free_at[placed.ranks] = np.repeat(ends, placed.degrees)
+    return placed
 
 
 def timer(cost: CostModel) -> Callable[[float, int, int], float]:
@@ -161,7 +141,7 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     return seconds_on
 
 
-def _grow(
+def grow(
     seconds_on: Callable[[float, int, int], float], work: float, length: int, degree: int, width: int, room: float
 ) -> tuple[int, float]:
     """Fewest ranks up to ``width`` that end within ``room`` seconds; where none do, the best of fewest and all."""

@@ -1,6 +1,8 @@
-"""Dealing whole sequences to the ranks, and cutting each rank's share into micro-batches."""
+"""Whole sequences: into holes between shared groups, dealt to the ranks behind them, and cut into micro-batches."""
 
 from __future__ import annotations
+
+from bisect import bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +100,23 @@ def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
         if below.all():
             return surface
         heights, weights, speeds = heights[below], weights[below], speeds[below]
+
+
+def into_holes(seconds: FloatArray, holes: FloatArray) -> IntArray:
+    """Hole of each sequence ``[n]``, -1 for none: the largest hole first takes the longest that fit, and the next.
+
+    Args:
+        seconds: ``[n]`` time of each sequence, descending.
+        holes: ``[H]`` time of each hole.
+    """
+    taken = np.full(len(seconds), -1)
+    rising_seconds, numbers = seconds[::-1].tolist(), list(range(len(seconds) - 1, -1, -1))
+    for hole in np.argsort(-holes, kind="stable").tolist():
+        room = float(holes[hole])
+        while place := bisect_right(rising_seconds, room):
+            room -= rising_seconds.pop(place - 1)
+            taken[numbers.pop(place - 1)] = hole
+    return taken
 
 
 def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> IntArray:

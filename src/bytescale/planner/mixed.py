@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner.blocks import Blocks
 from bytescale.planner.fill import deal
+from bytescale.planner.placement import Placement
 from bytescale.planner.trial import Batch, Trial, num_shared
 
 IntArray = NDArray[np.int64]
@@ -66,16 +66,15 @@ def _try(batch: Batch, target: float, snap: float, floors: float) -> Trial:
     cluster = batch.cluster
     # ``local_seconds`` are those of the fastest rank; what a slow one ends too late has to be placed, not dealt.
     count = num_shared(batch.fewest, batch.local_seconds, target / floors)
-    blocks, weights = _place(batch, batch.lengths[:count], target, snap)
+    placed, weights = _place(batch, batch.lengths[:count], target, snap)
     work = batch.cost.work_seconds(batch.lengths[count:])
     work += batch.lengths[count:] * (batch.cost.micro_batch_seconds / float(cluster.capacity_tokens.mean()))
     ranks, free_at = deal(
-        work, blocks.free_at, speeds=cluster.speeds, lengths=batch.lengths[count:], capacity=cluster.capacity_tokens
+        work, placed.free_at, speeds=cluster.speeds, lengths=batch.lengths[count:], capacity=cluster.capacity_tokens
     )
     return Trial(
         shared=np.arange(count),
-        asked=blocks.degrees,
-        blocks=blocks,
+        placed=placed,
         local=np.arange(count, len(batch.lengths)),
         local_ranks=ranks,
         end=float(free_at.max()),
@@ -83,7 +82,7 @@ def _try(batch: Batch, target: float, snap: float, floors: float) -> Trial:
     )
 
 
-def _place(batch: Batch, lengths: IntArray, target: float, snap: float) -> tuple[Blocks, IntArray]:
+def _place(batch: Batch, lengths: IntArray, target: float, snap: float) -> tuple[Placement, IntArray]:
     """Each sequence, longest first, on the lowest plateau that can end it in time; also all members' tokens ``[E]``.
 
     Of the plateaus that a sequence leaves behind, one always has room for the next, which is no longer: its own.
@@ -119,7 +118,7 @@ def _place(batch: Batch, lengths: IntArray, target: float, snap: float) -> tuple
         stop = np.concatenate((np.delete(stop, chosen), [ranks.stop], stop[rest]))
     order = np.argsort(start)
     free_at = np.repeat(time[order], stop[order] - start[order])
-    return Blocks(first=first, degrees=degrees, free_at=free_at), np.concatenate(weights)
+    return Placement.side_by_side(first, degrees, free_at), np.concatenate(weights)
 
 
 def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:

@@ -12,7 +12,8 @@ from itertools import permutations
 
 import numpy as np
 
-from bytescale.planner.blocks import Blocks, timer
+from bytescale.planner.blocks import timer
+from bytescale.planner.placement import Placement
 from bytescale.planner.trial import Batch, Trial
 
 MAX_SEQUENCES = 16
@@ -25,7 +26,7 @@ def improve(batch: Batch, trial: Trial, good_enough: float) -> Trial:
     """``trial``, or a better one, found by at most ``MAX_SCHEDULES`` schedules; stops at ``good_enough`` seconds."""
     search = _Search(batch)
     start = np.ones(len(batch.lengths), dtype=np.int64)
-    start[trial.shared] = trial.blocks.degrees
+    start[trial.shared] = trial.placed.degrees
     for degrees in (start.tolist(), batch.fewest.tolist(), [batch.cluster.num_ranks] * len(start)):
         search.descend(degrees, good_enough)
     return search.trial() if search.best_end < trial.end * (1 - 1e-9) else trial
@@ -126,13 +127,10 @@ class _Search:
         placed, ranks, free = self._schedule(degrees, widest_first)
         shared = np.array([place for place, _ in placed], dtype=np.int64)
         widths = np.array([degrees[place] for place, _ in placed], dtype=np.int64)
-        blocks = Blocks(
-            first=np.array([first for _, first in placed], dtype=np.int64), degrees=widths, free_at=np.array(free)
-        )
+        first = np.array([first for _, first in placed], dtype=np.int64)
         return Trial(
             shared=shared,
-            asked=widths,
-            blocks=blocks,
+            placed=Placement.side_by_side(first, widths, np.array(free)),
             local=np.setdiff1d(np.arange(len(degrees)), shared),
             local_ranks=np.array(ranks, dtype=np.int64),
             end=max(free),

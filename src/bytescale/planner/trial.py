@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner.blocks import Blocks
-from bytescale.planner.draft import Draft, assemble, consecutive
+from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.fill import micro_batches
 from bytescale.planner.order import rising
+from bytescale.planner.placement import Placement
 from bytescale.planner.target import target_seconds
 
 IntArray = NDArray[np.int64]
@@ -56,21 +56,17 @@ class Batch:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trial:
     """One way to lay the batch out."""
 
     shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
-    asked: IntArray  # [G] degrees before growing
-    blocks: Blocks
+    placed: Placement
     local: IntArray  # [S - G] places of the others, which stay whole
     local_ranks: IntArray  # [S - G] rank of each of them
     end: float  # seconds
+    local_before: IntArray | None = None  # [S - G] shared group (place in ``shared``) before which; G, or None: behind
     weights: IntArray | None = None  # [sum of degrees] shares of the shared groups' members; None: equal
-
-    def traffic(self, batch: Batch) -> int:
-        """Sum of s (D - 1)."""
-        return int((batch.lengths[self.shared] * (self.blocks.degrees - 1)).sum())
 
 
 def num_shared(fewest: IntArray, local_seconds: FloatArray, limit: float) -> int:
@@ -88,34 +84,43 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
         lengths: ``[S]`` by sequence number.
         planner: for people.
     """
-    count = len(trial.shared)
-    by_rank = rising(trial.local_ranks)
-    places, ranks = trial.local[by_rank], trial.local_ranks[by_rank]
+    count, num_ranks = len(trial.shared), batch.cluster.num_ranks
+    # A berth is where a rank runs whole sequences: before one of its shared groups, or behind them all.
+    berth_of, berth_ranks, berth_before = trial.local_ranks, np.arange(num_ranks), np.full(num_ranks, count)
+    if trial.local_before is not None:
+        berths, berth_of = np.unique(trial.local_before * num_ranks + trial.local_ranks, return_inverse=True)
+        berth_ranks, berth_before = berths % num_ranks, berths // num_ranks
+    by_berth = rising(berth_of)
+    places, berth_of = trial.local[by_berth], berth_of[by_berth]
     # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
-    capacity = batch.cluster.capacity_tokens
-    index = micro_batches(np.minimum(batch.lengths[places], capacity[ranks]), ranks, capacity)
-    # One local group per micro-batch, in the order of time: all ranks' first, then their second.
-    num_ranks = batch.cluster.num_ranks
-    packs = index * num_ranks + ranks
+    capacity = batch.cluster.capacity_tokens[berth_ranks]
+    index = micro_batches(np.minimum(batch.lengths[places], capacity[berth_of]), berth_of, capacity)
+    # One local group per micro-batch, in the order of time: all berths' first, then their second.
+    packs = index * len(berth_ranks) + berth_of
     by_pack = rising(packs)
     places, packs = places[by_pack], packs[by_pack]
     heads = np.flatnonzero(np.append(True, packs[1:] != packs[:-1])[: len(places)])
-    pack_ranks, slots = packs[heads] % num_ranks, count + packs[heads] // num_ranks
-    if batch.cost.micro_batch_seconds > 0 and len(heads) and trial.weights is None:
-        joined = _joining(batch, trial, places, pack_ranks, heads)
-        slots = np.where(joined >= 0, joined, slots)
+    pack_berths, pack_index = packs[heads] % len(berth_ranks), packs[heads] // len(berth_ranks)
+    pack_ranks, pack_before = berth_ranks[pack_berths], berth_before[pack_berths]
+    width = 1 + int((pack_index + 1)[pack_before < count].max(initial=0))  # slots of a shared group and packs before it
+    shared_slots, slots = np.arange(count) * width + width - 1, pack_before * width + pack_index
+    if batch.cost.micro_batch_seconds > 0 and count and len(heads) and trial.weights is None:
+        joined = _joining(batch, trial, places, pack_ranks, pack_before, heads)
+        slots = np.where(joined >= 0, shared_slots[joined], slots)
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
-        ranks=np.concatenate((consecutive(trial.blocks.first, trial.blocks.degrees), pack_ranks)),
-        degrees=np.concatenate((trial.blocks.degrees, np.ones(len(heads), np.int64))),
-        slots=np.concatenate((np.arange(count), slots)),
+        ranks=np.concatenate((trial.placed.ranks, pack_ranks)),
+        degrees=np.concatenate((trial.placed.degrees, np.ones(len(heads), np.int64))),
+        slots=np.concatenate((shared_slots, slots)),
         weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
 
 
-def _joining(batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray, heads: IntArray) -> IntArray:
+def _joining(
+    batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray, pack_before: IntArray, heads: IntArray
+) -> IntArray:
     """Shared group (its place in ``trial.shared``) in whose micro-batch each pack rides along ``[packs]``, -1 for none.
 
     A micro-batch less saves g. But the members of a group end together, so the packs that join it have to take about
@@ -127,21 +132,24 @@ def _joining(batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray,
         trial: one way to lay it out, members with equal shares.
         places: places in the batch of all whole sequences, pack by pack.
         pack_ranks: ``[packs]`` rank of each pack.
+        pack_before: ``[packs]`` see ``Trial.local_before``: only packs behind all shared groups of their rank join.
         heads: ``[packs]`` where each pack starts in ``places``.
     """
     joined = np.full(len(heads), -1)
-    if len(trial.shared) == 0:
-        return joined
     last = np.full(batch.cluster.num_ranks, -1)  # last shared group of each rank: a later one overwrites an earlier one
-    members = consecutive(trial.blocks.first, trial.blocks.degrees)
-    last[members] = np.repeat(np.arange(len(trial.shared)), trial.blocks.degrees)
-    is_last_of_all = np.bincount(last[last >= 0], minlength=len(trial.shared)) == trial.blocks.degrees
-    slices = -(-batch.lengths[trial.shared] // trial.blocks.degrees)
+    members = trial.placed.ranks
+    last[members] = np.repeat(np.arange(len(trial.shared)), trial.placed.degrees)
+    is_last_of_all = np.bincount(last[last >= 0], minlength=len(trial.shared)) == trial.placed.degrees
+    slices = -(-batch.lengths[trial.shared] // trial.placed.degrees)
 
     tokens = np.add.reduceat(batch.lengths[places], heads)
     seconds = np.add.reduceat(batch.cost.work_seconds(batch.lengths[places]), heads)
     group = last[pack_ranks]
-    fits = (group >= 0) & (tokens + slices[group] <= batch.cluster.capacity_tokens[pack_ranks])
+    fits = (
+        (group >= 0)
+        & (pack_before == len(trial.shared))
+        & (tokens + slices[group] <= batch.cluster.capacity_tokens[pack_ranks])
+    )
     packs = np.flatnonzero(fits)
     packs = packs[np.lexsort((-seconds[packs], pack_ranks[packs]))]
     packs = packs[np.append(True, pack_ranks[packs][1:] != pack_ranks[packs][:-1])[: len(packs)]]  # the longest of each
@@ -151,7 +159,7 @@ def _joining(batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray,
     np.add.at(count, group[packs], 1)
     np.maximum.at(longest, group[packs], seconds[packs])
     np.minimum.at(shortest, group[packs], seconds[packs])
-    filled = is_last_of_all & (count == trial.blocks.degrees) & (longest - shortest < batch.cost.micro_batch_seconds)
+    filled = is_last_of_all & (count == trial.placed.degrees) & (longest - shortest < batch.cost.micro_batch_seconds)
     packs = packs[filled[group[packs]]]
     joined[packs] = group[packs]
     return joined

@@ -1,0 +1,250 @@
+"""Placing the shared groups in time first, and then on ranks: each reserves the earliest hole that it fits into.
+
+``blocks`` stacks groups like stairs, and a strip between two steps has to be filled by groups that are as narrow as it.
+With few ranks for the longest sequences most steps are a few ranks wide, and too few sequences are as narrow. But the
+members of a group need not be neighbours. Then only *how many* ranks are free matters, and for how long::
+
+    rank 0  |aaaaaaaaaaaa|cccccccc|      The widest first: a on five ranks, c and d on three, b and e on two. Each
+    rank 1  |aaaaaaaaaaaa|cccccccc|      takes the first moment from which on as many ranks as it needs stay free for
+    rank 2  |aaaaaaaaaaaa|cccccccc|      as long as it takes. For d that is a's end: c leaves two ranks, and the third
+    rank 3  |aaaaaaaaaaaa|dddddd|        is one that a left. The narrow ones come last and fill the holes.
+    rank 4  |aaaaaaaaaaaa|dddddd|
+    rank 5  |bbbbbbb|eeee|dddddd|        (Schedulers of clusters call it backfilling.)
+    rank 6  |bbbbbbb|eeee|
+
+What fits nowhere in time *grows* (more ranks, less time) just enough to. Which group that is depends on the order: the
+one that grew at the greatest cost, or was late all the same, is taken a little earlier, and all is placed again, until
+nothing grows much or ``ORDERS`` were tried ("squeaky wheel" optimisation).
+
+Then the groups choose ranks, by their start: those that became free last, so that little time lies idle between two
+groups of a rank; what fits into a node, those of a node that has enough. Where none has, the group takes longer, and
+what comes behind it is late: ``Placement.free_at`` has it all. What then lies idle between groups adds up to a tenth of
+a per cent; where it is more, and all others would be late for it, whole sequences fill the holes.
+
+Shape letters: G groups, E sum of their degrees, R ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.cost import CostModel
+from bytescale.planner.blocks import grow, timer
+from bytescale.planner.fill import into_holes
+from bytescale.planner.placement import Placement
+from bytescale.planner.target import block_seconds, is_ideal
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+ORDERS = 24
+"""Orders tried, some 5 milliseconds each for 400 groups; 20 microseconds where one of the first is late."""
+STEPS_UP = 5
+"""A group is taken 1 to this many places earlier, in turns."""
+LITTLE = 1.01
+"""Traffic up to this many times that of no growth ends the search."""
+SAME = 1e-9
+"""Times closer than this share of the target are one."""
+
+
+class Reservation(NamedTuple):
+    """Of one group."""
+
+    start: float
+    seconds: float
+    item: int  # which of the sequences
+    degree: int
+
+
+class Backfilled(NamedTuple):
+    """Groups by their start."""
+
+    items: IntArray  # [G] which of the sequences
+    placement: Placement
+    holes: FloatArray  # [E] seconds for which each member is free before the group starts
+    in_holes: IntArray | None = None  # [n] hole of each whole sequence, -1 for none; None: holes are left empty
+
+
+def backfill(
+    lengths: IntArray,
+    degrees: IntArray,
+    *,
+    cost: CostModel,
+    num_ranks: int,
+    target: float,
+    whole_seconds: FloatArray,
+) -> Backfilled:
+    """The placement of least traffic found that is in time; where none is, the widest first, as early as they fit.
+
+    Args:
+        lengths: ``[G]`` tokens.
+        degrees: ``[G]`` fewest ranks of each, descending.
+        cost: tells the time of a group.
+        num_ranks: R.
+        target: time by which all should end.
+        whole_seconds: ``[n]`` time of each other sequence, descending. A placement that is in time leaves room to them
+            up to the target; where it would not, as many of them as fit run in holes, before shared groups.
+    """
+    order, seconds = list(range(len(lengths))), block_seconds(cost, lengths, degrees)
+    reserve = _Reserve(lengths, degrees, seconds, cost, num_ranks, target)
+    fewest = float((lengths * (degrees - 1)).sum())
+    best, least = None, np.inf
+    for turn in range(ORDERS):
+        reservations, troublesome = reserve(order)
+        if len(reservations) == len(order):
+            extra = [int(lengths[r.item]) * (r.degree - int(degrees[r.item])) for r in reservations]
+            if fewest + sum(extra) < least:
+                on_ranks = _on_ranks(reservations, lengths, cost, num_ranks, target)
+                placed = _with_whole(on_ranks, whole_seconds, cost, target)
+                if placed is not None:
+                    best, least = placed, fewest + sum(extra)
+            if least <= LITTLE * fewest or not any(extra):
+                break
+            troublesome = reservations[int(np.argmax(extra))].item
+        place = order.index(troublesome)
+        order.insert(max(0, place - 1 - turn % STEPS_UP), order.pop(place))
+    if best is not None:
+        return best
+    reservations, _ = reserve(list(range(len(lengths))), may_be_late=True)
+    return _on_ranks(reservations, lengths, cost, num_ranks, target)
+
+
+def _with_whole(placed: Backfilled, seconds: FloatArray, cost: CostModel, target: float) -> Backfilled | None:
+    """``placed``, with whole sequences in holes where they would be late otherwise; None where they are even so."""
+    room = target * len(placed.placement.free_at) - float(placed.placement.free_at.sum())
+    if float(seconds.sum()) <= room:
+        return placed
+    in_holes = into_holes(seconds, placed.holes - cost.micro_batch_seconds)
+    return placed._replace(in_holes=in_holes) if float(seconds[in_holes < 0].sum()) <= room else None
+
+
+@dataclass(frozen=True)
+class _Reserve:
+    """Reservations for all groups in an order."""
+
+    lengths: IntArray
+    degrees: IntArray
+    seconds: FloatArray  # [G] on these degrees
+    cost: CostModel
+    num_ranks: int
+    target: float
+
+    def __call__(self, order: list[int], *, may_be_late: bool = False) -> tuple[list[Reservation], int]:
+        """Up to the first group that ends in time nowhere, and that group; else all, and -1."""
+        tokens, widths, heights = self.lengths.tolist(), self.degrees.tolist(), self.seconds.tolist()
+        works, seconds_on = self.cost.work_seconds(self.lengths).tolist(), timer(self.cost)
+        holes = _Holes(self.num_ranks, SAME * self.target)
+        reservations: list[Reservation] = []
+        for item in order:
+            degree, seconds = widths[item], heights[item]
+            hole = holes.earliest(degree, seconds, self.target)
+            if hole is None:
+                for start, free in holes.before(self.target):
+                    if free > degree:
+                        grown = grow(seconds_on, works[item], tokens[item], degree, free, self.target - start)
+                        hole = holes.at(start, *grown, self.target)
+                        if hole is not None:
+                            degree, seconds = grown
+                            break
+            if hole is None and may_be_late:
+                hole = holes.earliest(degree, seconds, np.inf)
+            if hole is None:
+                return reservations, item
+            reservations.append(Reservation(holes.times[hole], seconds, item, degree))
+            holes.take(hole, degree, seconds)
+        return reservations, -1
+
+
+class _Holes:
+    """How many ranks are free when: ``free[k]`` from ``times[k]`` until ``times[k + 1]``, the last for ever."""
+
+    def __init__(self, num_ranks: int, same: float) -> None:
+        self.times, self.free, self.same = [0.0], [num_ranks], same
+
+    def earliest(self, degree: int, seconds: float, target: float) -> int | None:
+        """The first k from which on ``degree`` ranks stay free for ``seconds`` that end by ``target``."""
+        times, free, count, k = self.times, self.free, len(self.times), 0
+        while k < count:
+            if free[k] >= degree:
+                end = times[k] + seconds
+                if end > target + self.same:
+                    return None
+                end -= self.same
+                last = k + 1
+                while last < count and times[last] < end and free[last] >= degree:
+                    last += 1
+                if last == count or times[last] >= end:
+                    return k
+                k = last
+            k += 1
+        return None
+
+    def at(self, start: float, degree: int, seconds: float, target: float) -> int | None:
+        """The k that starts at ``start``, if ``degree`` ranks stay free for ``seconds`` that end by ``target``."""
+        k, end = bisect_left(self.times, start), start + seconds
+        if end > target + self.same:
+            return None
+        until = bisect_left(self.times, end - self.same)
+        return k if min(self.free[k:until]) >= degree else None
+
+    def before(self, target: float) -> list[tuple[float, int]]:
+        """(time, ranks free from then on) of all changes before ``target``."""
+        until = bisect_left(self.times, target)
+        return list(zip(self.times[:until], self.free[:until], strict=True))
+
+    def take(self, k: int, degree: int, seconds: float) -> None:
+        """``degree`` ranks from the k-th change on, for ``seconds``."""
+        times, free = self.times, self.free
+        end = times[k] + seconds
+        until = bisect_left(times, end - self.same)
+        if until == len(times) or times[until] > end + self.same:
+            times.insert(until, end)
+            free.insert(until, free[until - 1])
+        for place in range(k, until):
+            free[place] -= degree
+        for place in (until, k):  # changes that are none any more
+            if place > 0 and free[place] == free[place - 1]:
+                del times[place], free[place]
+
+
+def _on_ranks(
+    reservations: list[Reservation], lengths: IntArray, cost: CostModel, num_ranks: int, target: float
+) -> Backfilled:
+    """Ranks for every reservation, by start, and the times that follow."""
+    by_start = sorted(reservations, key=attrgetter("start"))
+    node = cost.ranks_per_node
+    keeps_to_nodes = not is_ideal(cost)
+    free_at = np.zeros(num_ranks)
+    members, holes = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for start, seconds, item, degree in by_start:
+        ready = np.flatnonzero(free_at <= start + 2 * SAME * target)
+        if len(ready) < degree:  # what came before took longer than reserved
+            ready = np.sort(np.argsort(free_at, kind="stable")[:degree])
+        if keeps_to_nodes and degree <= node:
+            counts = np.bincount(ready // node)
+            holding = np.flatnonzero(counts >= degree)
+            if len(holding):
+                ready = ready[ready // node == holding[counts[holding].argmin()]]
+        ranks = np.sort(ready[np.argsort(-free_at[ready], kind="stable")[:degree]])
+        if keeps_to_nodes and degree <= node and ranks[0] // node != ranks[-1] // node:
+            tokens = float(lengths[item])
+            seconds = float(cost.group_seconds(tokens, tokens * tokens, degree, True))
+        begins = free_at[ranks].max()
+        holes.append(begins - free_at[ranks])
+        free_at[ranks] = begins + seconds
+        members.append(ranks)
+    return Backfilled(
+        items=np.array([r.item for r in by_start], dtype=np.int64),
+        placement=Placement(
+            ranks=np.concatenate(members),
+            degrees=np.array([r.degree for r in by_start], dtype=np.int64),
+            free_at=free_at,
+        ),
+        holes=np.concatenate(holes),
+    )

@@ -1,0 +1,30 @@
+"""Where the shared groups of a trial are.
+
+Shape letters: G groups; E sum of their degrees; R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.planner.draft import consecutive
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Groups in the order in which ranks meet them."""
+
+    ranks: IntArray  # [E] members, group by group
+    degrees: IntArray  # [G]
+    free_at: FloatArray  # [R] when each rank is done with all of them
+
+    @staticmethod
+    def side_by_side(first: IntArray, degrees: IntArray, free_at: FloatArray) -> Placement:
+        """Groups of neighbours: ``first`` ``[G]`` is the first rank of each."""
+        return Placement(ranks=consecutive(first, degrees), degrees=degrees, free_at=free_at)
