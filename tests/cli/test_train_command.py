@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from bytescale.cli.train import _prepare_data
 from bytescale.config import config_to_toml
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
@@ -156,3 +158,14 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.1)
+
+
+def test_the_launcher_tokenises_for_new_runs_only(tmp_path: Path) -> None:
+    """Where a run goes on, ranks tokenise what its checkpoint needs, which may be far behind the first window."""
+    write_corpus(tmp_path / "corpus")
+    config = small_run(tmp_path / "corpus", tmp_path / "run")
+    config = replace(config, data=replace(config.data, cache_dir=str(tmp_path / "cache")))
+    _prepare_data(replace(config, trainer=replace(config.trainer, resume=True)))
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+    _prepare_data(config)
+    assert list((tmp_path / "cache").rglob("*.bin"))

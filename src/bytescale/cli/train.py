@@ -150,14 +150,19 @@ def _check_initial_weights(config: Config) -> None:
 
 
 def _prepare_data(config: Config) -> None:
-    """What the first batch needs is tokenised, or the sources are found if servers are to tokenise."""
+    """What a new run's first batch needs is tokenised; the sources are found where ranks or servers tokenise.
+
+    Ranks do where a run goes on: its checkpoint says which part of the data it needs.
+    """
     from bytescale.data.corpus import plan_shards, prepare_corpus
     from bytescale.data.mixture import make_sampler
     from bytescale.data.progress import progress_bar
 
     with progress_bar() as progress:
         if config.data.loader == "local":
-            make_sampler(prepare_corpus(config.data, progress, text_later=True).index, config.data)
+            corpus = prepare_corpus(config.data, progress, text_later=True)
+            if not config.trainer.resume:
+                make_sampler(corpus.index, config.data)
         else:
             plan_shards(config.data, progress)
 
