@@ -110,19 +110,20 @@ class Layout:
 
 
 FIRST = Attempt(1.004)
+BACKFILLED = tuple(Attempt(slack, backfills=True) for slack in (1.0085, 1.02, 1.05, 1.1, 1.25))
 ATTEMPTS = (
     Attempt(1.009),
     Attempt(1.009, fills=True),
-    *(Attempt(slack, backfills=True) for slack in (1.0085, 1.02, 1.05, 1.1, 1.25)),
+    *BACKFILLED,
     *(Attempt(1.004, snap) for snap in (0.2, 0.4)),
     *(Attempt(1.01, snap, floors) for floors in (2, 8, 64) for snap in (0.3, 0.6)),
 )
 """Below ``LARGE`` ranks."""
 SLACK_IN_PIPELINE = 1.01
 LARGE = 512
-"""Ranks from which the effort is bounded: two attempts more, chosen by what was late in the first."""
-LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8))
-LATE_WHOLE = (Attempt(1.009), Attempt(1.009, fills=True))
+"""Ranks from which the quick attempts come first: two, chosen by what was late in the first."""
+LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8), *BACKFILLED)
+LATE_WHOLE = (Attempt(1.009), Attempt(1.009, fills=True), *BACKFILLED)
 
 
 def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Plan:

@@ -45,6 +45,8 @@ FloatArray = NDArray[np.float64]
 
 ORDERS = 24
 """Orders tried, some 5 milliseconds each for 400 groups; 20 microseconds where one of the first is late."""
+EFFORT = 2**13
+"""On many ranks fewer orders are tried: so many times ranks, but at least one."""
 STEPS_UP = 5
 """A group is taken 1 to this many places earlier, in turns."""
 LITTLE = 1.01
@@ -95,7 +97,7 @@ def backfill(
     reserve = _Reserve(lengths, degrees, seconds, cost, num_ranks, target)
     fewest = float((lengths * (degrees - 1)).sum())
     best, least = None, np.inf
-    for turn in range(ORDERS):
+    for turn in range(min(ORDERS, max(1, EFFORT // num_ranks))):
         reservations, troublesome = reserve(order)
         if len(reservations) == len(order):
             extra = [int(lengths[r.item]) * (r.degree - int(degrees[r.item])) for r in reservations]
