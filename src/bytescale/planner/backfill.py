@@ -16,10 +16,11 @@ What fits nowhere in time *grows* (more ranks, less time) just enough to. Which 
 one that grew at the greatest cost, or was late all the same, is taken a little earlier, and all is placed again, until
 nothing grows much or ``ORDERS`` were tried ("squeaky wheel" optimisation).
 
-Then the groups choose ranks, by their start: those that became free last, so that little time lies idle between two
-groups of a rank; what fits into a node, those of a node that has enough. Where none has, the group takes longer, and
-what comes behind it is late: ``Placement.free_at`` has it all. What then lies idle between groups adds up to a tenth of
-a per cent; where it is more, and all others would be late for it, whole sequences fill the holes.
+Groups that fit into a node have to stay in one, where rings are not free. They take no part in this: they go into
+what is left of the nodes when ranks are chosen (``assignment``).
+
+What lies idle between groups in the end adds up to a tenth of a per cent. Where it is more, and all others would be
+late for it, whole sequences fill the holes.
 
 Shape letters: G groups, E sum of their degrees, R ranks.
 """
@@ -28,13 +29,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
+from bytescale.planner.assignment import Assignment, Reservation, assign
 from bytescale.planner.blocks import grow, timer
 from bytescale.planner.fill import into_holes
 from bytescale.planner.placement import Placement
@@ -55,22 +57,15 @@ SAME = 1e-9
 """Times closer than this share of the target are one."""
 
 
-class Reservation(NamedTuple):
-    """Of one group."""
-
-    start: float
-    seconds: float
-    item: int  # which of the sequences
-    degree: int
-
-
 class Backfilled(NamedTuple):
     """Groups by their start."""
 
     items: IntArray  # [G] which of the sequences
     placement: Placement
-    holes: FloatArray  # [E] seconds for which each member is free before the group starts
-    in_holes: IntArray | None = None  # [n] hole of each whole sequence, -1 for none; None: holes are left empty
+    in_holes: IntArray | None = (
+        None  # [n] member (place in ``placement.ranks``) that runs each whole sequence before its
+    )
+    # group; -1: none; None: none runs any
 
 
 def backfill(
@@ -93,8 +88,16 @@ def backfill(
         whole_seconds: ``[n]`` time of each other sequence, descending. A placement that is in time leaves room to them
             up to the target; where it would not, as many of them as fit run in holes, before shared groups.
     """
-    order, seconds = list(range(len(lengths))), block_seconds(cost, lengths, degrees)
-    reserve = _Reserve(lengths, degrees, seconds, cost, num_ranks, target)
+    node = 1 if is_ideal(cost) else cost.ranks_per_node
+    seconds = block_seconds(cost, lengths, degrees)
+    num_wide = int(np.searchsorted(-degrees, -node))
+    narrow = [
+        Reservation(0.0, time, item, degree)
+        for item, (time, degree) in enumerate(zip(seconds.tolist(), degrees.tolist(), strict=True))
+    ][num_wide:]
+    reserve = _Reserve(lengths[:num_wide], degrees[:num_wide], seconds[:num_wide], cost, num_ranks, target)
+    on_ranks = partial(assign, narrow=narrow, num_ranks=num_ranks, node=node, target=target, same=2 * SAME * target)
+    order = list(range(num_wide))
     fewest = float((lengths * (degrees - 1)).sum())
     best, least = None, np.inf
     for turn in range(min(ORDERS, max(1, EFFORT // num_ranks))):
@@ -102,8 +105,7 @@ def backfill(
         if len(reservations) == len(order):
             extra = [int(lengths[r.item]) * (r.degree - int(degrees[r.item])) for r in reservations]
             if fewest + sum(extra) < least:
-                on_ranks = _on_ranks(reservations, lengths, cost, num_ranks, target)
-                placed = _with_whole(on_ranks, whole_seconds, cost, target)
+                placed = _with_whole(on_ranks(reservations), whole_seconds, cost, target)
                 if placed is not None:
                     best, least = placed, fewest + sum(extra)
             if least <= LITTLE * fewest or not any(extra):
@@ -113,17 +115,20 @@ def backfill(
         order.insert(max(0, place - 1 - turn % STEPS_UP), order.pop(place))
     if best is not None:
         return best
-    reservations, _ = reserve(list(range(len(lengths))), may_be_late=True)
-    return _on_ranks(reservations, lengths, cost, num_ranks, target)
+    reservations, _ = reserve(list(range(num_wide)), may_be_late=True)
+    late = on_ranks(reservations)
+    return Backfilled(late.items, late.placement)
 
 
-def _with_whole(placed: Backfilled, seconds: FloatArray, cost: CostModel, target: float) -> Backfilled | None:
-    """``placed``, with whole sequences in holes where they would be late otherwise; None where they are even so."""
-    room = target * len(placed.placement.free_at) - float(placed.placement.free_at.sum())
+def _with_whole(found: Assignment, seconds: FloatArray, cost: CostModel, target: float) -> Backfilled | None:
+    """``found``, with whole sequences in holes where they would be late otherwise; None where they are even so."""
+    free_at = found.placement.free_at
+    room = target * len(free_at) - float(free_at.sum())
     if float(seconds.sum()) <= room:
-        return placed
-    in_holes = into_holes(seconds, placed.holes - cost.micro_batch_seconds)
-    return placed._replace(in_holes=in_holes) if float(seconds[in_holes < 0].sum()) <= room else None
+        return Backfilled(found.items, found.placement)
+    in_holes = into_holes(seconds, found.holes - cost.micro_batch_seconds)
+    is_in_time = float(seconds[in_holes < 0].sum()) <= room
+    return Backfilled(found.items, found.placement, in_holes) if is_in_time else None
 
 
 @dataclass(frozen=True)
@@ -213,40 +218,3 @@ class _Holes:
         for place in (until, k):  # changes that are none any more
             if place > 0 and free[place] == free[place - 1]:
                 del times[place], free[place]
-
-
-def _on_ranks(
-    reservations: list[Reservation], lengths: IntArray, cost: CostModel, num_ranks: int, target: float
-) -> Backfilled:
-    """Ranks for every reservation, by start, and the times that follow."""
-    by_start = sorted(reservations, key=attrgetter("start"))
-    node = cost.ranks_per_node
-    keeps_to_nodes = not is_ideal(cost)
-    free_at = np.zeros(num_ranks)
-    members, holes = [np.zeros(0, np.int64)], [np.zeros(0)]
-    for start, seconds, item, degree in by_start:
-        ready = np.flatnonzero(free_at <= start + 2 * SAME * target)
-        if len(ready) < degree:  # what came before took longer than reserved
-            ready = np.sort(np.argsort(free_at, kind="stable")[:degree])
-        if keeps_to_nodes and degree <= node:
-            counts = np.bincount(ready // node)
-            holding = np.flatnonzero(counts >= degree)
-            if len(holding):
-                ready = ready[ready // node == holding[counts[holding].argmin()]]
-        ranks = np.sort(ready[np.argsort(-free_at[ready], kind="stable")[:degree]])
-        if keeps_to_nodes and degree <= node and ranks[0] // node != ranks[-1] // node:
-            tokens = float(lengths[item])
-            seconds = float(cost.group_seconds(tokens, tokens * tokens, degree, True))
-        begins = free_at[ranks].max()
-        holes.append(begins - free_at[ranks])
-        free_at[ranks] = begins + seconds
-        members.append(ranks)
-    return Backfilled(
-        items=np.array([r.item for r in by_start], dtype=np.int64),
-        placement=Placement(
-            ranks=np.concatenate(members),
-            degrees=np.array([r.degree for r in by_start], dtype=np.int64),
-            free_at=free_at,
-        ),
-        holes=np.concatenate(holes),
-    )
