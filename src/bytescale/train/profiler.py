@@ -14,8 +14,8 @@ the slowest rank counts, for which the others wait.
 * ring block  one step of a ring, n queries against n / 2 keys: the same area as the triangle of n, so that the
               attention curve's s^2 term should tell it; kept as raw points
 * host        copies of 64 MiB to and from (pinned) host memory
-* links       the ring exchange between ranks, when there are several: one transfer over sizes, latency and bandwidth;
-              and what a step of ring attention takes beyond its blocks
+* links       the ring exchange between ranks, when there are several: one transfer over sizes, latency and bandwidth
+              (of several the fastest); and what a step of ring attention takes beyond its blocks (in a quiet round)
 """
 
 from __future__ import annotations
