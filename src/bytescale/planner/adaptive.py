@@ -77,9 +77,7 @@ class Layout:
     shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
     placed: Placement  # of these, up to one that was late
     local: IntArray  # [S - G] places of the others, longest first
-    before: IntArray | None = (
-        None  # [S - G] member (place in ``placed.ranks``) that runs each before its group; -1: none
-    )
+    before: IntArray | None = None  # [S - G] member, of all groups, that runs each before its group; -1, or None: none
 
     @property
     def is_whole(self) -> bool:
@@ -90,6 +88,10 @@ class Layout:
     def shared_end(self) -> float:
         """When the last shared group ends, seconds; at least so late where not all were placed."""
         return float(self.placed.free_at.max())
+
+    def ends_by(self, latest: float) -> bool:
+        """Whether all is done by then; takes step 4 only if the shared groups are."""
+        return self.shared_end <= latest and self.trial.end <= latest
 
     @cached_property
     def trial(self) -> Trial:
@@ -168,16 +170,15 @@ def _search(batch: Batch) -> Trial:
     if is_large:
         attempts = LATE_BLOCKS if laid[0].shared_end > enough else LATE_WHOLE
     for attempt in attempts:
-        if laid[-1].shared_end <= enough and laid[-1].trial.end <= enough:
-            return laid[-1].trial
+        if laid[-1].ends_by(enough):
+            break
         laid.append(_lay_out(batch, attempt, limit))
-    if laid[-1].shared_end <= enough and laid[-1].trial.end <= enough:
+    if laid[-1].ends_by(enough):
         return laid[-1].trial
     laid = [layout if layout.is_whole else _lay_out(batch, layout.attempt) for layout in laid]
     chosen = laid[0]
     for layout in laid:
-        latest = CLEARLY_BETTER * chosen.trial.end
-        if layout.shared_end < latest and layout.trial.end < latest:
+        if layout.ends_by(CLEARLY_BETTER * chosen.trial.end):
             chosen = layout
     return chosen.trial
 
