@@ -13,15 +13,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from bytescale.cli.batch_source import (
-    BatchConfig,
-    CostSource,
-    IntArray,
-    device_memory,
-    fitting_capacity,
-    read_batch,
-    read_profile,
-)
+from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, read_batch, read_profile
+from bytescale.cli.devices import devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.errors import PlanError
@@ -29,6 +22,7 @@ from bytescale.common.units import format_count
 from bytescale.config import Config, ModelConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost.memory import Checkpointing
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
@@ -52,8 +46,10 @@ class PlanOptions:
     """HDP ranks."""
     capacity_tokens: int = 8192
     """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
-    device_gib: float = 80.0
-    """GiB of a device that may be used."""
+    device_gib: float | None = None
+    """GiB of a device that may be used; unset: what training the config would use here, else 80."""
+    checkpointing: Checkpointing = "none"
+    """Activations that backward computes again, for memory; times leave it out. A config has its own."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
@@ -85,25 +81,33 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
     console = Console()
-    devices = ClusterConfig(
+    layout = ClusterConfig(
         num_gpus=options.ranks * options.tp * options.pp,
         gpus_per_node=options.ranks_per_node * options.tp,
         tp=options.tp,
         pp=options.pp,
     )
-    lengths, origin = read_batch(options.batch, config)
-    profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
+    lengths, origin, vocab_size = read_batch(options.batch, config)
+    profile = read_profile(
+        options.cost,
+        options.model,
+        tensor_parallel=options.tp,
+        model_is_given=config is not None,
+        vocab_size=vocab_size,
+    )
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
-    capacity = fitting_capacity(
-        options.capacity_tokens,
+    devices = devices_of(
+        config,
         profile,
         num_ranks=options.ranks,
-        tp=options.tp,
-        pp=options.pp,
+        num_stages=options.pp,
+        virtual_stages=1 if config is None else config.parallel.virtual_stages,
+        checkpointing=options.checkpointing,
         device_gib=options.device_gib,
     )
+    capacity = devices.capacity_tokens(options.capacity_tokens)
     cluster = Cluster.uniform(options.ranks, capacity)
-    planned, refused = _plan_all(options, lengths, cluster, cost, profile, devices)
+    planned, refused = _plan_all(options, lengths, cluster, cost, profile, layout)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
     if options.json:
@@ -120,9 +124,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        device_bytes = options.device_gib * 2**30
-        memory = device_memory(profile, num_ranks=options.ranks, tp=options.tp, pp=options.pp)
-        words = memory_in_words(planned[chosen].plan, memory.fullest_stage(device_bytes), device_bytes)
+        words = memory_in_words(planned[chosen].plan, devices.memory, devices.usable_bytes)
         console.print(words, highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
@@ -162,6 +164,8 @@ def _defaults(config: Config | None) -> PlanOptions:
         tp=config.parallel.tp,
         pp=config.parallel.pp,
         capacity_tokens=config.parallel.capacity_tokens,
+        device_gib=config.memory.device_gib,
+        checkpointing=config.trainer.checkpointing,
         cost=CostSource(profile=config.cost.profile),
         model=config.model,
     )
@@ -173,7 +177,7 @@ def _plan_all(
     cluster: Cluster,
     cost: CostModel,
     profile: Profile,
-    devices: ClusterConfig,
+    layout: ClusterConfig,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
     """Every planner's answer, and why some have none (a static mesh may not exist for a number of ranks).
 
@@ -194,7 +198,7 @@ def _plan_all(
             continue
         seconds = time.perf_counter() - began
         verify(plan)
-        planned[name] = Planned(plan=plan, step=simulate(plan, profile, devices), planning_seconds=seconds)
+        planned[name] = Planned(plan=plan, step=simulate(plan, profile, layout), planning_seconds=seconds)
     return planned, refused
 
 
