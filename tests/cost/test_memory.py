@@ -268,3 +268,6 @@ def test_interleaved_stages_have_the_layers_of_their_chunks() -> None:
     assert [stage.num_layers for stage in plain.stages()] == [4, 2]
     assert [stage.num_layers for stage in interleaved.stages()] == [3, 3]
     assert sum(stage.num_parameters for stage in interleaved.stages()) == whole.num_parameters
+    # The last two layers of every chunk stay on the device, and no chunk has more.
+    assert [stage.movable_bytes_per_token > 0 for stage in plain.stages()] == [True, False]
+    assert [stage.movable_bytes_per_token for stage in interleaved.stages()] == [0, 0]

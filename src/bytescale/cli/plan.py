@@ -56,6 +56,8 @@ class PlanOptions:
     """Tensor parallelism: devices that share a rank's matrices."""
     pp: int = 1
     """Pipeline parallelism: stages of layers, each with devices of its own."""
+    virtual_stages: int = 1
+    """Chunks of layers on each stage; above 1 they are interleaved."""
     planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
     """Which to compare; details are shown of the last."""
     cost: CostSource = field(default_factory=CostSource)
@@ -86,6 +88,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         gpus_per_node=options.ranks_per_node * options.tp,
         tp=options.tp,
         pp=options.pp,
+        virtual_stages=options.virtual_stages,
     )
     lengths, origin, vocab_size = read_batch(options.batch, config)
     profile = read_profile(
@@ -95,13 +98,14 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         model_is_given=config is not None,
         vocab_size=vocab_size,
     )
+    layout.check_layers(profile.architecture.num_layers)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
     devices = devices_of(
         config,
         profile,
         num_ranks=options.ranks,
         num_stages=options.pp,
-        virtual_stages=1 if config is None else config.parallel.virtual_stages,
+        virtual_stages=options.virtual_stages,
         checkpointing=options.checkpointing,
         device_gib=options.device_gib,
     )
@@ -140,7 +144,8 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
 def devices_in_words(options: PlanOptions) -> str:
     """What a rank consists of, where that is more than a device."""
     layout = [f"{name} {number}" for name, number in (("tp", options.tp), ("pp", options.pp)) if number > 1]
-    return f" ({' x '.join(layout)} devices each)" if layout else ""
+    chunks = f", {options.virtual_stages} chunks of layers a stage" if options.virtual_stages > 1 else ""
+    return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
 
 
 def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
@@ -163,6 +168,7 @@ def _defaults(config: Config | None) -> PlanOptions:
         ranks=hdp_ranks(config.parallel),
         tp=config.parallel.tp,
         pp=config.parallel.pp,
+        virtual_stages=config.parallel.virtual_stages,
         capacity_tokens=config.parallel.capacity_tokens,
         device_gib=config.memory.device_gib,
         checkpointing=config.trainer.checkpointing,
@@ -179,7 +185,8 @@ def _plan_all(
     profile: Profile,
     layout: ClusterConfig,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Every planner's answer, and why some have none (a static mesh may not exist for a number of ranks).
+    """Every planner's answer, and why some have none: a static mesh may not exist for a number of ranks, and a naive
+    plan may hang in interleaved stages.
 
     Raises the last refusal when no planner has one.
     """
@@ -191,14 +198,13 @@ def _plan_all(
         began = time.perf_counter()
         try:
             plan = planner(lengths, cluster=cluster, cost=cost)
+            seconds = time.perf_counter() - began
+            verify(plan)
+            planned[name] = Planned(plan=plan, step=simulate(plan, profile, layout), planning_seconds=seconds)
         except PlanError as error:
             refused[name] = str(error)
             if len(refused) == len(options.planners):
                 raise
-            continue
-        seconds = time.perf_counter() - began
-        verify(plan)
-        planned[name] = Planned(plan=plan, step=simulate(plan, profile, layout), planning_seconds=seconds)
     return planned, refused
 
 

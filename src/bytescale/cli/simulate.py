@@ -49,7 +49,7 @@ class SimulateOptions:
     """A .npz plan to run instead (of a run folder, or of bytescale plan --save)."""
     schedule: Literal["auto", "1f1b", "aligned"] = "auto"
     """How a pipeline orders its work: 1f1b is the fixed order, which shared groups may deadlock; aligned cannot; auto:
-    1f1b where it is safe."""
+    1f1b where it is safe. Interleaved stages have 1f1b only."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Input of the next step."""
     cost: CostSource = field(default_factory=CostSource)
@@ -94,8 +94,9 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     seconds = time.perf_counter() - began
+    chunks = f" x {cluster.virtual_stages} chunks" if cluster.virtual_stages > 1 else ""
     console.print(
-        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}; "
+        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}{chunks}; "
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens ({origin}); plan: {plan.planner}; "
         f"times from {profile.name}",
         highlight=False,
@@ -120,7 +121,8 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
         f"{format_si(rate)}FLOP/s a device (sum of s^2 counted)"
-        + (f", schedule {step.schedule}" if cluster.pp > 1 else ""),
+        + (f", schedule {step.schedule}" if cluster.pp > 1 else "")
+        + (", interleaved" if cluster.virtual_stages > 1 else ""),
         highlight=False,
         soft_wrap=True,
     )
@@ -164,7 +166,12 @@ def _defaults(config: Config | None) -> SimulateOptions:
     if config is None:
         return SimulateOptions()
     return SimulateOptions(
-        cluster=ClusterConfig(num_gpus=config.parallel.ranks, tp=config.parallel.tp, pp=config.parallel.pp),
+        cluster=ClusterConfig(
+            num_gpus=config.parallel.ranks,
+            tp=config.parallel.tp,
+            pp=config.parallel.pp,
+            virtual_stages=config.parallel.virtual_stages,
+        ),
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
         capacity_tokens=config.parallel.capacity_tokens,
         device_gib=config.memory.device_gib,
@@ -186,6 +193,7 @@ def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | 
 
 def _plan(batch: SourceBatch, options: SimulateOptions, config: Config | None, profile: Profile) -> Plan:
     cluster = options.cluster
+    cluster.check_layers(profile.architecture.num_layers)
     capacity = options.capacity_tokens
     if capacity == AUTO_CAPACITY:
         devices = devices_of(
@@ -193,7 +201,7 @@ def _plan(batch: SourceBatch, options: SimulateOptions, config: Config | None, p
             profile,
             num_ranks=cluster.num_ranks,
             num_stages=cluster.pp,
-            virtual_stages=1 if config is None else config.parallel.virtual_stages,
+            virtual_stages=cluster.virtual_stages,
             checkpointing=options.checkpointing,
             device_gib=options.device_gib,
         )

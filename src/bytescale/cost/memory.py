@@ -105,7 +105,11 @@ class MemoryModel:
     @property
     def num_layers(self) -> int:
         """Of this stage."""
-        return sum(map(len, stage_chunks(self.architecture, self.num_stages, self.stage, self.virtual_stages)))
+        return sum(map(len, self._chunks))
+
+    @property
+    def _chunks(self) -> list[range]:
+        return stage_chunks(self.architecture, self.num_stages, self.stage, self.virtual_stages)
 
     @property
     def num_in_flight(self) -> int:
@@ -184,8 +188,9 @@ class MemoryModel:
 
     @property
     def movable_bytes_per_token(self) -> int:
-        """What the layers before the last two keep, which may wait in host memory."""
-        return self.num_in_flight * max(0, self.num_layers - RESIDENT_LAYERS) * self.layer_saved_bytes_per_token
+        """What the layers before the last two of every chunk keep, which may wait in host memory."""
+        num_layers = sum(max(0, len(chunk) - RESIDENT_LAYERS) for chunk in self._chunks)
+        return self.num_in_flight * num_layers * self.layer_saved_bytes_per_token
 
     def phases(self) -> tuple[Phase, ...]:
         """What comes on top of states and saved activations."""
