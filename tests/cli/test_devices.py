@@ -12,7 +12,9 @@ import torch
 from bytescale.cli import devices as cli_devices
 from bytescale.cli import plan, simulate
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_architecture
+from bytescale.cost import Profile
 from bytescale.cost.memory import MemoryModel
+from bytescale.plan import Plan
 from bytescale.train.dry_run import dry_run
 from bytescale.train.memory import memory_budget
 from tests.train.runs import small_run, with_trainer, write_corpus
@@ -49,9 +51,14 @@ def seen_by_plan(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple
     return seen[0]
 
 
-def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    seen: list[int] = []
-    monkeypatch.setattr(simulate, "print_step", lambda *about: seen.append(int(about[3].capacity_tokens.max())))
+def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float]:
+    """Capacity, and bytes that a layer keeps of a token."""
+    seen: list[tuple[int, float]] = []
+
+    def keep(console: Any, step: Any, profile: Profile, made: Plan, cluster: Any) -> None:
+        seen.append((int(made.capacity_tokens.max()), float(profile.activation_bytes(1.0))))
+
+    monkeypatch.setattr(simulate, "print_step", keep)
     assert simulate.run([str(path)]) == 0
     return seen[0]
 
@@ -86,7 +93,10 @@ def test_plan_and_simulate_count_as_train_does(
         num_ranks=config.parallel.ranks,
     )
     capacity, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
-    assert capacity == budget.capacity_tokens == seen_by_simulate(tmp_path / "config.toml", monkeypatch)
+    simulated, kept = seen_by_simulate(tmp_path / "config.toml", monkeypatch)
+    assert capacity == simulated == budget.capacity_tokens
+    if config.trainer.checkpointing != "none":
+        assert kept == budget.model.layer_saved_bytes_per_token
     assert usable_bytes == budget.device_bytes
     assert model == budget.model
     for tokens in (100, capacity):

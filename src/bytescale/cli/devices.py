@@ -5,13 +5,14 @@ Without a config: of the kind that the profile was measured on, else GPUs in bf1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes
 from bytescale.config import AUTO_CAPACITY, Config
 from bytescale.cost import Profile
+from bytescale.cost.curve import Curve
 from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel
 
 GIB = 2**30
@@ -43,6 +44,12 @@ class Devices:
                 )
             )
         return capacity
+
+    def kept_by(self, profile: Profile) -> Profile:
+        """``profile`` with what a layer keeps under checkpointing: profiles are taken without."""
+        if self.memory.checkpointing == "none":
+            return profile
+        return replace(profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
 
 def devices_of(

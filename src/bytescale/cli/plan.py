@@ -49,7 +49,7 @@ class PlanOptions:
     device_gib: float | None = None
     """GiB of a device that may be used; unset: what training the config would use here, else 80."""
     checkpointing: Checkpointing = "none"
-    """Activations that backward computes again, for memory; times leave it out. A config has its own."""
+    """Activations that backward computes again, in memory; times leave it out. A config has its own."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
@@ -111,7 +111,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     )
     capacity = devices.capacity_tokens(options.capacity_tokens)
     cluster = Cluster.uniform(options.ranks, capacity)
-    planned, refused = _plan_all(options, lengths, cluster, cost, profile, layout)
+    planned, refused = _plan_all(options, lengths, cluster, cost, devices.kept_by(profile), layout)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
     if options.json:

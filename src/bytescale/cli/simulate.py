@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch, read_profile
-from bytescale.cli.devices import devices_of
+from bytescale.cli.devices import Devices, devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
@@ -42,7 +42,7 @@ class SimulateOptions:
     device_gib: float | None = None
     """GiB of a device that may be used, for capacity auto; unset: what training the config would use here, else 80."""
     checkpointing: Checkpointing = "none"
-    """Activations that backward computes again, for capacity auto; times leave it out. A config has its own."""
+    """Activations that backward computes again, in memory; times leave it out. A config has its own."""
     planner: PlannerName = "adaptive"
     """Who plans the batch."""
     plan: Path | None = None
@@ -82,6 +82,8 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         batch = read_batch(options.batch, config)
         profile = _profile(options, config, batch.vocab_size)
         plan, origin = _plan(batch, options, config, profile), batch.origin
+    if options.checkpointing != "none":  # which devices they are may have to be asked of torch
+        profile = _devices(options, config, profile).kept_by(profile)
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
@@ -182,30 +184,33 @@ def _defaults(config: Config | None) -> SimulateOptions:
 
 
 def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | None = None) -> Profile:
-    return read_profile(
+    profile = read_profile(
         options.cost,
         options.model,
         tensor_parallel=options.cluster.tp,
         model_is_given=config is not None,
         vocab_size=vocab_size,
     )
+    options.cluster.check_layers(profile.architecture.num_layers)
+    return profile
+
+
+def _devices(options: SimulateOptions, config: Config | None, profile: Profile) -> Devices:
+    return devices_of(
+        config,
+        profile,
+        num_ranks=options.cluster.num_ranks,
+        num_stages=options.cluster.pp,
+        virtual_stages=options.cluster.virtual_stages,
+        checkpointing=options.checkpointing,
+        device_gib=options.device_gib,
+    )
 
 
 def _plan(batch: SourceBatch, options: SimulateOptions, config: Config | None, profile: Profile) -> Plan:
-    cluster = options.cluster
-    cluster.check_layers(profile.architecture.num_layers)
-    capacity = options.capacity_tokens
+    cluster, capacity = options.cluster, options.capacity_tokens
     if capacity == AUTO_CAPACITY:
-        devices = devices_of(
-            config,
-            profile,
-            num_ranks=cluster.num_ranks,
-            num_stages=cluster.pp,
-            virtual_stages=cluster.virtual_stages,
-            checkpointing=options.checkpointing,
-            device_gib=options.device_gib,
-        )
-        capacity = devices.capacity_tokens(capacity)
+        capacity = _devices(options, config, profile).capacity_tokens(capacity)
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
