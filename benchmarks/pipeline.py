@@ -8,18 +8,23 @@
 2. Overhead: CPU seconds of a stage's thread per micro-batch with a model that does next to nothing (one product a
    micro-batch), messages included: what the executor costs beside the model's operations.
 3. Balance: static, naive (Algorithm 1), paper (Algorithm 2, PP-Balance) and adaptive plans of the shared length
-   distributions on the simulated 70B cluster of the paper's section 8, four stages.
+   distributions on the simulated 70B cluster of the paper's section 8.
+4. Objective: what counting the bubbles is worth. The paper's pipelined models under plain 1F1B, on the first batches of
+   32M tokens that have a sequence of 2M: Algorithm 2's PP-Balance, the adaptive plan made as if there were no stages
+   (then aligned, so that it cannot hang), and with the bubbles in its objective; all compute spread evenly.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +43,12 @@ import paper_assumptions as paper
 from bytescale.attention import select_kernel
 from bytescale.config import PlannerConfig, resolve_architecture
 from bytescale.config.schema import ModelConfig
-from bytescale.cost import Cluster
+from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.planner import make_planner
+from bytescale.planner import adaptive_plan, make_planner, paper_plan
+from bytescale.planner.aligned import align
 from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.own_model import build_own_model
@@ -51,6 +57,7 @@ from bytescale.train.step import seconds_waited
 TOKENS = 512
 STAGES = 2
 MICRO_BATCHES = (2, 4, 8, 16)
+CONTEXT = 2**21
 
 
 class Tokens:
@@ -158,17 +165,49 @@ def overhead(rounds: int) -> dict[str, float]:
     }
 
 
-def balance(num_batches: int, context: int = 2**21) -> list[dict[str, Any]]:
-    """Simulated step seconds of the 70B model on the paper's cluster, one row per data set and planner."""
-    model = next(model for model in paper.MODELS if model.name == "70B")
-    capacity = 8192
-    tp, pp = model.layout(capacity)
+def on_the_papers_cluster(model: paper.PaperModel) -> tuple[ClusterConfig, Profile, Cluster, CostModel]:
+    """The devices of ``model`` in section 8, their profile, and both as planners see them."""
+    tp, pp = model.layout(paper.CAPACITY_TOKENS)
     devices = ClusterConfig(num_gpus=model.num_gpus, gpus_per_node=paper.GPUS_PER_NODE, tp=tp, pp=pp)
     profile = model.profile(tp)
-    cluster = Cluster.uniform(devices.num_ranks, capacity)
     cost = profile.cost_model(ranks_per_node=devices.ranks_per_node, pipeline_parallel=pp)
+    return devices, profile, Cluster.uniform(devices.num_ranks, paper.CAPACITY_TOKENS), cost
+
+
+def objective(num_batches: int) -> list[dict[str, Any]]:
+    """Simulated step seconds of every batch by every planner, one row per pipelined model and data set."""
+    rows = []
+    for model in paper.MODELS:
+        if not model.pipelined:
+            continue
+        devices, profile, cluster, cost = on_the_papers_cluster(model)
+        given = {"cluster": cluster, "cost": cost}
+        planners: dict[str, Callable[..., Plan]] = {
+            "paper": partial(paper_plan, pipeline=True, aligned=True, **given),
+            "ignored": lambda lengths, given=given: align(adaptive_plan(lengths, **given), **given),
+            "counted": partial(adaptive_plan, num_stages=devices.pp, **given),
+        }
+        for data_set in paper.DATA_SETS:
+            drawn = ((seed, sample_lengths(data_set, paper.BATCH_TOKENS, seed, CONTEXT)) for seed in itertools.count())
+            longest = ((seed, batch) for seed, batch in drawn if batch.max() == CONTEXT)
+            seeds, batches = zip(*itertools.islice(longest, num_batches), strict=True)
+            seconds = {
+                name: [simulate(plan(batch), profile, devices, schedule="1f1b").step_seconds for batch in batches]
+                for name, plan in planners.items()
+            }
+            seconds["even"] = [float(cost.work_seconds(batch).sum()) / devices.num_ranks for batch in batches]
+            about = {"model": model.name, "pp": devices.pp, "data_set": data_set, "seeds": seeds}
+            rows.append({**about, "seconds": seconds})
+    return rows
+
+
+def balance(num_batches: int, context: int = CONTEXT) -> list[dict[str, Any]]:
+    """Simulated step seconds of the 70B model on the paper's cluster, one row per data set and planner."""
+    model = next(model for model in paper.MODELS if model.name == "70B")
+    devices, profile, cluster, cost = on_the_papers_cluster(model)
+    tp, pp = devices.tp, devices.pp
     planners: dict[str, PlannerConfig] = {
-        "static": PlannerConfig(name="static", static_cp=context // capacity),
+        "static": PlannerConfig(name="static", static_cp=context // paper.CAPACITY_TOKENS),
         "naive": PlannerConfig(name="naive"),
         "paper": PlannerConfig(balance="paper"),
         "adaptive": PlannerConfig(balance="adaptive"),
@@ -192,12 +231,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=("bubble", "overhead", "balance"))
+    parser.add_argument("--only", choices=("bubble", "overhead", "balance", "objective"))
     options = parser.parse_args()
     parts: dict[str, Callable[[], Any]] = {
         "bubble": lambda: bubble(options.rounds),
         "overhead": lambda: overhead(options.rounds),
         "balance": lambda: balance(options.batches),
+        "objective": lambda: objective(options.batches),
     }
     results = {name: part() for name, part in parts.items() if options.only in (None, name)}
     print_tables(results)
@@ -219,12 +259,28 @@ def print_tables(results: dict[str, Any]) -> None:
             table.add_row(stage, f"{milliseconds:.2f}")
         console.print(table)
     if "balance" in results:
-        table = Table("data", "planner", "step seconds", "static over it", title="70B, simulated, four stages")
+        title = f"70B, simulated, {results['balance'][0]['pp']} stages"
+        table = Table("data", "planner", "step seconds", "static over it", title=title)
         static = {row["data_set"]: row["seconds"] for row in results["balance"] if row["planner"] == "static"}
         for row in results["balance"]:
             ratio = static[row["data_set"]] / row["seconds"]
             table.add_row(row["data_set"], row["planner"], f"{row['seconds']:.1f}", f"{ratio:.2f}x")
         console.print(table)
+    if "objective" in results:
+        print_objective(console, results["objective"])
+
+
+def print_objective(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Means over the batches."""
+    names = ("paper", "ignored", "counted", "even")
+    title = f"bubbles in the objective: simulated seconds, {len(rows[0]['seeds'])} batches with 2M"
+    table = Table("model", "pp", "data", "PP-Balance", *names[1:], "ignored / counted", title=title)
+    for row in rows:
+        seconds = {name: statistics.mean(row["seconds"][name]) for name in names}
+        gain = seconds["ignored"] / seconds["counted"]
+        shown = (f"{seconds[name]:.1f}" for name in names)
+        table.add_row(row["model"], str(row["pp"]), row["data_set"], *shown, f"{gain:.2f}x")
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,55 @@ def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[s
     assert "more than the 2 GiB of a device. To fix: more devices" in capsys.readouterr().out
 
 
+STAGES = ["--ranks", "16", "--tp", "2", "--pp", "2", "--virtual-stages", "2", "--batch.tokens", "1M"]
+
+
+def test_plan_of_interleaved_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every planner that cannot hang is compared; the naive one is left out with its reason."""
+    path = tmp_path / "plan.npz"
+    assert plan.run([*SMALL, *STAGES, "--save", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "(tp 2 x pp 2 devices each, 2 chunks of layers a stage)" in printed
+    assert "naive: The 1F1B schedule deadlocks on 2 stages of 2 chunks" in printed
+    verify(load_plan(path), num_stages=2, num_chunks=2)
+    with pytest.raises(PlanError, match=r"deadlocks .* To fix: use virtual_stages = 1, or a plan whose groups meet"):
+        plan.run([*SMALL, *STAGES, "--planners", "naive"])
+
+
+def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The options and a config's own number of chunks come to the same."""
+    (tmp_path / "config.toml").write_text(
+        '[model]\npreset = "7b"\nffn_hidden_size = 11008\n[parallel]\nranks = 64\ntp = 2\npp = 2\nvirtual_stages = 4\n'
+    )
+    np.save(tmp_path / "lengths.npy", np.full(16 * 8, 8192))
+    batch = ["--batch.lengths", str(tmp_path / "lengths.npy"), "--cost.profile", "case-study"]
+    devices = ["--cluster.num-gpus", "64", "--cluster.tp", "2", "--cluster.pp", "2"]
+
+    def step(*arguments: str) -> str:
+        assert simulate.run([*arguments, *batch]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
+
+    plain, interleaved = step(*devices), step(*devices, "--cluster.virtual-stages", "4")
+    assert "schedule 1f1b, interleaved" in interleaved
+    assert step(str(tmp_path / "config.toml")) == interleaved
+    seconds = [float(line.split()[1]) for line in (plain, interleaved)]
+    assert seconds[1] < seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--virtual-stages", "0"], r"cluster.virtual_stages is 0. To fix: use at least 1"),
+        (["--virtual-stages", "2"], r"virtual_stages = 2 without a pipeline"),
+        (["--pp", "8", "--virtual-stages", "5"], r"virtual_stages = 5 exceeds the model's 32 layers"),
+        (["--pp", "33"], r"cluster.pp = 33 exceeds the model's 32 layers"),
+    ],
+)
+def test_chunks_that_make_no_sense_are_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan.run([*SMALL, "--ranks", "16", *changes])
+
+
 @pytest.mark.parametrize("option", ["tp", "pp"])
 def test_a_layout_of_nothing_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"cluster.{option} is 0. To fix: use at least 1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.config import PRESETS, Architecture
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model
 from bytescale.models.tensor_parallel import apply_tensor_parallelism
@@ -244,3 +245,29 @@ def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:
     room = whole.states_bytes + 40e9
     least = min(stage.capacity_tokens(stage.states_bytes + 40e9) for stage in split.stages())
     assert 0.9 * whole.capacity_tokens(room) < least < 1.1 * whole.capacity_tokens(room)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_device_does_chunk_by_chunk_what_the_runtime_does(kind: str, tp: int) -> None:
+    dense, mixture = (
+        MemoryModel.on_device(PRESETS[name], kind, element_bytes=2, num_ranks=8, tensor_parallel=tp)  # type: ignore[arg-type]
+        for name in ("7b", "mixtral-8x7b")
+    )
+    assert dense.loss_chunk_tokens == chunk_tokens(PRESETS["7b"].vocab_size // tp, kind)
+    assert dense.feed_forward_rows == ROWS_PER_CHUNK[kind]
+    assert mixture.feed_forward_rows == (ROWS_PER_CHUNK[kind] if tp == 1 else math.inf)
+    assert dense.fused_norm == dense.fused_loss == (kind == "cuda")
+
+
+def test_interleaved_stages_have_the_layers_of_their_chunks() -> None:
+    """The head counts as 2.4 layers: of two parts the last has 2 of 6 layers, of four parts it has 1, and 2 before."""
+    shape = replace(PRESETS["7b"], num_layers=6)
+    whole = MemoryModel.on_device(shape, "cuda", element_bytes=2, num_ranks=8)
+    plain, interleaved = replace(whole, num_stages=2), replace(whole, num_stages=2, virtual_stages=2)
+    assert [stage.num_layers for stage in plain.stages()] == [4, 2]
+    assert [stage.num_layers for stage in interleaved.stages()] == [3, 3]
+    assert sum(stage.num_parameters for stage in interleaved.stages()) == whole.num_parameters
+    # The last two layers of every chunk stay on the device, and no chunk has more.
+    assert [stage.movable_bytes_per_token > 0 for stage in plain.stages()] == [True, False]
+    assert [stage.movable_bytes_per_token for stage in interleaved.stages()] == [0, 0]

@@ -157,6 +157,9 @@ def test_gradient_sync_by_hand() -> None:
     assert stage_parameters(PROFILE, stage=0, pipeline_parallel=1) == 4 * 1000 + 2 * vocabulary
     assert stage_parameters(PROFILE, stage=0, pipeline_parallel=3) == 1000 + vocabulary
     assert stage_parameters(PROFILE, stage=1, pipeline_parallel=3) == 2 * 1000
+    for stage, layers in enumerate((2, 2)):  # not 3 and 1, as without chunks
+        chunks = stage_parameters(PROFILE, stage=stage, pipeline_parallel=2, virtual_stages=2)
+        assert chunks == layers * 1000 + vocabulary
     assert sync_seconds(PROFILE, 100.0, num_ranks=4, ranks_per_node=8) == 600 * 3 / 4 / 2.0 + 2 * 2 * 6
     assert sync_seconds(PROFILE, 100.0, num_ranks=16, ranks_per_node=8) == 600 * 15 / 16 / 1.0 + 2 * 4 * 6
     assert sync_seconds(PROFILE, 100.0, num_ranks=1, ranks_per_node=8) == 0

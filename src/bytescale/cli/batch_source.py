@@ -6,16 +6,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, DataError, problem
-from bytescale.common.units import format_bytes
-from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, resolve_architecture
+from bytescale.config import Config, ModelConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
-from bytescale.cost.memory import LOGITS_PER_CHUNK, MemoryModel
 from bytescale.cost.profile_file import require_model
 
 IntArray = NDArray[np.int64]
@@ -68,57 +66,32 @@ class CostSource:
     """Rates for counted operations."""
 
 
-def device_memory(profile: Profile, *, num_ranks: int, tp: int, pp: int = 1) -> MemoryModel:
-    """Memory of a device that runs ``profile``'s model, in the dtype that was measured, else in bf16 on a GPU."""
-    kind, _, dtype = profile.device.partition(", ")
-    on_cpu = kind == "cpu"
-    words = profile.architecture.vocab_size
-    return MemoryModel(
-        architecture=profile.architecture,
-        element_bytes={"float32": 4, "float64": 8}.get(dtype, 2),
-        num_ranks=num_ranks,
-        fused_norm=not on_cpu,
-        loss_chunk_tokens=max(1, LOGITS_PER_CHUNK["cpu" if on_cpu else "cuda"] // words),
-        fused_loss=not on_cpu,
-        tensor_parallel=tp,
-        num_stages=pp,
-    )
+class SourceBatch(NamedTuple):
+    """A batch and its origin."""
+
+    lengths: IntArray  # [S]
+    origin: str
+    vocab_size: int | None = None  # of the corpus' tokenizer; None: there is none
 
 
-def fitting_capacity(wanted: int, profile: Profile, *, num_ranks: int, tp: int, pp: int, device_gib: float) -> int:
-    """``wanted`` tokens, or for "auto" what the fullest stage's device holds (``cost.memory``)."""
-    if wanted != AUTO_CAPACITY:
-        return wanted
-    memory, device_bytes = device_memory(profile, num_ranks=num_ranks, tp=tp, pp=pp), device_gib * 2**30
-    capacity = memory.fullest_stage(device_bytes).capacity_tokens(device_bytes)
-    if capacity == 0:
-        states = max(stage.states_bytes for stage in memory.stages())
-        raise ConfigError(
-            problem(
-                f"parameters, gradients and optimizer need {format_bytes(states)} a device, of {device_gib:g} GiB",
-                so="not one token would fit beside them",
-                fix="use more devices per rank (tp, pp), more ranks, or a larger device_gib",
-            )
-        )
-    return capacity
-
-
-def read_batch(source: BatchConfig, config: Config | None) -> tuple[IntArray, str]:
-    """Lengths ``[S]`` and where they come from. Raises ``DataError`` for a file that holds no lengths."""
+def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
+    """Raises ``DataError`` for a file that holds no lengths."""
     if source.lengths is not None:
-        return read_lengths(source.lengths), str(source.lengths)
+        return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if config is not None:
         from bytescale.data import prepare_corpus
         from bytescale.data.mixture import make_sampler
 
-        sampler = make_sampler(prepare_corpus(config.data, text_later=True).index, config.data)
+        corpus = prepare_corpus(config.data, text_later=True)
+        sampler = make_sampler(corpus.index, config.data)
         for _ in range(source.seed):
             sampler.next_batch()
-        return sampler.next_batch().lengths, f"step {source.seed} of {', '.join(config.data.sources)}"
+        origin = f"step {source.seed} of {', '.join(config.data.sources)}"
+        return SourceBatch(sampler.next_batch().lengths, origin, corpus.facts.vocab_size)
     from bytescale.data.length_distributions import sample_lengths
 
     lengths = sample_lengths(source.distribution, source.tokens, source.seed, source.context)
-    return lengths, f"{source.distribution}, seed {source.seed}"
+    return SourceBatch(lengths, f"{source.distribution}, seed {source.seed}")
 
 
 def read_lengths(path: Path) -> IntArray:
@@ -148,15 +121,23 @@ def read_lengths(path: Path) -> IntArray:
     return values.astype(np.int64)
 
 
-def read_profile(source: CostSource, model: ModelConfig, *, tensor_parallel: int, model_is_given: bool) -> Profile:
+def read_profile(
+    source: CostSource,
+    model: ModelConfig,
+    *,
+    tensor_parallel: int,
+    model_is_given: bool,
+    vocab_size: int | None = None,
+) -> Profile:
     """The profile named, at ``tensor_parallel``, or one counted from the model's operations.
 
-    A profile speaks for its own model; one given as well has to have layers of the same shape.
+    A profile speaks for its own model; one given as well has to have layers of the same shape. ``vocab_size``: of the
+    tokenizer, if one is known.
     """
     if source.profile is not None:
         profile = load_profile(source.profile)
         if model_is_given:
-            architecture = resolve_architecture(model)
+            architecture = resolve_architecture(model, tokenizer_vocab_size=vocab_size)
             require_model(profile, architecture)
             profile = profile.of_model(architecture)
         if tensor_parallel != profile.tensor_parallel:
@@ -166,7 +147,7 @@ def read_profile(source: CostSource, model: ModelConfig, *, tensor_parallel: int
     if min(rates.host, rates.intra_node, rates.inter_node) <= 0:
         raise ConfigError(problem("a bandwidth in rates is not above 0", fix="use bytes a second"))
     return Profile.from_flops(
-        resolve_architecture(model),
+        resolve_architecture(model, tokenizer_vocab_size=vocab_size),
         flops_per_second=rates.flops,
         attention_flops_per_second=rates.attention_flops,
         launch_seconds=rates.launch,

@@ -13,15 +13,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from bytescale.cli.batch_source import (
-    BatchConfig,
-    CostSource,
-    IntArray,
-    device_memory,
-    fitting_capacity,
-    read_batch,
-    read_profile,
-)
+from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, read_batch, read_profile
+from bytescale.cli.devices import devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.errors import PlanError
@@ -29,6 +22,7 @@ from bytescale.common.units import format_count
 from bytescale.config import Config, ModelConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost.memory import Checkpointing
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
@@ -52,14 +46,18 @@ class PlanOptions:
     """HDP ranks."""
     capacity_tokens: int = 8192
     """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
-    device_gib: float = 80.0
-    """GiB of a device that may be used."""
+    device_gib: float | None = None
+    """GiB of a device that may be used; unset: what training the config would use here, else 80."""
+    checkpointing: Checkpointing = "none"
+    """Activations that backward computes again, in memory; times leave it out. A config has its own."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
     """Tensor parallelism: devices that share a rank's matrices."""
     pp: int = 1
     """Pipeline parallelism: stages of layers, each with devices of its own."""
+    virtual_stages: int = 1
+    """Chunks of layers on each stage; above 1 they are interleaved."""
     planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
     """Which to compare; details are shown of the last."""
     cost: CostSource = field(default_factory=CostSource)
@@ -85,25 +83,35 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
     console = Console()
-    devices = ClusterConfig(
+    layout = ClusterConfig(
         num_gpus=options.ranks * options.tp * options.pp,
         gpus_per_node=options.ranks_per_node * options.tp,
         tp=options.tp,
         pp=options.pp,
+        virtual_stages=options.virtual_stages,
     )
-    lengths, origin = read_batch(options.batch, config)
-    profile = read_profile(options.cost, options.model, tensor_parallel=options.tp, model_is_given=config is not None)
+    lengths, origin, vocab_size = read_batch(options.batch, config)
+    profile = read_profile(
+        options.cost,
+        options.model,
+        tensor_parallel=options.tp,
+        model_is_given=config is not None,
+        vocab_size=vocab_size,
+    )
+    layout.check_layers(profile.architecture.num_layers)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
-    capacity = fitting_capacity(
-        options.capacity_tokens,
+    devices = devices_of(
+        config,
         profile,
         num_ranks=options.ranks,
-        tp=options.tp,
-        pp=options.pp,
+        num_stages=options.pp,
+        virtual_stages=options.virtual_stages,
+        checkpointing=options.checkpointing,
         device_gib=options.device_gib,
     )
+    capacity = devices.capacity_tokens(options.capacity_tokens)
     cluster = Cluster.uniform(options.ranks, capacity)
-    planned, refused = _plan_all(options, lengths, cluster, cost, profile, devices)
+    planned, refused = _plan_all(options, lengths, cluster, cost, devices.kept_by(profile), layout)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
     if options.json:
@@ -120,9 +128,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
         print_details(console, chosen, planned, cost)
-        device_bytes = options.device_gib * 2**30
-        memory = device_memory(profile, num_ranks=options.ranks, tp=options.tp, pp=options.pp)
-        words = memory_in_words(planned[chosen].plan, memory.fullest_stage(device_bytes), device_bytes)
+        words = memory_in_words(planned[chosen].plan, devices.memory, devices.usable_bytes)
         console.print(words, highlight=False, soft_wrap=True)
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
@@ -138,7 +144,8 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
 def devices_in_words(options: PlanOptions) -> str:
     """What a rank consists of, where that is more than a device."""
     layout = [f"{name} {number}" for name, number in (("tp", options.tp), ("pp", options.pp)) if number > 1]
-    return f" ({' x '.join(layout)} devices each)" if layout else ""
+    chunks = f", {options.virtual_stages} chunks of layers a stage" if options.virtual_stages > 1 else ""
+    return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
 
 
 def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
@@ -161,7 +168,10 @@ def _defaults(config: Config | None) -> PlanOptions:
         ranks=hdp_ranks(config.parallel),
         tp=config.parallel.tp,
         pp=config.parallel.pp,
+        virtual_stages=config.parallel.virtual_stages,
         capacity_tokens=config.parallel.capacity_tokens,
+        device_gib=config.memory.device_gib,
+        checkpointing=config.trainer.checkpointing,
         cost=CostSource(profile=config.cost.profile),
         model=config.model,
     )
@@ -173,9 +183,10 @@ def _plan_all(
     cluster: Cluster,
     cost: CostModel,
     profile: Profile,
-    devices: ClusterConfig,
+    layout: ClusterConfig,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Every planner's answer, and why some have none (a static mesh may not exist for a number of ranks).
+    """Every planner's answer, and why some have none: a static mesh may not exist for a number of ranks, and a naive
+    plan may hang in interleaved stages.
 
     Raises the last refusal when no planner has one.
     """
@@ -187,14 +198,13 @@ def _plan_all(
         began = time.perf_counter()
         try:
             plan = planner(lengths, cluster=cluster, cost=cost)
+            seconds = time.perf_counter() - began
+            verify(plan)
+            planned[name] = Planned(plan=plan, step=simulate(plan, profile, layout), planning_seconds=seconds)
         except PlanError as error:
             refused[name] = str(error)
             if len(refused) == len(options.planners):
                 raise
-            continue
-        seconds = time.perf_counter() - began
-        verify(plan)
-        planned[name] = Planned(plan=plan, step=simulate(plan, profile, devices), planning_seconds=seconds)
     return planned, refused
 
 

@@ -143,8 +143,8 @@ class Critical:
 
 def critical_sequence(item: Planned) -> Critical:
     """The longest sequence of the micro-batch that takes longest, on the stage where it does."""
-    plan, timeline, events = item.plan, item.step.timeline, item.step.events
-    seconds = (timeline.end - timeline.start).sum(axis=2).max(axis=1)
+    plan, events = item.plan, item.step.events
+    seconds = item.step.stage_event_seconds.max(axis=1)
     event = int(seconds.argmax())
     micro_batch = int(events.member_micro_batches[events.member_offsets[event]])
     groups = plan.groups_of(micro_batch)

@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, fitting_capacity, read_batch, read_profile
+from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch, read_profile
+from bytescale.cli.devices import Devices, devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import Config, ModelConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
+from bytescale.cost.memory import Checkpointing
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
@@ -37,15 +39,17 @@ class SimulateOptions:
     """The sequences."""
     capacity_tokens: int = 8192
     """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
-    device_gib: float = 80.0
-    """GiB of a device that may be used, for capacity auto."""
+    device_gib: float | None = None
+    """GiB of a device that may be used, for capacity auto; unset: what training the config would use here, else 80."""
+    checkpointing: Checkpointing = "none"
+    """Activations that backward computes again, in memory; times leave it out. A config has its own."""
     planner: PlannerName = "adaptive"
     """Who plans the batch."""
     plan: Path | None = None
     """A .npz plan to run instead (of a run folder, or of bytescale plan --save)."""
     schedule: Literal["auto", "1f1b", "aligned"] = "auto"
     """How a pipeline orders its work: 1f1b is the fixed order, which shared groups may deadlock; aligned cannot; auto:
-    1f1b where it is safe."""
+    1f1b where it is safe. Interleaved stages have 1f1b only."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Input of the next step."""
     cost: CostSource = field(default_factory=CostSource)
@@ -72,8 +76,14 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
     """Plan, simulate with a progress bar, print, and write what was asked for."""
     console = Console()
     cluster = options.cluster
-    profile = read_profile(options.cost, options.model, tensor_parallel=cluster.tp, model_is_given=config is not None)
-    plan, origin = _plan(options, config, profile)
+    if options.plan is not None:
+        plan, origin, profile = load_plan(options.plan), str(options.plan), _profile(options, config)
+    else:
+        batch = read_batch(options.batch, config)
+        profile = _profile(options, config, batch.vocab_size)
+        plan, origin = _plan(batch, options, config, profile), batch.origin
+    if options.checkpointing != "none":  # which devices they are may have to be asked of torch
+        profile = _devices(options, config, profile).kept_by(profile)
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
@@ -86,8 +96,9 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     seconds = time.perf_counter() - began
+    chunks = f" x {cluster.virtual_stages} chunks" if cluster.virtual_stages > 1 else ""
     console.print(
-        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}; "
+        f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}{chunks}; "
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens ({origin}); plan: {plan.planner}; "
         f"times from {profile.name}",
         highlight=False,
@@ -112,7 +123,8 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
         f"{format_si(rate)}FLOP/s a device (sum of s^2 counted)"
-        + (f", schedule {step.schedule}" if cluster.pp > 1 else ""),
+        + (f", schedule {step.schedule}" if cluster.pp > 1 else "")
+        + (", interleaved" if cluster.virtual_stages > 1 else ""),
         highlight=False,
         soft_wrap=True,
     )
@@ -156,29 +168,51 @@ def _defaults(config: Config | None) -> SimulateOptions:
     if config is None:
         return SimulateOptions()
     return SimulateOptions(
-        cluster=ClusterConfig(num_gpus=config.parallel.ranks, tp=config.parallel.tp, pp=config.parallel.pp),
+        cluster=ClusterConfig(
+            num_gpus=config.parallel.ranks,
+            tp=config.parallel.tp,
+            pp=config.parallel.pp,
+            virtual_stages=config.parallel.virtual_stages,
+        ),
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
         capacity_tokens=config.parallel.capacity_tokens,
+        device_gib=config.memory.device_gib,
+        checkpointing=config.trainer.checkpointing,
         cost=CostSource(profile=config.cost.profile),
         model=config.model,
     )
 
 
-def _plan(options: SimulateOptions, config: Config | None, profile: Profile) -> tuple[Plan, str]:
-    if options.plan is not None:
-        return load_plan(options.plan), str(options.plan)
-    lengths, origin = read_batch(options.batch, config)
-    cluster = options.cluster
-    capacity = fitting_capacity(
-        options.capacity_tokens,
+def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | None = None) -> Profile:
+    profile = read_profile(
+        options.cost,
+        options.model,
+        tensor_parallel=options.cluster.tp,
+        model_is_given=config is not None,
+        vocab_size=vocab_size,
+    )
+    options.cluster.check_layers(profile.architecture.num_layers)
+    return profile
+
+
+def _devices(options: SimulateOptions, config: Config | None, profile: Profile) -> Devices:
+    return devices_of(
+        config,
         profile,
-        num_ranks=cluster.num_ranks,
-        tp=cluster.tp,
-        pp=cluster.pp,
+        num_ranks=options.cluster.num_ranks,
+        num_stages=options.cluster.pp,
+        virtual_stages=options.cluster.virtual_stages,
+        checkpointing=options.checkpointing,
         device_gib=options.device_gib,
     )
+
+
+def _plan(batch: SourceBatch, options: SimulateOptions, config: Config | None, profile: Profile) -> Plan:
+    cluster, capacity = options.cluster, options.capacity_tokens
+    if capacity == AUTO_CAPACITY:
+        capacity = _devices(options, config, profile).capacity_tokens(capacity)
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
     planner = named_planner(options.planner, context=context, num_stages=cluster.pp)
-    return planner(lengths, cluster=ranks, cost=cost), origin
+    return planner(batch.lengths, cluster=ranks, cost=cost)

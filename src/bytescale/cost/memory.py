@@ -25,9 +25,11 @@ from typing import Literal
 
 from bytescale.config import Architecture
 from bytescale.cost import flops
-from bytescale.cost.split import split_layers
+from bytescale.cost.split import stage_chunks
 from bytescale.plan.limits import MemoryLimits, Phase
 
+Checkpointing = Literal["none", "full", "attention"]
+DeviceKind = Literal["cpu", "cuda"]
 RESIDENT_LAYERS = 2
 LOGITS_PER_CHUNK = {
     "cpu": 2**22,  # 16 MiB in fp32, which fits the last-level cache of a server
@@ -48,7 +50,7 @@ class MemoryModel:
     """2: bf16, 4: fp32, 8: fp64."""
     num_ranks: int
     """Over which the optimizer's states are sharded."""
-    checkpointing: Literal["none", "full", "attention"] = "none"
+    checkpointing: Checkpointing = "none"
     fused_norm: bool = True
     """Whether RMSNorm is one kernel (CUDA), which saves neither the normalised rows nor copies in fp32."""
     loss_chunk_tokens: int = 1024
@@ -64,6 +66,34 @@ class MemoryModel:
     virtual_stages: int = 1
     """Chunks of layers on each, interleaved (``plan.schedule``)."""
 
+    @staticmethod
+    def on_device(
+        architecture: Architecture,
+        kind: DeviceKind,
+        *,
+        element_bytes: int,
+        num_ranks: int,
+        checkpointing: Checkpointing = "none",
+        tensor_parallel: int = 1,
+        num_stages: int = 1,
+        virtual_stages: int = 1,
+    ) -> MemoryModel:
+        """As ``runtime`` works on a device of this ``kind``: with its kernels, and chunk by chunk what it does so."""
+        on_gpu = kind == "cuda"
+        return MemoryModel(
+            architecture=architecture,
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+            checkpointing=checkpointing,
+            fused_norm=on_gpu,
+            loss_chunk_tokens=max(1, LOGITS_PER_CHUNK[kind] // -(-architecture.vocab_size // tensor_parallel)),
+            fused_loss=on_gpu and element_bytes == 2,
+            feed_forward_rows=ROWS_PER_CHUNK[kind] if is_row_wise(architecture, tensor_parallel) else math.inf,
+            tensor_parallel=tensor_parallel,
+            num_stages=num_stages,
+            virtual_stages=virtual_stages,
+        )
+
     def stages(self) -> list[MemoryModel]:
         """The same for every stage of the pipeline."""
         return [replace(self, stage=stage) for stage in range(self.num_stages)]
@@ -75,7 +105,11 @@ class MemoryModel:
     @property
     def num_layers(self) -> int:
         """Of this stage."""
-        return len(split_layers(self.architecture, self.num_stages)[self.stage])
+        return sum(map(len, self._chunks))
+
+    @property
+    def _chunks(self) -> list[range]:
+        return stage_chunks(self.architecture, self.num_stages, self.stage, self.virtual_stages)
 
     @property
     def num_in_flight(self) -> int:
@@ -154,8 +188,9 @@ class MemoryModel:
 
     @property
     def movable_bytes_per_token(self) -> int:
-        """What the layers before the last two keep, which may wait in host memory."""
-        return self.num_in_flight * max(0, self.num_layers - RESIDENT_LAYERS) * self.layer_saved_bytes_per_token
+        """What the layers before the last two of every chunk keep, which may wait in host memory."""
+        num_layers = sum(max(0, len(chunk) - RESIDENT_LAYERS) for chunk in self._chunks)
+        return self.num_in_flight * num_layers * self.layer_saved_bytes_per_token
 
     def phases(self) -> tuple[Phase, ...]:
         """What comes on top of states and saved activations."""
@@ -284,3 +319,8 @@ class MemoryModel:
         if self.fused_loss or self.element_bytes == self._wide:
             return self.element_bytes
         return self._wide + self.element_bytes
+
+
+def is_row_wise(architecture: Architecture, tensor_parallel: int) -> bool:
+    """Whether feed-forward parts treat every row alone: not mixtures whose rows move between ranks inside."""
+    return not (architecture.num_experts and tensor_parallel > 1)

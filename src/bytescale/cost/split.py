@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has."""
+"""Which layers each pipeline stage has, in one chunk or, interleaved, in several."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def split_layers(architecture: Architecture, num_parts: int) -> list[range]:
         counts[least] += 1
     starts = [sum(counts[:part]) for part in range(num_parts)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def stage_chunks(architecture: Architecture, num_stages: int, stage: int, virtual_stages: int = 1) -> list[range]:
+    """Layers of each of a stage's ``virtual_stages`` chunks: of the model's v p parts every p-th, from its own on."""
+    return split_layers(architecture, num_stages * virtual_stages)[stage::num_stages]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 from bytescale.cost.profile import Profile
-from bytescale.cost.split import split_layers
+from bytescale.cost.split import stage_chunks
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 PARAMETER_BYTES = 2  # updated parameters are gathered in bf16
 
 
-def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int) -> float:
+def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, virtual_stages: int = 1) -> float:
     """Weights per device of one stage: its layers, the embedding on the first, the head on the last."""
     shape = profile.architecture
-    layers = len(split_layers(shape, pipeline_parallel)[stage])
+    layers = sum(map(len, stage_chunks(shape, pipeline_parallel, stage, virtual_stages)))
     matrices = int(stage == 0) + int(stage == pipeline_parallel - 1 and not (shape.tie_embeddings and stage == 0))
     return (layers * profile.layer_parameters + matrices * shape.vocab_size * shape.hidden_size) / (
         profile.tensor_parallel

@@ -1,8 +1,8 @@
 """The order in which one pipeline stage runs its micro-batches: 1F1B, plain or interleaved.
 
-The runtime runs exactly these actions and ``plan.pipeline_order`` proves that they cannot wait in a circle: both take
-them from here. With v chunks of layers a rank (virtual stages), chunk c of stage s is part ``c p + s`` of the model's
-``v p`` parts, and micro-batches go through all parts in turn::
+The runtime runs exactly these actions, the simulator times them, and ``plan.pipeline_order`` proves that they cannot
+wait in a circle: all take them from here. With v chunks of layers a rank (virtual stages), chunk c of stage s is part
+``c p + s`` of the model's ``v p`` parts, and micro-batches go through all parts in turn::
 
     warm-up    forwards only: p - 1 - s of them; interleaved 2 (p - 1 - s) + (v - 1) p
     steady     one forward, one backward, in turn

@@ -31,7 +31,7 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     highest = max(float(step.events.loads.degree.max()) for step in steps.values())
     levels = int(np.ceil(np.log2(highest)))
     palette = _palette(pyplot, levels)
-    heights = [1.7 + 0.6 * step.timeline.start.shape[1] for step in steps.values()]
+    heights = [1.7 + 0.6 * step.num_stages for step in steps.values()]
     figure, axes = pyplot.subplots(
         len(steps),
         1,
@@ -74,7 +74,7 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
     NaN, which is drawn as nothing: after the step, and between tasks.
     """
     events, timeline = step.events, step.timeline
-    num_stages = timeline.start.shape[1]
+    num_stages = step.num_stages
     shown = min(events.num_ranks, max(1, MAX_ROWS // num_stages))
     ranks = np.unique(np.linspace(0, events.num_ranks - 1, shown).astype(np.int64))
     row_of = np.full(events.num_ranks, -1)
@@ -85,16 +85,17 @@ def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], in
     colour = _LOCAL + np.ceil(np.log2(events.loads.degree))
     scale = COLUMNS / seconds
     picture[:, round(step.step_seconds * scale) :] = np.nan
-    for stage in range(num_stages):
+    for part in range(timeline.start.shape[1]):
         for direction in range(2):
-            start = np.round(timeline.start[:, stage, direction][events.micro_batch_events] * scale).astype(int)
-            end = np.round(timeline.end[:, stage, direction][events.micro_batch_events] * scale).astype(int)
+            start = np.round(timeline.start[:, part, direction][events.micro_batch_events] * scale).astype(int)
+            end = np.round(timeline.end[:, part, direction][events.micro_batch_events] * scale).astype(int)
             for item in visible.tolist():
-                row = picture[stage * len(ranks) + rows[item]]
+                row = picture[part % num_stages * len(ranks) + rows[item]]
                 row[start[item] : max(end[item], start[item] + 1)] = colour[item]
                 if end[item] - start[item] > MIN_OUTLINED:
                     row[end[item] - 1] = np.nan
-        begin = timeline.end[:, stage].max()
+    for stage in range(num_stages):
+        begin = timeline.end[:, stage::num_stages].max()
         finish = begin + step.sync_seconds[0, stage]
         band = slice(stage * len(ranks), (stage + 1) * len(ranks))
         picture[band, round(begin * scale) : round(finish * scale)] = _SYNC

@@ -1,13 +1,15 @@
-"""Event-driven execution of 1F1B with shared slice groups: when does every (event, stage, direction) run?
+"""Event-driven execution of 1F1B with shared slice groups: when does every (event, part of the model, direction) run?
 
-A *task* is one event's forward or backward on one stage. It starts when all members' stages are free for it and its
-input has arrived, and then occupies all of them until it ends. Which task a stage is free for is the schedule:
+A *task* is one event's forward or backward on one part: a stage, or a chunk of an interleaved one. It starts when all
+members' stages are free for it and its input has arrived, and then occupies all of them until it ends. Which task a
+stage is free for is the schedule:
 
-``1f1b``    the fixed order of a pipeline alone: ``min(m, pp - 1 - p)`` forwards, then forward and backward in turn,
-            then the remaining backwards. Groups may deadlock it (see below), which is found and named.
+``1f1b``    the fixed order that the runtime runs, plain or interleaved (``plan.schedule``). Groups may deadlock it (see
+            below), which is found and named.
 ``aligned`` the same bound on micro-batches in flight, ``pp - p``, and backward before forward, but a stage that waits
             for group members does what else is ready. It cannot deadlock: forwards run in the plan's total order on
-            every rank, so the first unfinished event is in flight, or next, on all of its members.
+            every rank, so the first unfinished event is in flight, or next, on all of its members. Only for plain
+            stages: rounds through chunks have no such order.
 
 Example that deadlocks under ``1f1b`` on two stages: rank A runs [g1, g2], rank B [g1, y, y', g2]. A wants F(g2) before
 B(g1), and B the reverse.
@@ -26,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import PlanError, problem
+from bytescale.plan.schedule import stage_actions
 from bytescale.simulator.events import Events
 
 FloatArray = NDArray[np.float64]
@@ -37,7 +40,10 @@ _END, _ARRIVAL = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """When tasks ran. Arrays ``[E, pp, 2]`` in seconds from the first micro-batch's start; 2: forward, backward."""
+    """When tasks ran. Arrays ``[E, parts, 2]`` in seconds from the first micro-batch's start; 2: forward, backward.
+
+    Part ``c pp + s`` is chunk c of stage s; a stage that is not interleaved is one part.
+    """
 
     arrival: FloatArray  # when the task's input was there
     start: FloatArray
@@ -49,6 +55,7 @@ def run_events(
     seconds: FloatArray,
     transfer_seconds: FloatArray,
     *,
+    num_stages: int,
     schedule: Schedule = "aligned",
     progress: Progress | None = None,
 ) -> Timeline:
@@ -56,23 +63,27 @@ def run_events(
 
     Args:
         events: who runs what, in which order.
-        seconds: ``[pp, 2, E]`` duration of every task.
-        transfer_seconds: ``[E]`` from one stage to the next, either direction.
-        schedule: see the top of this file.
+        seconds: ``[parts, 2, E]`` duration of every task.
+        transfer_seconds: ``[E]`` from one part to the next, either direction.
+        num_stages: pp, which divides the parts.
+        schedule: see the top of this file; more parts than stages need ``1f1b``.
         progress: called with (tasks done, tasks) now and then.
 
     Raises ``PlanError`` when the schedule deadlocks.
     """
-    engine = _Engine(events, seconds, transfer_seconds, strict=schedule == "1f1b")
+    strict = schedule == "1f1b"
+    assert strict or len(seconds) == num_stages, "the aligned schedule has no interleaved form"
+    engine = _Engine(events, seconds, transfer_seconds, num_stages, strict=strict)
     return engine.run(progress)
 
 
 class _Engine:
-    """State of one run. A rank's stage is ``unit = rank * pp + stage``; a task is ``(event * pp + stage) * 2 + d``."""
+    """State of one run. A rank's stage is ``unit = rank * pp + stage``, a task ``(event * parts + part) * 2 + d``."""
 
-    def __init__(self, events: Events, seconds: FloatArray, transfer: FloatArray, *, strict: bool) -> None:
-        self.events, self.strict = events, strict
-        self.pp = pp = seconds.shape[0]
+    def __init__(
+        self, events: Events, seconds: FloatArray, transfer: FloatArray, num_stages: int, *, strict: bool
+    ) -> None:
+        self.events, self.parts, self.pp = events, seconds.shape[0], num_stages
         self.duration: list[float] = seconds.transpose(2, 0, 1).ravel().tolist()
         self.transfer: list[float] = transfer.tolist()
         member_ranks = events.micro_batch_ranks[events.member_micro_batches].tolist()
@@ -82,19 +93,20 @@ class _Engine:
         edges = np.concatenate([[0], np.cumsum(counts)]).tolist()
         order = events.micro_batch_events.tolist()
         self.queue = [order[edges[r] : edges[r + 1]] for r in range(events.num_ranks)]
-        num_tasks = 2 * pp * events.num_events
+        self.order = self._fixed_order(counts) if strict else []  # of each unit's tasks
+        num_tasks = 2 * self.parts * events.num_events
         self.num_tasks = num_tasks
         self.arrival = [float("inf")] * num_tasks
         self.start = [0.0] * num_tasks
         self.end = [0.0] * num_tasks
         self.waiting = [0] * num_tasks  # members whose stage is free for the task
-        self.offered: list[tuple[int, ...]] = [()] * (events.num_ranks * pp)
-        self.done = [[0, 0] for _ in range(events.num_ranks * pp)]  # forwards and backwards started per unit
+        self.offered: list[tuple[int, ...]] = [()] * (events.num_ranks * self.pp)
+        self.done = [[0, 0] for _ in range(events.num_ranks * self.pp)]  # forwards and backwards started per unit
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self, progress: Progress | None) -> Timeline:
         for event in range(self.events.num_events):
-            self.arrival[event * self.pp * 2] = 0.0
+            self.arrival[event * self.parts * 2] = 0.0
         touched: set[int] = set()
         for rank in range(self.events.num_ranks):
             for stage in range(self.pp):
@@ -118,23 +130,35 @@ class _Engine:
             raise self._deadlock(self.num_tasks - ended)
         if progress is not None:
             progress(ended, self.num_tasks)
-        shape = (self.events.num_events, self.pp, 2)
+        shape = (self.events.num_events, self.parts, 2)
         arrays = (np.array(values).reshape(shape) for values in (self.arrival, self.start, self.end))
         return Timeline(**dict(zip(("arrival", "start", "end"), arrays, strict=True)))
 
+    def _fixed_order(self, counts: NDArray[np.int64]) -> list[list[int]]:
+        """Every unit's tasks, in the order of ``plan.schedule``. ``counts [R]``: each rank's micro-batches."""
+        order: list[list[int]] = []
+        most, num_chunks = int(counts.max(initial=0)), self.parts // self.pp
+        for rank, queue in enumerate(self.queue):
+            events = np.array(queue, dtype=np.int64)
+            for stage in range(self.pp):
+                backward, chunk, index = stage_actions(int(counts[rank]), self.pp, stage, num_chunks, most).T
+                order.append((2 * (events[index] * self.parts + chunk * self.pp + stage) + backward).tolist())
+        return order
+
     def _offer(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The tasks that a free stage may run next: backward first, forward while few enough are in flight."""
+        """The tasks that a free stage may run next: the one that is due, or, when nothing is fixed, backward first and
+        forward while few enough are in flight."""
         unit = rank * self.pp + stage
         forwards, backwards = self.done[unit]
-        queue = self.queue[rank]
-        in_flight, limit = forwards - backwards, self.pp - stage
-        may_forward = forwards < len(queue) and in_flight < limit
-        may_backward = in_flight > 0 and not (self.strict and may_forward)
         tasks: list[int] = []
-        if may_backward:
-            tasks.append((queue[backwards] * self.pp + stage) * 2 + BACKWARD)
-        if may_forward:
-            tasks.append((queue[forwards] * self.pp + stage) * 2 + FORWARD)
+        if self.order:
+            tasks = self.order[unit][forwards + backwards : forwards + backwards + 1]
+        else:
+            queue, in_flight = self.queue[rank], forwards - backwards
+            if in_flight > 0:
+                tasks.append((queue[backwards] * self.parts + stage) * 2 + BACKWARD)
+            if forwards < len(queue) and in_flight < self.pp - stage:
+                tasks.append((queue[forwards] * self.parts + stage) * 2 + FORWARD)
         self.offered[unit] = tuple(tasks)
         for task in tasks:
             self.waiting[task] += 1
@@ -143,7 +167,7 @@ class _Engine:
     def _start_ready(self, touched: set[int], now: float) -> None:
         """Start what can: backwards before forwards, earlier events before later ones, so that ties are settled."""
         for task in sorted(touched, key=lambda task: (1 - task % 2, task)):
-            event, stage = task // 2 // self.pp, task // 2 % self.pp
+            event, stage = task // 2 // self.parts, task // 2 % self.parts % self.pp
             members = self.members[event]
             if self.waiting[task] < len(members) or self.arrival[task] > now:
                 continue
@@ -159,13 +183,13 @@ class _Engine:
 
     def _finish(self, task: int, now: float) -> list[int]:
         """Free the members' stages, send the result on; returns the tasks whose chances changed."""
-        event, stage, direction = task // 2 // self.pp, task // 2 % self.pp, task % 2
+        event, part, direction = task // 2 // self.parts, task // 2 % self.parts, task % 2
         if direction == FORWARD:
-            last = stage == self.pp - 1
+            last = part == self.parts - 1
             following = task + 1 if last else task + 2
             delay = 0.0 if last else self.transfer[event]
         else:
-            following = task - 2 if stage > 0 else -1
+            following = task - 2 if part > 0 else -1
             delay = self.transfer[event]
         touched: list[int] = []
         if following >= 0:
@@ -175,16 +199,20 @@ class _Engine:
             else:
                 touched.append(following)
         for rank in self.members[event]:
-            touched.extend(self._offer(rank, stage))
+            touched.extend(self._offer(rank, part % self.pp))
         return touched
 
     def _deadlock(self, left: int) -> PlanError:
-        stuck = next(e for e in range(self.events.num_events) if self.end[e * self.pp * 2 + 1] == 0.0)
+        stuck = next(e for e in range(self.events.num_events) if self.end[e * self.parts * 2 + 1] == 0.0)
+        chunks = self.parts // self.pp
+        stages, other = f"{self.pp} stages", 'schedule = "aligned"'
+        if chunks > 1:
+            stages, other = f"{self.pp} stages of {chunks} chunks", "virtual_stages = 1"
         return PlanError(
             problem(
-                f"the 1F1B schedule deadlocks on {self.pp} stages: {left} of {self.num_tasks} tasks never start; the "
+                f"the 1F1B schedule deadlocks on {stages}: {left} of {self.num_tasks} tasks never start; the "
                 f"first unfinished group is shared by ranks {self.members[stuck][:8]}",
                 so="real ranks would wait for each other forever",
-                fix='use schedule = "aligned", or a plan whose groups meet at equal places in their ranks\' orders',
+                fix=f"use {other}, or a plan whose groups meet at equal places in their ranks' orders",
             )
         )

@@ -52,6 +52,17 @@ class SimulatedStep:
     schedule: Schedule  # the order in which pipelines worked
 
     @property
+    def num_stages(self) -> int:
+        """pp."""
+        return self.compute.shape[1]
+
+    @property
+    def stage_event_seconds(self) -> FloatArray:
+        """``[E, pp]`` that each event takes of each stage, forward and backward, all chunks."""
+        seconds = self.timeline.end - self.timeline.start
+        return seconds.reshape(len(seconds), -1, self.num_stages, 2).sum(axis=(1, 3))
+
+    @property
     def rank_seconds(self) -> FloatArray:
         """``[R]`` end of each rank's last backward, 0 for a rank without micro-batches."""
         ends = np.zeros(self.events.num_ranks)

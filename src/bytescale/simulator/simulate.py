@@ -1,7 +1,7 @@
 """One step of a plan on a modelled cluster.
 
 1. what each micro-batch holds, and which run as one              events.events_of
-2. what each costs every stage                                    cost.stage
+2. what each costs every stage, chunk by chunk                    cost.stage
 3. when every forward and backward runs                           engine.run_events
 4. gradient sync per stage, once its last rank is done            cost.step
 5. where the time of every rank and stage went                    here
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -62,36 +63,40 @@ def simulate(
         cluster: devices and layout.
         speeds: ``[R]`` relative speeds of the ranks, all 1 when None.
         loader: input; free when None.
-        schedule: how a pipeline orders its work, see ``engine``; auto: 1f1b unless it deadlocks, else aligned. The
-            result says which.
+        schedule: how a pipeline orders its work, see ``engine``; auto: 1f1b unless it deadlocks, else aligned, which
+            interleaved stages do not have. The result says which.
         recompute: every layer's forward, ring included, runs once more before its backward.
         progress: called with (tasks done, tasks).
 
-    Raises ``ConfigError`` when plan, profile and cluster do not belong together and ``PlanError`` on a deadlock.
+    Raises ``ConfigError`` when plan, profile, cluster and schedule do not belong together and ``PlanError`` on a
+    deadlock.
     """
-    _check(plan, profile, cluster)
+    _check(plan, profile, cluster, schedule)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds)
-    layers = split_layers(profile.architecture, cluster.pp)
-    stages = [
-        stage_times(profile, events.loads, num_layers=len(own), has_head=stage == cluster.pp - 1, recompute=recompute)
-        for stage, own in enumerate(layers)
+    layers = split_layers(profile.architecture, cluster.num_parts)
+    parts = [
+        stage_times(
+            profile, events.loads, num_layers=len(own), has_head=part == cluster.num_parts - 1, recompute=recompute
+        )
+        for part, own in enumerate(layers)
     ]
-    seconds = np.stack([events.longest_member(times.total) for times in stages])
+    seconds = np.stack([events.longest_member(times.total) for times in parts])
     hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
     transfer = events.longest_member(hop + profile.links.latency_seconds)
     used: Schedule = "1f1b" if schedule == "auto" else schedule
+    run = partial(run_events, events, seconds, transfer, num_stages=cluster.pp, progress=progress)
     try:
-        timeline = run_events(events, seconds, transfer, schedule=used, progress=progress)
+        timeline = run(schedule=used)
     except PlanError:
-        if schedule != "auto":
+        if schedule != "auto" or cluster.virtual_stages > 1:
             raise
         used = "aligned"
-        timeline = run_events(events, seconds, transfer, schedule=used, progress=progress)
+        timeline = run(schedule=used)
     traffic = _traffic(profile, cluster, events, num_forwards=2 if recompute else 1)
-    return _account(plan, profile, cluster, events, stages, timeline, loader or LoaderConfig(), used, traffic)
+    return _account(plan, profile, cluster, events, parts, timeline, loader or LoaderConfig(), used, traffic)
 
 
-def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
+def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) -> None:
     if plan.num_ranks != cluster.num_ranks:
         raise ConfigError(
             problem(
@@ -107,12 +112,13 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig) -> None:
                 fix="use Profile.scaled_to, or a profile taken at this tp",
             )
         )
-    if cluster.pp > profile.architecture.num_layers:
+    cluster.check_layers(profile.architecture.num_layers)
+    if schedule == "aligned" and cluster.virtual_stages > 1:
         raise ConfigError(
             problem(
-                f"cluster.pp = {cluster.pp} exceeds the model's {profile.architecture.num_layers} layers",
-                so="a stage would have no layer",
-                fix="use fewer stages",
+                f"schedule aligned with cluster.virtual_stages = {cluster.virtual_stages}",
+                so="it keeps groups from deadlocks by an order of whole micro-batches, which chunks do not have",
+                fix="use schedule 1f1b, or leave virtual_stages out",
             )
         )
 
@@ -122,24 +128,25 @@ def _account(
     profile: Profile,
     cluster: ClusterConfig,
     events: Events,
-    stages: list[StageTimes],
+    parts: list[StageTimes],
     timeline: Timeline,
     loader: LoaderConfig,
     schedule: Schedule,
     traffic: Traffic,
 ) -> SimulatedStep:
     ranks, pp, num_ranks = events.micro_batch_ranks, cluster.pp, events.num_ranks
-    parts = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
+    spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
     dp_bubble, pp_bubble, last = np.zeros((3, num_ranks, pp))
     sync = np.zeros((num_ranks, pp))
-    for stage, times in enumerate(stages):
+    for part, times in enumerate(parts):
         for name in ("compute", "exposed_ring", "exposed_offload"):
-            parts[name][:, stage] = _per_rank(getattr(times, name).sum(axis=0), ranks, num_ranks)
+            spent[name][:, part % pp] += _per_rank(getattr(times, name).sum(axis=0), ranks, num_ranks)
         own = times.total
         waited = events.longest_member(own)[:, events.micro_batch_events] - own
-        parts["wait_members"][:, stage] = _per_rank(waited.sum(axis=0), ranks, num_ranks)
-        dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage)
-        parameters = stage_parameters(profile, stage=stage, pipeline_parallel=pp)
+        spent["wait_members"][:, part % pp] += _per_rank(waited.sum(axis=0), ranks, num_ranks)
+    for stage in range(pp):
+        dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage, pp)
+        parameters = _parameters(profile, cluster, stage)
         in_all = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
         sync[:, stage] = (1.0 - cluster.sync_overlap) * in_all
     stage_done = last.max(axis=0)  # a stage's gradients are reduced once all its ranks have run their last backward
@@ -159,24 +166,28 @@ def _account(
         timeline=timeline,
         num_tokens=plan.num_tokens,
         schedule=schedule,
-        **parts,
+        **spent,
     )
+
+
+def _parameters(profile: Profile, cluster: ClusterConfig, stage: int) -> float:
+    return stage_parameters(profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages)
 
 
 def _per_rank(values: FloatArray, ranks: NDArray[np.int64], num_ranks: int) -> FloatArray:
     return np.bincount(ranks, weights=values, minlength=num_ranks).astype(np.float64)
 
 
-def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Per rank ``[R]``: seconds that one stage waited for other ranks, for other stages, and when it ended.
 
     A gap before a task is the pipeline's fault until the task's input is there, and the group members' from then on.
     """
-    event = np.tile(events.micro_batch_events, 2)
-    direction = np.repeat([0, 1], len(events.micro_batch_events))
-    ranks = np.tile(events.micro_batch_ranks, 2)
-    start, end = timeline.start[event, stage, direction], timeline.end[event, stage, direction]
-    arrival = timeline.arrival[event, stage, direction]
+    start, end, arrival = (
+        times[events.micro_batch_events, stage::pp].ravel()
+        for times in (timeline.start, timeline.end, timeline.arrival)
+    )
+    ranks = np.repeat(events.micro_batch_ranks, 2 * timeline.start.shape[1] // pp)
     order = np.lexsort((end, start, ranks))
     ranks, start, end, arrival = ranks[order], start[order], end[order], arrival[order]
     free = np.concatenate([[0.0], end[:-1]])
@@ -191,9 +202,15 @@ def _waits(events: Events, timeline: Timeline, stage: int) -> tuple[FloatArray, 
 def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline) -> FloatArray:
     """``[R, pp]`` most bytes that a device keeps for backwards still to come."""
     peaks = np.zeros((events.num_ranks, cluster.pp))
-    for stage, layers in enumerate(split_layers(profile.architecture, cluster.pp)):
-        kept = stage_activation_bytes(profile, events.loads, num_layers=len(layers))
-        when, change, ranks = memory_changes(events, timeline, stage, kept)
+    kept = [
+        stage_activation_bytes(profile, events.loads, num_layers=len(layers))
+        for layers in split_layers(profile.architecture, cluster.num_parts)
+    ]
+    for stage in range(cluster.pp):
+        changes = [
+            memory_changes(events, timeline, part, kept[part]) for part in range(stage, cluster.num_parts, cluster.pp)
+        ]
+        when, change, ranks = (np.concatenate(arrays) for arrays in zip(*changes, strict=True))
         order = np.lexsort((change, when, ranks))  # at equal times what is freed goes first
         level = np.cumsum(change[order])  # every rank's changes add up to 0, so levels of one rank start at 0
         np.maximum.at(peaks[:, stage], ranks[order], level)
@@ -201,11 +218,11 @@ def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, 
 
 
 def memory_changes(
-    events: Events, timeline: Timeline, stage: int, kept: FloatArray
+    events: Events, timeline: Timeline, part: int, kept: FloatArray
 ) -> tuple[FloatArray, FloatArray, NDArray[np.int64]]:
     """Times, byte changes and ranks, each ``[2 M]``: activations come with forward's start, go with backward's end."""
     event = events.micro_batch_events
-    when = np.concatenate([timeline.start[event, stage, 0], timeline.end[event, stage, 1]])
+    when = np.concatenate([timeline.start[event, part, 0], timeline.end[event, part, 1]])
     return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)
 
 
@@ -213,13 +230,13 @@ def _traffic(profile: Profile, cluster: ClusterConfig, events: Events, *, num_fo
     layers, tp = profile.architecture.num_layers, cluster.tp
     ring = layers * tp * (num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token)
     loads: Loads = events.loads
-    parameters = [stage_parameters(profile, stage=p, pipeline_parallel=cluster.pp) for p in range(cluster.pp)]
+    parameters = [_parameters(profile, cluster, stage) for stage in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
-    movable = sum(max(0, len(own) - RESIDENT_LAYERS) for own in split_layers(profile.architecture, cluster.pp))
+    movable = sum(max(0, len(own) - RESIDENT_LAYERS) for own in split_layers(profile.architecture, cluster.num_parts))
     return Traffic(
         ring_intra_node=ring * float(events.intra_node_ring_tokens.sum()),
         ring_inter_node=ring * float(events.inter_node_ring_tokens.sum()),
-        pipeline=2 * (cluster.pp - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
+        pipeline=2 * (cluster.num_parts - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
         gradient_sync=sum(sync_bytes(count, events.num_ranks) for count in parameters) * tp * events.num_ranks,
         offload=movable * tp * float(moved.sum()),
     )

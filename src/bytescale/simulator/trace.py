@@ -15,7 +15,7 @@ MICRO = 1e6  # the format counts microseconds
 
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
     """Write tasks and the gradient sync of ``max_ranks`` ranks, spread evenly over all, as one process per rank and one
-    thread per stage. Shared micro-batches carry the number of ranks that run them."""
+    thread per stage. Shared micro-batches carry the number of ranks that run them, interleaved stages their chunk."""
     ranks = np.unique(np.linspace(0, step.events.num_ranks - 1, min(max_ranks, step.events.num_ranks)).astype(int))
     content = {"traceEvents": trace_events(step, ranks.tolist()), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -24,7 +24,7 @@ def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
 def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
     """The trace's entries of ``ranks``, in the format's own words."""
     events, timeline = step.events, step.timeline
-    num_stages = timeline.start.shape[1]
+    num_stages, num_parts = step.num_stages, timeline.start.shape[1]
     entries: list[dict[str, Any]] = []
     for rank in ranks:
         entries.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -33,20 +33,24 @@ def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
             entries.append(
                 {"name": "thread_name", "ph": "M", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}"}}
             )
-            for micro_batch in micro_batches.tolist():
-                entries += _tasks(step, micro_batch, rank, stage)
+            for part in range(stage, num_parts, num_stages):
+                for micro_batch in micro_batches.tolist():
+                    entries += _tasks(step, micro_batch, rank, part)
             sync = float(step.sync_seconds[rank, stage])
             if sync > 0:
-                start = float(timeline.end[:, stage].max())
+                start = float(timeline.end[:, stage::num_stages].max())
                 entries.append(_slice("gradient sync", "sync", rank, stage, start, sync, {}))
     return entries
 
 
-def _tasks(step: SimulatedStep, micro_batch: int, rank: int, stage: int) -> list[dict[str, Any]]:
+def _tasks(step: SimulatedStep, micro_batch: int, rank: int, part: int) -> list[dict[str, Any]]:
     loads, timeline = step.events.loads, step.timeline
     event = int(step.events.micro_batch_events[micro_batch])
     degree = int(loads.degree[micro_batch])
+    chunk, stage = divmod(part, step.num_stages)
     what = f"shared by {degree}" if degree > 1 else "local"
+    if timeline.start.shape[1] > step.num_stages:
+        what += f", chunk {chunk}"
     about = {
         "tokens": int(loads.tokens[micro_batch]),
         "shared tokens of the group": int(loads.shared_tokens[micro_batch]),
@@ -54,7 +58,7 @@ def _tasks(step: SimulatedStep, micro_batch: int, rank: int, stage: int) -> list
     }
     entries = []
     for direction, word in enumerate(("forward", "backward")):
-        start, end = (float(times[event, stage, direction]) for times in (timeline.start, timeline.end))
+        start, end = (float(times[event, part, direction]) for times in (timeline.start, timeline.end))
         entries.append(_slice(f"{word}, {what}", word, rank, stage, start, end - start, about))
     return entries
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,12 +17,10 @@ from bytescale.config.validate import hdp_ranks, kind_of_ranks
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
+from bytescale.cost.memory import DeviceKind, MemoryModel
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
-from bytescale.runtime.loss import chunk_tokens
-from bytescale.train.own_model import is_row_wise
 
 GIB = 2**30
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
@@ -105,15 +102,13 @@ def memory_budget(
     device_bytes, host_bytes = smallest(
         [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
     )
-    whole = MemoryModel(
-        architecture=architecture,
+    kind: DeviceKind = "cuda" if on_gpu else "cpu"
+    whole = MemoryModel.on_device(
+        architecture,
+        kind,
         element_bytes=dtype.itemsize,
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
-        fused_norm=on_gpu,
-        loss_chunk_tokens=chunk_tokens(architecture.vocab_size // parallel.tp, device.type),
-        fused_loss=on_gpu and dtype == torch.bfloat16,
-        feed_forward_rows=ROWS_PER_CHUNK[device.type] if is_row_wise(architecture, parallel.tp) else math.inf,
         tensor_parallel=parallel.tp,
         num_stages=parallel.pp,
         virtual_stages=parallel.virtual_stages,
@@ -123,7 +118,6 @@ def memory_budget(
     offloads = config.memory.offload == "on" or (config.memory.offload == "auto" and on_gpu)
     rule = None
     if offloads and model.movable_bytes_per_token:
-        kind: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
         times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)
         kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
         rule = OffloadRule(

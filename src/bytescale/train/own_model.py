@@ -10,7 +10,8 @@ from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture
-from bytescale.cost.split import split_layers
+from bytescale.cost.memory import is_row_wise
+from bytescale.cost.split import stage_chunks
 from bytescale.models import Llama, build_model
 from bytescale.models.llama import initial_values
 from bytescale.models.tensor_parallel import apply_tensor_parallelism
@@ -39,7 +40,7 @@ def build_own_model(
 ) -> OwnModel:
     """Make this rank's part and nothing else of the model, with the initial values that belong to ``seed``."""
     # 1. Layers of this stage, without memory, cut for this rank, then made.
-    ranges = split_layers(architecture, mesh.shape.pp * virtual_stages)[mesh.stage :: mesh.shape.pp]
+    ranges = stage_chunks(architecture, mesh.shape.pp, mesh.stage, virtual_stages)
     chunks: list[Llama] = []
     cuts: dict[str, Cut] = {}
     for layers in ranges:
@@ -67,11 +68,6 @@ def build_own_model(
     if tied_head is not None:
         tied_head.lend()
     return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)
-
-
-def is_row_wise(architecture: Architecture, tp_size: int) -> bool:
-    """Whether feed-forward parts treat every row alone: not mixtures whose rows move between ranks inside."""
-    return not (architecture.num_experts and tp_size > 1)
 
 
 def row_wise_modules(chunk: Llama, tp_size: int) -> list[nn.Module]:

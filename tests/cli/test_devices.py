@@ -1,0 +1,137 @@
+"""``plan``, ``simulate`` and ``train`` are to say the same of a config's memory: one model, one capacity, one peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale.cli import devices as cli_devices
+from bytescale.cli import plan, simulate
+from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_architecture
+from bytescale.cost import Profile
+from bytescale.cost.memory import MemoryModel
+from bytescale.plan import Plan
+from bytescale.train.dry_run import dry_run
+from bytescale.train.memory import memory_budget
+from tests.train.runs import small_run, with_trainer, write_corpus
+
+ROOM = 1.0  # GiB: more tokens fit than a chunk of the loss or of the feed-forward part has
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def run_of(
+    corpus: Path, *, model: dict[str, Any] | None = None, gib: float | None = ROOM, parallel: Any = None, **trainer: Any
+) -> Config:
+    config = with_trainer(small_run(corpus, corpus.parent / "run"), **trainer)
+    return replace(
+        config,
+        model=replace(config.model, **{"num_layers": 6, **(model or {})}),
+        memory=MemoryConfig(device_gib=gib, offload="off"),
+        parallel=ParallelConfig(**{"ranks": 4, "capacity_tokens": 0, **(parallel or {})}),
+    )
+
+
+def seen_by_plan(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, MemoryModel, float]:
+    seen: list[tuple[int, MemoryModel, float]] = []
+
+    def keep(made: Any, model: MemoryModel, usable_bytes: float) -> str:
+        seen.append((int(made.capacity_tokens.max()), model, usable_bytes))
+        return ""
+
+    monkeypatch.setattr(plan, "memory_in_words", keep)
+    assert plan.run([*arguments, "--planners", "adaptive"]) == 0
+    return seen[0]
+
+
+def seen_by_simulate(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float]:
+    """Capacity, and bytes that a layer keeps of a token."""
+    seen: list[tuple[int, float]] = []
+
+    def keep(console: Any, step: Any, profile: Profile, made: Plan, cluster: Any) -> None:
+        seen.append((int(made.capacity_tokens.max()), float(profile.activation_bytes(1.0))))
+
+    monkeypatch.setattr(simulate, "print_step", keep)
+    assert simulate.run([str(path)]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gib": None},
+        {"checkpointing": "full"},
+        {"checkpointing": "attention", "parallel": {"tp": 2}},
+        {"checkpointing": "attention", "parallel": {"pp": 2, "virtual_stages": 2}, "dtype": "fp64"},
+        {"checkpointing": "full", "parallel": {"tp": 2}, "model": {"preset": "tiny-moe", "ffn_hidden_size": 64}},
+        {"checkpointing": "full", "device": "cuda", "dtype": "auto"},
+        {"device": "auto", "dtype": "auto"},
+    ],
+    ids=str,
+)
+def test_plan_and_simulate_count_as_train_does(
+    changes: dict[str, Any], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = run_of(corpus, **changes)
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    on_gpu = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
+    dtype = {"fp32": torch.float32, "fp64": torch.float64, "auto": torch.bfloat16 if on_gpu else torch.float32}
+    budget = memory_budget(
+        config,
+        resolve_architecture(config.model, tokenizer_vocab_size=257),
+        device=torch.device("cuda" if on_gpu else "cpu"),
+        dtype=dtype[config.trainer.dtype],
+        num_ranks=config.parallel.ranks,
+    )
+    capacity, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
+    simulated, kept = seen_by_simulate(tmp_path / "config.toml", monkeypatch)
+    assert capacity == simulated == budget.capacity_tokens
+    if config.trainer.checkpointing != "none":
+        assert kept == budget.model.layer_saved_bytes_per_token
+    assert usable_bytes == budget.device_bytes
+    assert model == budget.model
+    for tokens in (100, capacity):
+        ours = model.limits(device_bytes=usable_bytes).device_peak(tokens, 0, tokens)
+        assert ours == budget.limits.device_peak(tokens, 0, tokens)
+
+
+def test_the_memory_lines_of_plan_and_dry_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What both print of the model's own part, and the capacity."""
+    config = run_of(corpus, parallel={"pp": 2, "virtual_stages": 3}, checkpointing="full")
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    lines: list[str] = []
+    dry_run(config, lines.append)
+    memory = next(line for line in lines if line.startswith("memory"))
+    plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive"])
+    printed = capsys.readouterr().out
+    states = memory[memory.index("parameters") : memory.index(", activations")]
+    capacity = memory.partition("micro-batch of ")[2].partition(" tokens")[0]
+    assert states in printed
+    assert f"ranks of {capacity} tokens" in printed
+
+
+def test_without_torch_a_config_is_planned_for_a_gpu(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_devices, "find_spec", lambda name: None)
+    config = run_of(corpus, gib=None, device="auto", dtype="auto")
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    _, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
+    assert (model.element_bytes, model.fused_norm, usable_bytes) == (2, True, 80 * 2**30)
+
+
+def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["--batch.tokens", "256K", "--batch.context", "64K", "--ranks", "64", "--capacity-tokens", "auto"]
+    capacities = [
+        seen_by_plan([*small, "--checkpointing", mode], monkeypatch)[0] for mode in ("none", "attention", "full")
+    ]
+    assert capacities[0] < capacities[1] < capacities[2]
