@@ -78,6 +78,7 @@ def device_memory(profile: Profile, *, num_ranks: int, tp: int, pp: int = 1) -> 
         element_bytes={"float32": 4, "float64": 8}.get(dtype, 2),
         num_ranks=num_ranks,
         fused_norm=not on_cpu,
+        fused_attention=not on_cpu,
         loss_chunk_tokens=max(1, LOGITS_PER_CHUNK["cpu" if on_cpu else "cuda"] // words),
         fused_loss=not on_cpu,
         tensor_parallel=tp,

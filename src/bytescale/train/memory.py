@@ -111,6 +111,7 @@ def memory_budget(
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
         fused_norm=on_gpu,
+        fused_attention=on_gpu and config.trainer.attention != "math",
         loss_chunk_tokens=chunk_tokens(architecture.vocab_size // parallel.tp, device.type),
         fused_loss=on_gpu and dtype == torch.bfloat16,
         feed_forward_rows=ROWS_PER_CHUNK[device.type] if is_row_wise(architecture, parallel.tp) else math.inf,
