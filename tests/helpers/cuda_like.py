@@ -1,8 +1,8 @@
 """CUDA's allocations on a CPU: what its fused kernels allocate, with the CPU's numbers in it.
 
-``LiveBytes`` sees the tensors that a kernel's host code makes on a GPU and none of the CPU's own. Taken from the sources
-of PyTorch: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, and the fused RMSNorm, which saves its
-input and one number a row.
+``LiveBytes`` sees the tensors that a kernel's host code makes on a GPU and none of the CPU's own. Taken from PyTorch's
+sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, and the fused RMSNorm, which saves its input
+and one number a row.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,21 @@ def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
     assert profile.attention_forward.quadratic > 0
     assert profile.links.device_to_host_bytes_per_second > 1e6
     assert profile.device == "cpu, float32"
+
+
+def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes its time would leave a profile of one length."""
+    measure, calls = Measurer.measure, []
+
+    def slow_at_first(self: Measurer, tokens: int) -> None:
+        if not calls:
+            time.sleep(1.0)
+        calls.append(tokens)
+        measure(self, tokens)
+
+    monkeypatch.setattr(Measurer, "measure", slow_at_first)
+    taken = measure_profile(SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=512, seconds=20.0)
+    assert {point.tokens for point in taken.points} == {256, 512}
 
 
 def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
@@ -114,3 +130,18 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
 def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--seconds", "0"]) == 2
     assert "To fix: use numbers above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("missing/x.toml", "no writable folder. What is measured would be lost"),
+        ("picture.png", "would overwrite it. To fix: use "),
+        (".", "is a folder"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_refused_before_measuring(
+    out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--out", str(tmp_path / out)]) == 2
+    assert message in capsys.readouterr().err

@@ -221,6 +221,8 @@ def measure_profile(
     """
     hdp = hdp or RankGroup(device=device)
     measurer = Measurer(architecture, device, dtype)
+    measurer.measure(MIN_TOKENS)  # compilers and libraries start up: seconds on a GPU, which tell nothing of a length
+    measurer.sweeps.clear()
     lengths: list[int] = []
     started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
     # The first sweep finds the lengths: doubling one at most quadruples its time.
