@@ -45,6 +45,7 @@ from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.cost import flops, save_profile
 from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
+from bytescale.cost.profile_file import fit_warnings
 from bytescale.models import Llama
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -531,7 +532,7 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
 
     def measure() -> Row:
         from bytescale.train.profile_plot import draw_profile
-        from bytescale.train.profiler import fit_warnings, measure_profile
+        from bytescale.train.profiler import measure_profile
 
         profile = measure_profile(shape, device=device.device, dtype=device.dtype, max_tokens=longest, seconds=seconds)
         out = Path("benchmarks/out/profile.toml")

@@ -16,7 +16,7 @@ from bytescale.common.units import format_bytes
 from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.memory import LOGITS_PER_CHUNK, MemoryModel
-from bytescale.cost.profile_file import require_model
+from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 
 IntArray = NDArray[np.int64]
 KIBI = 1024
@@ -156,6 +156,7 @@ def read_profile(source: CostSource, model: ModelConfig, *, tensor_parallel: int
     """
     if source.profile is not None:
         profile = load_profile(source.profile)
+        warn_of_bad_fits(profile)
         if model_is_given:
             architecture = resolve_architecture(model)
             require_model(profile, architecture)

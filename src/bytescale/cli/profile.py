@@ -16,6 +16,7 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config, resolve_architecture
 from bytescale.cost import Profile, save_profile
+from bytescale.cost.profile_file import fit_warnings
 
 if TYPE_CHECKING:
     from bytescale.train.ranks import Ranks
@@ -131,7 +132,6 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     from bytescale.train.profile_plot import draw_profile
-    from bytescale.train.profiler import fit_warnings
 
     save_profile(profile, options.out)
     picture = options.out.with_suffix(".png")
