@@ -117,7 +117,7 @@ CPU = Sizes(
     attention=(512, 2048),
     loss=((1024, 128, 8192), (4096, 128, 8192)),
     profile=(PRESETS["tiny"], 512, 20.0),
-    device_bytes=56 * 2**20,
+    device_bytes=70 * 2**20,
     host_bytes=GIB,
     steps=3,
 )
@@ -609,6 +609,10 @@ def main() -> int:
     unknown = [name for name in chosen if name not in PARTS]
     if unknown:
         parser.error(f"--only {unknown[0]}: choose from {', '.join(PARTS)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(
+            f"--device {options.device}: this torch ({torch.__version__}) sees no GPU; use cpu for small sizes"
+        )
     device = Device(options.device)
     sizes = GPU if device.on_gpu else CPU
     name = torch.cuda.get_device_name() if device.on_gpu else f"cpu, {torch.get_num_threads()} threads"
