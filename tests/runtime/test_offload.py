@@ -142,6 +142,7 @@ def local_plan(lengths: list[int], ratios: list[float]) -> Plan:
     )
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # a block's end may be what finds it
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
 @pytest.mark.parametrize("order", ["f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0", "f0 f1 f2 b0 b1 b2"])
