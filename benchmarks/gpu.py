@@ -1,19 +1,30 @@
-"""Offloading, MFU, the longest context and the cross-entropy on one device, from a checkout, without installing.
+"""Offloading, MFU, the longest context, the cross-entropy and a profile on one device, from a checkout, uninstalled.
 
-    PYTHONPATH=src:. python benchmarks/gpu.py                 # a GPU if there is one, else small sizes on the CPU
-    PYTHONPATH=src:. python benchmarks/gpu.py --only loss,offload --out benchmarks/out/gpu.json
+    PYTHONPATH=src:. python benchmarks/gpu.py                    # a GPU if there is one, else small sizes on the CPU
+    PYTHONPATH=src:. python benchmarks/gpu.py --only loss,offload --out benchmarks/out/first.json
 
-Prints Markdown tables as docs/benchmarks.md has them. Needs torch and NumPy (Triton on a GPU); compares with Liger
-(``liger-kernel``) and ``torch.nn.functional.linear_cross_entropy`` where they exist, and says where they do not.
-On a GPU times are between synchronisations and memory is the allocator's peak; on a CPU memory is that of counted
-tensors, in a run of its own, and offloaded bytes are taken off although they lie in the same memory.
+Prints Markdown tables as docs/benchmarks.md has them, row by row; ``--out`` has every row as soon as it is measured.
+Each part fits in ten minutes of an H200, all together in half an hour; a case that would not end within ``--seconds``
+is left out and says so, one that fails says why, and the next one runs.
+
+Needs torch and NumPy (Triton on a GPU; matplotlib for the profile's picture). Compares with Liger (``liger-kernel``, a
+wheel of pure Python: unpack it into PYTHONPATH) and ``torch.nn.functional.linear_cross_entropy`` where they exist.
+
+A step is a whole one: forward, backward into fp32 sums, AdamW. Times are medians between synchronisations after a
+warm-up; a case whose first run takes longer than ``LONG_SECONDS`` has that one, and ``warm_ups`` 0. Pinned pages are
+made before. Peak memory is on top of parameters, gradients and optimizer: the allocator's on a GPU; on a CPU that of
+counted tensors, in a run of its own, and offloaded bytes are taken off although they lie in the same memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
+import os
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,19 +32,47 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+# Contexts of many lengths in one process: segments that grow leave no fragments. Read when CUDA starts.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bytescale.attention import PackedAttention, select_kernel
-from bytescale.config import PRESETS, Architecture
-from bytescale.cost import flops
+from bytescale.attention import AttentionKernel, select_kernel
+from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.config import PRESETS, Architecture, OptimizerConfig
+from bytescale.cost import flops, save_profile
+from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
+from bytescale.cost.profile_file import fit_warnings
 from bytescale.models import Llama
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, HostPool, RankGroup, linear_cross_entropy
+from bytescale.runtime import (
+    Activations,
+    FlatParameters,
+    HostPool,
+    Mesh,
+    ModelPart,
+    RankGroup,
+    ShardedAdamW,
+    linear_cross_entropy,
+    run_rank_plan,
+)
+from bytescale.runtime.loss import chunk_tokens
 
 GIB = 2**30
+LONG_SECONDS = 100.0
+"""A first run that takes longer counts: what it has to warm up, allocations, is less than a hundredth of it."""
+CASE_SECONDS = 20.0
+"""Runs of one case stop after so long."""
+GUESSED_FLOPS = 350e12
+"""A second, of a step on an H200 with FlashAttention 2: only to leave out what would not end in time."""
+
+Row = dict[str, Any]
+Case = tuple[Row, float, Callable[[], Row]]
+"""What is measured, about how many seconds it takes on a GPU, and the measurement, which returns the figures."""
 
 
 @dataclass(frozen=True)
@@ -41,40 +80,44 @@ class Sizes:
     """What is measured on a kind of device."""
 
     shape: Architecture
-    offload: tuple[tuple[int, int, str, tuple[float, ...]], ...]  # (tokens, layers, checkpointing, ratios)
+    offload: tuple[tuple[int, int, str, float], ...]  # (tokens, layers, checkpointing, ratio)
+    offload_long: tuple[tuple[int, int, str, float], ...]
     mfu: tuple[tuple[int, int, int, str], ...]  # (documents, tokens of each, layers, checkpointing)
-    longest: tuple[tuple[str, Architecture, int, int], ...]  # (name, shape, layers, first length to try)
+    mfu_long: tuple[tuple[int, int, int, str], ...]
+    longest: tuple[tuple[str, Architecture, int], ...]  # (name, shape, tokens to try first)
+    attention: tuple[int, ...]  # tokens
     loss: tuple[tuple[int, int, int], ...]  # (tokens, hidden, vocabulary)
+    profile: tuple[Architecture, int, float]  # (shape, longest, seconds)
+    device_bytes: float  # for the longest context; a GPU's allocator knows by itself
     host_bytes: int
     steps: int
 
 
 GPU = Sizes(
     shape=replace(PRESETS["7b"], vocab_size=32000),
-    offload=(
-        (65536, 8, "none", (0.0, 0.5, 1.0)),
-        (65536, 8, "full", (0.0,)),
-        (262144, 12, "attention", (0.0, 1.0)),
-        (262144, 12, "full", (0.0, 1.0)),
-    ),
-    mfu=(
-        (8, 8192, 8, "none"),
-        (1, 65536, 8, "none"),
-        (1, 262144, 8, "attention"),
-        (1, 524288, 4, "attention"),
-        (1, 1048576, 2, "attention"),
-    ),
-    longest=(("7B width", PRESETS["7b"], 4, 262144), ("1B", PRESETS["1b"], 16, 262144)),
+    offload=tuple((65536, 8, mode, r) for mode, r in (("none", 0.0), ("none", 0.5), ("none", 1.0), ("full", 0.0))),
+    offload_long=tuple((262144, 12, mode, r) for mode, r in (("attention", 0.0), ("attention", 1.0), ("full", 0.0))),
+    mfu=((8, 8192, 8, "none"), (1, 65536, 8, "none"), (1, 262144, 4, "attention")),
+    mfu_long=((1, 1048576, 2, "attention"),),
+    longest=(("7B width", replace(PRESETS["7b"], num_layers=4), 2**21), ("1B", PRESETS["1b"], 2**21)),
+    attention=(8192, 65536),
     loss=((8192, 4096, 131072), (32768, 4096, 131072)),
+    profile=(PRESETS["7b"], 131072, 90.0),
+    device_bytes=float("inf"),
     host_bytes=100 * GIB,
     steps=5,
 )
 CPU = Sizes(
     shape=PRESETS["tiny"],
-    offload=((2048, 6, "none", (0.0, 0.5, 1.0)), (2048, 6, "full", (0.0,)), (2048, 6, "attention", (0.0, 1.0))),
-    mfu=((4, 512, 4, "none"), (1, 2048, 4, "attention")),
-    longest=(),
+    offload=tuple((1024, 6, mode, r) for mode, r in (("none", 0.0), ("none", 0.5), ("none", 1.0), ("full", 0.0))),
+    offload_long=tuple((2048, 8, mode, r) for mode, r in (("attention", 0.0), ("attention", 1.0), ("full", 0.0))),
+    mfu=((4, 512, 4, "none"), (1, 1024, 4, "none")),
+    mfu_long=((1, 2048, 4, "attention"),),
+    longest=(("tiny", replace(PRESETS["tiny"], num_layers=6), 2048),),
+    attention=(512, 2048),
     loss=((1024, 128, 8192), (4096, 128, 8192)),
+    profile=(PRESETS["tiny"], 512, 20.0),
+    device_bytes=70 * 2**20,
     host_bytes=GIB,
     steps=3,
 )
@@ -83,40 +126,54 @@ CPU = Sizes(
 class Device:
     """Times work and finds its peak memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, name: str) -> None:
+        self.device = torch.device(name)
+        self.on_gpu = self.device.type == "cuda"
+        if self.on_gpu:
+            self.device = torch.device("cuda", self.device.index or 0)
+            torch.cuda.set_device(self.device)
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
 
     def synchronise(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work: Callable[[], object], repeats: int) -> float:
-        """The fastest of ``repeats`` after two to warm up (allocators, autotuners, host pages)."""
-        times = []
-        for _ in range(repeats + 2):
-            self.synchronise()
-            started = time.perf_counter()
-            work()
-            self.synchronise()
-            times.append(time.perf_counter() - started)
-        return min(times[2:])
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        """What ``work`` needs on top of what is there already."""
-        if not self.on_gpu:
-            from tests.helpers.live_bytes import LiveBytes
-
-            with LiveBytes() as live:
-                work()
-            return live.peak
+    def once(self, work: Callable[[], object]) -> float:
+        """Seconds of one run."""
         self.synchronise()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        started = time.perf_counter()
         work()
         self.synchronise()
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return time.perf_counter() - started
+
+    def figures(self, work: Callable[[], object], repeats: int) -> Row:
+        """Median seconds of up to ``repeats`` runs, and the peak of what they need on top of what is there before.
+
+        ``work`` leaves as much memory behind as it finds, but for its first run, which may make buffers that stay.
+        """
+        before = self._start_counting()
+        times = [self.once(work)]
+        warm_ups = 0
+        if times[0] < LONG_SECONDS:
+            warm_ups, times = 1, []
+            before, started = self._start_counting(), time.perf_counter()
+            while not times or (len(times) < repeats and time.perf_counter() - started < CASE_SECONDS):
+                times.append(self.once(work))
+        peak = torch.cuda.max_memory_allocated(self.device) - before if self.on_gpu else counted_peak(work)
+        return {
+            "seconds": statistics.median(times),
+            "slowest": max(times),
+            "runs": len(times),
+            "warm_ups": warm_ups,
+            "peak_gib": peak / GIB,
+        }
+
+    def _start_counting(self) -> int:
+        if not self.on_gpu:
+            return 0
+        self.synchronise()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
 
     @contextmanager
     def tidy(self) -> Iterator[None]:
@@ -129,130 +186,286 @@ class Device:
                 torch.cuda.empty_cache()
 
 
+def counted_peak(work: Callable[[], object]) -> int:
+    """Bytes of living tensors at the worst moment of a run on the CPU."""
+    from tests.helpers.live_bytes import LiveBytes
+
+    with LiveBytes() as live:
+        work()
+    return live.peak
+
+
 class Step:
-    """Forward and backward of one micro-batch of a model, gradients added in place."""
+    """A training step of one micro-batch: forward, backward, update."""
 
     def __init__(
-        self, device: Device, shape: Architecture, lengths: list[int], checkpointing: str, ratio: float, host_bytes: int
+        self,
+        device: Device,
+        shape: Architecture,
+        lengths: list[int],
+        checkpointing: str,
+        pool: HostPool | None = None,
+        ratio: float = 0.0,
+        kernel: AttentionKernel | None = None,
     ) -> None:
-        self.pool = HostPool(host_bytes, pinned=device.on_gpu) if ratio > 0 else None
         with device.device:
-            self.model = Llama(shape).to(device.dtype)
-        for parameter in self.model.parameters():
+            model = Llama(shape).to(device.dtype)
+        for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-            parameter.grad = torch.zeros_like(parameter)
-        self.activations = Activations(
-            list(self.model.layers),
-            checkpointing=checkpointing,
-            pool=self.pool,
+        self.rank_plan = one_micro_batch(lengths, ratio)
+        self.mesh = Mesh.of_hdp(RankGroup(device=device.device))
+        self.parameters = FlatParameters(model.named_parameters(), 1)
+        self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), self.mesh)
+        activations = Activations(
+            list(model.layers),
+            checkpointing=checkpointing,  # type: ignore[arg-type]
+            pool=pool,
             device=device.device,
-            row_wise=[layer.mlp for layer in self.model.layers],
+            row_wise=[layer.mlp for layer in model.layers],
         )
-        self.micro_batch = one_micro_batch(lengths, ratio)
-        tokens = sum(lengths)
-        self.tokens = torch.randint(shape.vocab_size, (tokens,), device=device.device)
-        self.positions = torch.as_tensor(self.micro_batch.position_ids(), device=device.device)
-        kernel = select_kernel("auto", device.device, device.dtype)
-        exchange = RankGroup(device=device.device).exchange
-        self.attention = PackedAttention(self.micro_batch, kernel, exchange, self.activations.attention_memory)
+        self.parts = [ModelPart(model=model, activations=activations)]
+        self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
+        self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
+        self.optimizer.states()  # there before the first step, so that no step's peak counts them
 
     def __call__(self) -> None:
-        self.activations.begin_step([self.micro_batch])
-        with self.activations.forward(0):
-            hidden = self.model(self.tokens, self.positions, self.attention)
-            loss = linear_cross_entropy(hidden, self.model.head_weight, self.tokens)
-            del hidden
-        with self.activations.backward(0):
-            (loss / len(self.tokens)).backward()
+        self.parameters.zero_gradients()
+        run_rank_plan(
+            self.parts,
+            self.rank_plan,
+            [self.data],
+            num_global_targets=len(self.data.tokens),
+            kernel=self.kernel,
+            mesh=self.mesh,
+        )
+        self.optimizer.update(1e-5, self.optimizer.reduce_gradients())
 
 
-def one_micro_batch(lengths: list[int], ratio: float) -> MicroBatch:
+@dataclass(frozen=True)
+class Tokens:
+    """``runtime.executor.MicroBatchTokens``, on the device; every token is its own target."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+    @staticmethod
+    def random(vocab_size: int, micro_batch: MicroBatch, device: torch.device) -> Tokens:
+        tokens = torch.randint(vocab_size, (micro_batch.num_tokens,), device=device)
+        return Tokens(tokens, tokens, torch.as_tensor(micro_batch.position_ids(), device=device))
+
+
+class NoAttention:
+    """Allocates what flash attention allocates and computes nothing: memory of contexts that take an hour to compute.
+
+    In backward sums of dq in fp32, a number per row and head, and where heads share keys dk and dv of every head
+    (``mha_varlen_bwd`` in ATen's flash_api.cpp; tests/cost/test_memory.py holds the estimate against the same).
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.float32).T
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        workspace = [q.new_empty(q.numel(), dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)]
+        if k.shape[1] < q.shape[1]:
+            workspace += [torch.empty_like(q), torch.empty_like(q)]
+        return gradients
+
+
+def one_micro_batch(lengths: list[int], ratio: float) -> RankPlan:
     """All documents whole on one rank."""
     group = GroupSpec(sequences=list(range(len(lengths))), ranks=[0], offload_ratio=ratio)
     plan = Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=[group], schedule=[[[0]]])
-    return RankPlan.of(plan, 0).micro_batches[0]
+    return RankPlan.of(plan, 0)
 
 
-def measure_offload(device: Device, sizes: Sizes) -> list[dict[str, Any]]:
-    rows = []
-    for tokens, layers, checkpointing, ratios in sizes.offload:
-        for ratio in ratios:
-            with device.tidy():
-                shape = replace(sizes.shape, num_layers=layers)
-                row = {"tokens": tokens, "layers": layers, "checkpointing": checkpointing, "r": ratio}
-                rows.append(row | step_figures(device, sizes, shape, [tokens], checkpointing, ratio))
-    return rows
+def memory_model(device: Device, shape: Architecture, checkpointing: str) -> MemoryModel:
+    """What ``train`` goes by on this device."""
+    return MemoryModel(
+        architecture=shape,
+        element_bytes=device.dtype.itemsize,
+        num_ranks=1,
+        checkpointing=checkpointing,  # type: ignore[arg-type]
+        fused_norm=device.on_gpu,
+        fused_attention=device.on_gpu,
+        fused_loss=device.on_gpu,
+        loss_chunk_tokens=chunk_tokens(shape.vocab_size, device.device.type),
+        feed_forward_rows=float("inf") if checkpointing == "none" else ROWS_PER_CHUNK[device.device.type],
+    )
+
+
+def step_seconds(shape: Architecture, documents: int, tokens: int, checkpointing: str) -> float:
+    """About how long a step takes on an H200."""
+    work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+    return work * (4 / 3 if checkpointing == "full" else 1.1) / GUESSED_FLOPS
+
+
+def case_seconds(step: float) -> float:
+    """About how long ``Device.figures`` takes for runs of ``step`` seconds."""
+    return step if step > LONG_SECONDS else max(2 * step, CASE_SECONDS)
 
 
 def step_figures(
     device: Device, sizes: Sizes, shape: Architecture, lengths: list[int], checkpointing: str, ratio: float
-) -> dict[str, Any]:
-    """Seconds and peak GiB of a step, or the reason why there are none."""
-    try:
-        step = Step(device, shape, lengths, checkpointing, ratio, sizes.host_bytes)
-        seconds = device.seconds(step, sizes.steps)
-        peak = device.peak_bytes(step)
-    except torch.cuda.OutOfMemoryError:
-        return {"seconds": None, "peak_gib": None, "note": "out of memory"}
-    host = step.pool.peak_bytes if step.pool is not None else 0
-    return {"seconds": seconds, "peak_gib": peak / GIB, "host_gib": host / GIB}
+) -> Row:
+    """Seconds and peak of a step, and what ``cost.memory`` estimates for it."""
+    estimate = memory_model(device, shape, checkpointing)
+    tokens = sum(lengths)
+    pool = HostPool(sizes.host_bytes, pinned=device.on_gpu) if ratio > 0 else None
+    if pool is not None:
+        make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
+    figures = device.figures(Step(device, shape, lengths, checkpointing, pool, ratio), sizes.steps)
+    peak = float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) - estimate.states_bytes
+    return figures | {"estimated_gib": peak / GIB, "host_gib": 0.0 if pool is None else pool.peak_bytes / GIB}
 
 
-def measure_mfu(device: Device, sizes: Sizes) -> list[dict[str, Any]]:
+def make_pages(pool: HostPool, num_bytes: float) -> None:
+    """Pin host memory, seconds of work for tens of GiB, before anything is timed."""
+    pages = [pool.take() for _ in range(int(num_bytes) // pool.page_bytes)]
+    for page in pages:
+        pool.leave(page, None)
+
+
+def offload_cases(device: Device, sizes: Sizes, chosen: tuple[tuple[int, int, str, float], ...]) -> Iterator[Case]:
+    for tokens, layers, checkpointing, ratio in chosen:
+        shape = replace(sizes.shape, num_layers=layers)
+        row = {"tokens": tokens, "layers": layers, "checkpointing": checkpointing, "r": ratio}
+        seconds = step_seconds(shape, 1, tokens, checkpointing)
+        yield (
+            row,
+            case_seconds(seconds),
+            lambda a=(shape, [tokens], checkpointing, ratio): step_figures(device, sizes, *a),
+        )
+
+
+def mfu_cases(device: Device, sizes: Sizes, chosen: tuple[tuple[int, int, int, str], ...]) -> Iterator[Case]:
     rate = matmul_rate(device)
-    rows = []
-    for documents, tokens, layers, checkpointing in sizes.mfu:
-        with device.tidy():
-            shape = replace(sizes.shape, num_layers=layers)
-            figures = step_figures(device, sizes, shape, [tokens] * documents, checkpointing, 0.0)
-            work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
-            achieved = work / figures["seconds"] if figures["seconds"] else None
-            rows.append(
-                {"documents": documents, "tokens": tokens, "layers": layers, "checkpointing": checkpointing}
-                | figures
-                | {
-                    "tflops": achieved and achieved / 1e12,
-                    "matmul_tflops": rate / 1e12,
-                    "share": achieved and achieved / rate,
-                }
-            )
-    return rows
+    for documents, tokens, layers, checkpointing in chosen:
+        shape = replace(sizes.shape, num_layers=layers)
+        work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+
+        def measure(
+            shape: Architecture = shape,
+            lengths: list[int] = [tokens] * documents,
+            checkpointing: str = checkpointing,
+            work: float = work,
+        ) -> Row:
+            figures = step_figures(device, sizes, shape, lengths, checkpointing, 0.0)
+            achieved = work / figures["seconds"]
+            return figures | {
+                "tflops": achieved / 1e12,
+                "matmul_tflops": rate / 1e12,
+                "share": achieved / rate,
+            }
+
+        row = {"documents": documents, "tokens": tokens, "layers": layers, "checkpointing": checkpointing}
+        yield row, case_seconds(step_seconds(shape, documents, tokens, checkpointing)), measure
 
 
 def matmul_rate(device: Device) -> float:
-    """FLOP/s of a large matrix product."""
-    side = 8192 if device.on_gpu else 1024
+    """FLOP/s of a large matrix product, over long enough for the clocks to settle."""
+    side, products = (8192, 50) if device.on_gpu else (1024, 4)
     left, right = (torch.randn(side, side, device=device.device).to(device.dtype) for _ in range(2))
-    return 2 * side**3 / device.seconds(lambda: left @ right, 10)
+    out = torch.empty_like(left)
+
+    def work() -> None:
+        for _ in range(products):
+            torch.mm(left, right, out=out)
+
+    device.once(work)
+    return 2 * side**3 * products / statistics.median(device.once(work) for _ in range(5))
 
 
-def measure_longest(device: Device, sizes: Sizes) -> list[dict[str, Any]]:
-    """Longest power-of-two multiple, then quarters of it, that one step runs through with everything offloaded."""
-    rows = []
-    for name, base, layers, tokens in sizes.longest:
-        shape = replace(base, num_layers=layers)
-        best, seconds, step_size = 0, 0.0, tokens
-        while step_size >= 65536:
-            with device.tidy():
-                outcome = run_once(device, shape, best + step_size, sizes.host_bytes)
-            if outcome is None:
-                step_size //= 2
-            else:
-                best, seconds = best + step_size, outcome
-        rows.append({"model": name, "layers": layers, "longest_tokens": best, "seconds": seconds})
-    return rows
+def attention_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
+    """The kernel alone: what MFU of long contexts can reach."""
+    rate, shape = matmul_rate(device), sizes.shape
+    kernel = select_kernel("auto", device.device, device.dtype)
+    for tokens in sizes.attention:
+
+        def measure(tokens: int = tokens) -> Row:
+            triangles, scale = causal_triangles([tokens]), shape.head_dim**-0.5
+            widths = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            q, k, v = (
+                torch.randn(tokens, heads, shape.head_dim, device=device.device).to(device.dtype) for heads in widths
+            )
+            out, lse = kernel.forward(q, k, v, triangles, scale)
+            forward = device.figures(lambda: kernel.forward(q, k, v, triangles, scale), 10)["seconds"]
+            backward = device.figures(lambda: kernel.backward(out, q, k, v, out, lse, triangles, scale), 10)["seconds"]
+            work = flops.layer_attention_flops_per_square(shape) * tokens**2
+            rates = work / forward, flops.BACKWARD_ATTENTION_RATIO * work / backward
+            return {
+                "forward_tflops": rates[0] / 1e12,
+                "backward_tflops": rates[1] / 1e12,
+                "matmul_tflops": rate / 1e12,
+                "share": 3 * work / (work / rates[0] + 2 * work / rates[1]) / rate,
+            }
+
+        yield {"tokens": tokens}, CASE_SECONDS, measure
 
 
-def run_once(device: Device, shape: Architecture, tokens: int, host_bytes: int) -> float | None:
+def longest_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
+    """Memory first, without attention's hour of arithmetic; then a real step that is as long as time allows."""
+    pool = HostPool(sizes.host_bytes, pinned=device.on_gpu)
+    for name, shape, first in sizes.longest:
+        row = {"model": name, "layers": shape.num_layers, "checkpointing": "full"}
+        unit, fits, too_many = first // 8, 0, 2 * first
+        while too_many - fits > unit:
+            tokens = first if fits == 0 and too_many == 2 * first else (fits + too_many) // (2 * unit) * unit
+            outcome: list[bool] = []
+
+            def measure(tokens: int = tokens, shape: Architecture = shape, outcome: list[bool] = outcome) -> Row:
+                figures = longest_figures(device, sizes, shape, tokens, pool, NoAttention())
+                outcome.append(figures["fits"] == "yes")
+                return figures
+
+            yield row | {"tokens": tokens, "attention": "allocated, not computed"}, 60.0, measure
+            if not outcome:
+                return  # out of time
+            fits, too_many = (tokens, too_many) if outcome[0] else (fits, tokens)
+        while device.on_gpu and step_seconds(shape, 1, fits, "full") > 120:
+            fits //= 2
+        if fits:
+            yield (
+                row | {"tokens": fits, "attention": "computed"},
+                step_seconds(shape, 1, fits, "full"),
+                lambda a=(shape, fits, pool): longest_figures(device, sizes, *a),
+            )
+
+
+def longest_figures(
+    device: Device,
+    sizes: Sizes,
+    shape: Architecture,
+    tokens: int,
+    pool: HostPool,
+    kernel: AttentionKernel | None = None,
+) -> Row:
+    """One step with as much offloaded as host memory has room for, and whether the device has room for the rest."""
+    estimate = memory_model(device, shape, "full")
+    ratio = min(1.0, 0.98 * sizes.host_bytes / (estimate.movable_bytes_per_token * tokens))
+    room = torch.cuda.get_device_properties(device.device).total_memory if device.on_gpu else sizes.device_bytes
+    row: Row = {
+        "r": ratio,
+        "estimated_gib": float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) / GIB,
+        "device_gib": room / GIB,
+    }
     try:
-        step = Step(device, shape, [tokens], "full", 1.0, host_bytes)
-        device.synchronise()
-        started = time.perf_counter()
-        step()
-        device.synchronise()
-    except (torch.cuda.OutOfMemoryError, MemoryError):
-        return None
-    return time.perf_counter() - started
+        step = Step(device, shape, [tokens], "full", pool, ratio, kernel)
+        states = torch.cuda.memory_allocated(device.device) if device.on_gpu else estimate.states_bytes
+        make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
+        if device.on_gpu:
+            torch.cuda.reset_peak_memory_stats(device.device)
+            seconds = device.once(step)
+            peak = torch.cuda.max_memory_allocated(device.device)
+        else:
+            seconds, peak = device.once(step), counted_peak(step) + states
+    except torch.cuda.OutOfMemoryError:
+        return row | {"fits": "no"}
+    row |= {"fits": "yes" if peak <= room else "no", "peak_gib": peak / GIB, "host_gib": pool.bytes_allocated / GIB}
+    return row if kernel is not None else row | {"seconds": seconds}
 
 
 def losses(device: Device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | str]:
@@ -269,60 +482,99 @@ def losses(device: Device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tenso
     else:
         found["torch linear_cross_entropy"] = f"not in torch {torch.__version__}"
     try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
-    except ImportError:
-        found["Liger"] = "liger-kernel is not installed"
-    else:
-        loss = __import__("liger_kernel.transformers", fromlist=["x"]).LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        found["Liger"] = (lambda h, w, y: loss(w, h, y)) if device.on_gpu and Liger else "Liger needs a GPU"
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Liger
+    except ImportError as error:
+        return found | {"Liger": f"not installed ({error})"}
+    if not device.on_gpu:
+        return found | {"Liger": "needs a GPU"}
+    liger = Liger(reduction="sum")
+    found["Liger"] = lambda h, w, y: liger(w, h, y)
+    if "accum_dtype" in inspect.signature(Liger).parameters:  # the head's gradient in fp32, as ours
+        wide = Liger(reduction="sum", accum_dtype=torch.float32)
+        found["Liger, fp32 sums"] = lambda h, w, y: wide(w, h, y)
     return found
 
 
-def measure_loss(device: Device, sizes: Sizes) -> list[dict[str, Any]]:
-    rows = []
+def loss_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
     for tokens, width, vocab in sizes.loss:
         for name, function in losses(device).items():
-            row: dict[str, Any] = {"tokens": tokens, "hidden": width, "vocabulary": vocab, "implementation": name}
-            figures = {"note": function} if isinstance(function, str) else None
-            with device.tidy():
-                rows.append(row | (figures or loss_figures(device, function, tokens, width, vocab, sizes.steps)))
-    return rows
+            row = {"tokens": tokens, "hidden": width, "vocabulary": vocab, "implementation": name}
+            yield (
+                row,
+                CASE_SECONDS / 4,
+                lambda a=(function, tokens, width, vocab): loss_figures(device, sizes.steps, *a),
+            )
 
 
-def loss_figures(device: Device, function: Any, tokens: int, width: int, vocab: int, repeats: int) -> dict[str, Any]:
+def loss_figures(device: Device, repeats: int, function: Any, tokens: int, width: int, vocab: int) -> Row:
     """Seconds and peak GiB of forward and backward of one implementation."""
-    hidden = torch.randn(tokens, width, device=device.device).to(device.dtype).requires_grad_()
-    weight = (torch.randn(vocab, width, device=device.device) * 0.02).to(device.dtype).requires_grad_()
-    labels = torch.randint(vocab, (tokens,), device=device.device)
-
-    def forget() -> None:
-        hidden.grad = weight.grad = None
+    if isinstance(function, str):
+        return {"note": function}
+    generator = torch.Generator(device=device.device).manual_seed(0)  # the same numbers for everybody
+    hidden = torch.randn(tokens, width, device=device.device, generator=generator).to(device.dtype).requires_grad_()
+    weight = torch.randn(vocab, width, device=device.device, generator=generator).mul_(0.02).to(device.dtype)
+    weight.requires_grad_()
+    labels = torch.randint(vocab, (tokens,), device=device.device, generator=generator)
+    values: list[float] = []
 
     def both() -> None:
-        forget()
-        function(hidden, weight, labels).backward()
+        loss = function(hidden, weight, labels)
+        loss.backward()
+        values[:] = [float(loss.detach())]
+        hidden.grad = weight.grad = None  # inside, so that every run finds the memory as it was
 
-    try:
-        seconds = device.seconds(both, repeats)
-        forget()
-        return {"seconds": seconds, "peak_gib": device.peak_bytes(both) / GIB}
-    except torch.cuda.OutOfMemoryError:
-        return {"note": "out of memory"}
+    return device.figures(both, 3 * repeats) | {"loss": values[0] / tokens}
 
 
-MEASUREMENTS: dict[str, Callable[[Device, Sizes], list[dict[str, Any]]]] = {
-    "loss": measure_loss,
-    "offload": measure_offload,
-    "mfu": measure_mfu,
-    "longest": measure_longest,
+def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
+    """``bytescale profile`` where its command line's packages are not installed."""
+    shape, longest, seconds = sizes.profile
+
+    def measure() -> Row:
+        from bytescale.train.profile_plot import draw_profile
+        from bytescale.train.profiler import measure_profile
+
+        profile = measure_profile(shape, device=device.device, dtype=device.dtype, max_tokens=longest, seconds=seconds)
+        out = Path("benchmarks/out/profile.toml")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(profile, out)
+        draw_profile(profile, out.with_suffix(".png"))
+        return {
+            "to_host_gb_s": profile.links.device_to_host_bytes_per_second / 1e9,
+            "from_host_gb_s": profile.links.host_to_device_bytes_per_second / 1e9,
+            "longest": int(np.max([point.tokens for point in profile.points])),
+            "file": str(out),
+            "note": "; ".join(fit_warnings(profile)),
+        }
+
+    yield {"hidden": shape.hidden_size}, 1.5 * seconds, measure
+
+
+PARTS: dict[str, Callable[[Device, Sizes], Iterator[Case]]] = {
+    "loss": loss_cases,
+    "attention": attention_cases,
+    "offload": lambda device, sizes: offload_cases(device, sizes, sizes.offload),
+    "offload_long": lambda device, sizes: offload_cases(device, sizes, sizes.offload_long),
+    "mfu": lambda device, sizes: mfu_cases(device, sizes, sizes.mfu),
+    "mfu_long": lambda device, sizes: mfu_cases(device, sizes, sizes.mfu_long),
+    "longest": longest_cases,
+    "profile": profile_cases,
 }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(row.get(name)) for name in columns) + " |" for row in rows]
-    return "\n".join(lines)
+class Table:
+    """Markdown, printed row by row: the first row's columns, and a last one for whatever else a row has to say."""
+
+    def __init__(self) -> None:
+        self._columns: list[str] = []
+
+    def add(self, row: Row) -> None:
+        if not self._columns:
+            self._columns = [name for name in row if name != "note"]
+            print("| " + " | ".join([*self._columns, "note"]) + " |\n" + "|---" * (len(self._columns) + 1) + "|")
+        others = [f"{name} {cell(row[name])}" for name in row if name not in (*self._columns, "note")]
+        note = "; ".join([*others, *([str(row["note"])] if row.get("note") else [])])
+        print("| " + " | ".join([*(cell(row.get(name)) for name in self._columns), note]) + " |", flush=True)
 
 
 def cell(value: object) -> str:
@@ -331,29 +583,55 @@ def cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def main() -> None:
+def measured(device: Device, case: Case, seconds_left: float) -> tuple[Row, bool]:
+    """The case's row, and whether it is as it should be: running out of memory is a finding, an error is not."""
+    row, seconds, measure = case
+    if device.on_gpu and seconds > seconds_left:
+        return row | {"note": f"left out: takes about {seconds:.0f} s, {seconds_left:.0f} s are left"}, True
+    with device.tidy():
+        try:
+            return row | measure(), True
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            return row | {"note": f"out of memory: {str(error).splitlines()[0]}"}, True
+        except Exception as error:  # printed, and in the exit code: the cases that follow are worth their minutes
+            return row | {"note": f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}, False
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(MEASUREMENTS), help="which, with commas: " + ", ".join(MEASUREMENTS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="also write JSON here")
+    parser.add_argument("--only", default=",".join(PARTS), help="which, with commas: " + ", ".join(PARTS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--seconds", type=float, default=570.0, help="after so many no case is begun on a GPU")
+    parser.add_argument("--out", type=Path, help="also write JSON here, after every row")
     options = parser.parse_args()
+    started = time.perf_counter()
     chosen = options.only.split(",")
-    unknown = [name for name in chosen if name not in MEASUREMENTS]
+    unknown = [name for name in chosen if name not in PARTS]
     if unknown:
-        parser.error(f"--only {unknown[0]}: choose from {', '.join(MEASUREMENTS)}")
-    device = Device(torch.device(options.device))
+        parser.error(f"--only {unknown[0]}: choose from {', '.join(PARTS)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(
+            f"--device {options.device}: this torch ({torch.__version__}) sees no GPU; use cpu for small sizes"
+        )
+    device = Device(options.device)
     sizes = GPU if device.on_gpu else CPU
     name = torch.cuda.get_device_name() if device.on_gpu else f"cpu, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {device.dtype}", flush=True)
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__}
-    for what in chosen:
-        results[what] = MEASUREMENTS[what](device, sizes)
-        if results[what]:
-            print(f"\n{what}\n\n{markdown(results[what])}", flush=True)
-        if options.out:  # after each: a killed run keeps what it has
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    results: Row = {"device": name, "torch": torch.__version__}
+    all_right = True
+    for part in chosen:
+        print(f"\n{part}\n", flush=True)
+        table, results[part] = Table(), []
+        for case in PARTS[part](device, sizes):
+            row, is_right = measured(device, case, options.seconds - (time.perf_counter() - started))
+            all_right &= is_right
+            table.add(row)
+            results[part].append(row)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return 0 if all_right else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

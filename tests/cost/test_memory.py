@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bytescale.attention import PackedAttention, select_kernel
+from bytescale.attention import AttentionKernel, PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.config import PRESETS, Architecture
-from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
+from bytescale.cost.memory import LOGITS_PER_CHUNK, ROWS_PER_CHUNK, MemoryModel, loss_chunk_tokens
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model
 from bytescale.models.tensor_parallel import apply_tensor_parallelism
@@ -28,8 +28,8 @@ from bytescale.runtime import (
     TokenShards,
     linear_cross_entropy,
 )
-from bytescale.runtime.loss import chunk_tokens
 from bytescale.runtime.token_shards import num_own_rows
+from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_mesh, run_ranks
 from tests.helpers.steps import make_model, random_batch, slice_batch
@@ -49,6 +49,7 @@ def measured(
     ratio: float = 0.0,
     num_ranks: int = 1,
     chunk_rows: int = 2**20,
+    kernel: AttentionKernel | None = None,
 ) -> tuple[int, int]:
     """Bytes saved after forward, and the peak of a micro-batch, on the first member of a group of all ranks."""
     plan = shared_plan(tokens * num_ranks, num_ranks, ratio)
@@ -67,8 +68,8 @@ def measured(
         )
         micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]
         data = slice_batch(batch, micro_batch)
-        kernel = select_kernel("auto", torch.device("cpu"), dtype)
-        attention = PackedAttention(micro_batch, kernel, hdp.exchange, activations.attention_memory)
+        chosen = kernel or select_kernel("auto", torch.device("cpu"), dtype)
+        attention = PackedAttention(micro_batch, chosen, hdp.exchange, activations.attention_memory)
         activations.begin_step([micro_batch])
         with LiveBytes() as live:
             with activations.forward(0):
@@ -102,7 +103,7 @@ def model_of(shape: Architecture, dtype: torch.dtype, mode: str, num_ranks: int 
         num_ranks=num_ranks,
         checkpointing=mode,  # type: ignore[arg-type]
         fused_norm=False,
-        loss_chunk_tokens=chunk_tokens(shape.vocab_size, "cpu"),
+        loss_chunk_tokens=loss_chunk_tokens(shape.vocab_size, "cpu"),
     )
 
 
@@ -111,6 +112,7 @@ CASES = [
     *((NARROW_HEAD, torch.float32, mode) for mode in ("none", "full", "attention")),
     (WIDE_HEAD, torch.float32, "none"),
     (TINY, torch.bfloat16, "full"),
+    (replace(TINY, vocab_size=2**15, num_layers=3), torch.bfloat16, "full"),
     (MIXTURE, torch.float32, "full"),
     (MIXTURE, torch.bfloat16, "none"),
 ]
@@ -153,6 +155,31 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
     model = replace(model_of(shape, torch.float32, mode), feed_forward_rows=rows)
     estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
     assert peak < 0.8 * whole
+    assert estimate == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(("num_ranks", "ratio"), [(1, 0.0), (1, 1.0), (2, 0.0)])
+@pytest.mark.parametrize("mode", ["none", "full", "attention"])
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_peak_with_cudas_kernels(
+    num_kv_heads: int, mode: str, num_ranks: int, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long contexts on a GPU, where flash attention's own sums decide: counted from what its source allocates."""
+    tokens, rows = 4096, 256
+    shape = replace(NARROW_HEAD, num_kv_heads=num_kv_heads)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", rows * shape.vocab_size)
+    fuse_norms(monkeypatch)
+    _, peak = measured(
+        shape, torch.bfloat16, mode, tokens, ratio=ratio, num_ranks=num_ranks, chunk_rows=rows, kernel=CudaLikeFlash()
+    )
+    model = replace(
+        model_of(shape, torch.bfloat16, mode),
+        fused_norm=True,
+        fused_attention=True,
+        feed_forward_rows=rows if mode != "none" else math.inf,
+    )
+    shared = tokens if num_ranks > 1 else 0
+    estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), shared)) - model.states_bytes
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
@@ -254,7 +281,7 @@ def test_a_device_does_chunk_by_chunk_what_the_runtime_does(kind: str, tp: int) 
         MemoryModel.on_device(PRESETS[name], kind, element_bytes=2, num_ranks=8, tensor_parallel=tp)  # type: ignore[arg-type]
         for name in ("7b", "mixtral-8x7b")
     )
-    assert dense.loss_chunk_tokens == chunk_tokens(PRESETS["7b"].vocab_size // tp, kind)
+    assert dense.loss_chunk_tokens == loss_chunk_tokens(PRESETS["7b"].vocab_size // tp, kind)
     assert dense.feed_forward_rows == ROWS_PER_CHUNK[kind]
     assert mixture.feed_forward_rows == (ROWS_PER_CHUNK[kind] if tp == 1 else math.inf)
     assert dense.fused_norm == dense.fused_loss == (kind == "cuda")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.runtime import IGNORE_INDEX, RankGroup, linear_cross_entropy, loss
+from bytescale.cost.memory import LOGITS_PER_CHUNK
+from bytescale.runtime import IGNORE_INDEX, RankGroup, linear_cross_entropy
 from bytescale.runtime.loss import TorchRows, reference_cross_entropy
 from tests.helpers.ranks import run_ranks
 
@@ -35,7 +36,7 @@ def gradients(
 def test_loss_and_gradients(
     dtype: torch.dtype, tolerance: float, chunk_logits: int, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(loss.LOGITS_PER_CHUNK, "cpu", chunk_logits)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", chunk_logits)
     hidden, weight, labels = inputs(dtype)
     ours = gradients(linear_cross_entropy, hidden, weight, labels, z_loss=z_loss)
     reference = gradients(reference_cross_entropy, hidden, weight, labels, z_loss=z_loss)
@@ -74,7 +75,7 @@ def test_a_vocabulary_of_128k_against_fp64(dtype: torch.dtype, tolerance: float)
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_vocabulary_sharded_over_ranks(num_ranks: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank gets the whole loss, the whole gradient of the hidden states, and its own words' of the weight."""
-    monkeypatch.setitem(loss.LOGITS_PER_CHUNK, "cpu", 60)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 60)
     hidden, weight, labels = inputs(torch.float64, vocab=36)
     if masked:
         labels.fill_(IGNORE_INDEX)

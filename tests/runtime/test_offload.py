@@ -26,6 +26,7 @@ from bytescale.runtime import (
 )
 from bytescale.runtime.host_pool import PageWriter
 from bytescale.runtime.offload import offloaded_tokens
+from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
@@ -141,23 +142,27 @@ def local_plan(lengths: list[int], ratios: list[float]) -> Plan:
     )
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # a block's end may be what finds it
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
 @pytest.mark.parametrize("order", ["f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0", "f0 f1 f2 b0 b1 b2"])
-def test_interleaved_micro_batches(order: str, checkpointing: str) -> None:
-    """Forwards and backwards as a pipeline mixes them."""
+def test_interleaved_micro_batches(order: str, checkpointing: str, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards and backwards as a pipeline mixes them; ``lazy``: copies come as late as events allow, as on CUDA."""
+    if lazy:
+        use_lazy_lanes(monkeypatch)
     lengths, plan = [40, 33, 21], local_plan([40, 33, 21], [1.0, 0.0, 0.6])
     batch = random_batch(lengths, 61, 0)
 
     def gradients(**options: object) -> torch.Tensor:
-        model = make_model(small_shape(num_layers=4), torch.float32)
+        model = make_model(small_shape(num_layers=5), torch.float32)
         flat = FlatParameters(model.named_parameters(), 1)
         activations = Activations(model.layers, **options)  # type: ignore[arg-type]
         micro_batches = RankPlan.of(plan, 0).micro_batches
-        if options:
-            activations.begin_step(micro_batches)
         losses: dict[int, torch.Tensor] = {}
-        for action in order.split():
+        for action in 2 * order.split():  # two steps: the second writes to pages that the first has read
             index = int(action[1])
+            if options and not losses and action == "f0":
+                activations.begin_step(micro_batches)
             if action[0] == "f":
                 data = slice_batch(batch, micro_batches[index])
                 attention = PackedAttention(
@@ -233,6 +238,26 @@ def test_what_is_left_on_the_device() -> None:
     assert pool.bytes_in_use == 0
 
 
+def test_a_device_may_be_named_without_its_index() -> None:
+    """As in ``torch.device("cuda")``, which does not equal the ``cuda:0`` of its tensors."""
+    moved = []
+    for device in (torch.device("cpu"), torch.device("cpu", 0)):
+        model = make_model(small_shape(num_layers=4), torch.float32)
+        activations = Activations(model.layers, pool=HostPool(LIMIT, pinned=False), device=device)
+        rank_plan = RankPlan.of(local_plan([30], [0.5]), 0)
+        run_rank_plan(
+            [ModelPart(model=model, activations=activations)],
+            rank_plan,
+            [slice_batch(random_batch([30], 61, 0), rank_plan.micro_batches[0])],
+            num_global_targets=30,
+            kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
+            mesh=Mesh.of_hdp(RankGroup()),
+        )
+        assert activations.offload is not None
+        moved.append(activations.offload.bytes_moved)
+    assert moved[0] == moved[1] > 0
+
+
 def test_host_memory_ends() -> None:
     lengths, plan = [40], local_plan([40], [1.0])
     model = make_model(small_shape(num_layers=4), torch.float32)
@@ -295,6 +320,7 @@ def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing:
         for _ in range(3):  # pages and blocks of device memory are reused from the second step on
             flat.zero_gradients()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             run_rank_plan(
                 [ModelPart(model=model, activations=activations)],
                 rank_plan,
@@ -304,7 +330,9 @@ def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing:
                 mesh=Mesh.of_hdp(RankGroup(device=device)),
             )
             torch.cuda.synchronize()
-        return flat.gradients.clone(), torch.cuda.max_memory_allocated()
+        if activations.offload is not None:
+            assert activations.offload.bytes_moved > 0
+        return flat.gradients.clone(), torch.cuda.max_memory_allocated() - before
 
     plain, plain_bytes = step(0.0)
     for ratio in (0.5, 1.0):

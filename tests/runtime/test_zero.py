@@ -7,6 +7,7 @@ import torch
 
 from bytescale.config import OptimizerConfig
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedAdamW
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model, small_shape
 
@@ -97,3 +98,17 @@ def test_parameters_of_several_dtypes_are_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match="several dtypes"):
         FlatParameters(model.named_parameters(), 1)
+
+
+def test_an_update_needs_no_copies_of_the_gradients() -> None:
+    """They are there when memory is full of states; a norm in fp64 taken whole would need 16 bytes a weight."""
+    model = torch.nn.Linear(4096, 4096, bias=False)
+    flat = FlatParameters(model.named_parameters(), 1)
+    optimizer = ShardedAdamW(flat, CONFIG, Mesh.of_hdp(RankGroup()))
+    flat.gradients.fill_(0.01)
+    optimizer.update(CONFIG.lr, optimizer.reduce_gradients() ** 0.5)  # makes the states
+    with LiveBytes() as live:
+        share = optimizer.reduce_gradients()
+        optimizer.update(CONFIG.lr, share**0.5)
+    assert share == pytest.approx(CONFIG.clip_grad_norm**2, rel=1e-4)
+    assert live.peak < 6 * flat.gradients.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from bytescale.config import CostConfig, MemoryConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.cost.profile import Point
+from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.job import measured_profile
-from bytescale.train.profiler import CURVES, Measurer, fit_warnings, measure_links, measure_profile
+from bytescale.train.profiler import CURVES, Measurer, measure_links, measure_profile
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import small_shape
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
@@ -41,6 +43,21 @@ def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
     assert profile.device == "cpu, float32"
 
 
+def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes its time would leave a profile of one length."""
+    measure, calls = Measurer.measure, []
+
+    def slow_at_first(self: Measurer, tokens: int) -> None:
+        if not calls:
+            time.sleep(1.0)
+        calls.append(tokens)
+        measure(self, tokens)
+
+    monkeypatch.setattr(Measurer, "measure", slow_at_first)
+    taken = measure_profile(SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=512, seconds=20.0)
+    assert {point.tokens for point in taken.points} == {256, 512}
+
+
 def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
     model = MemoryModel(architecture=SHAPE, element_bytes=4, num_ranks=1, fused_norm=False)
     assert profile.activation_bytes.linear == pytest.approx(model.layer_saved_bytes_per_token, rel=1e-3)
@@ -51,6 +68,24 @@ def test_a_bad_fit_is_named_with_its_worst_point(profile: Profile) -> None:
     points = tuple(other if (p.curve, p.tokens) == ("rest_forward", 512) else p for p in profile.points)
     warnings = fit_warnings(replace(profile, points=points))
     assert any(line.startswith("rest_forward fits badly: -100% at 512 tokens") for line in warnings)
+
+
+def test_a_bad_fit_is_named_wherever_it_is_used(
+    profile: Profile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    points = tuple(replace(point, value=9.0) if point.curve == "rest_forward" else point for point in profile.points)
+    path, lengths = tmp_path / "bad.toml", tmp_path / "lengths.txt"
+    save_profile(replace(profile, points=points), path)
+    lengths.write_text("100 200 300")
+    batch = ["--batch.lengths", str(lengths), "--ranks", "2", "--capacity-tokens", "512"]
+    assert main(["plan", *batch, "--cost.profile", str(path)]) == 0
+    assert "rest_forward fits badly: -100% at" in caplog.text
+    caplog.clear()
+    config = small_run(write_corpus(tmp_path / "data" / "corpus"), tmp_path / "run", steps=1)
+    shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_hidden_size": 48}
+    config = replace(config, model=replace(config.model, **shape), cost=CostConfig(profile=str(path)))
+    train(config, print_line=lambda line: None)
+    assert caplog.text.count("rest_forward fits badly: -100% at") == 1
 
 
 def test_the_head_is_measured_as_it_trains(profile: Profile) -> None:
@@ -114,3 +149,18 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
 def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--seconds", "0"]) == 2
     assert "To fix: use numbers above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("missing/x.toml", "no writable folder. What is measured would be lost"),
+        ("picture.png", "would overwrite it. To fix: use "),
+        (".", "is a folder"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_refused_before_measuring(
+    out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--out", str(tmp_path / out)]) == 2
+    assert message in capsys.readouterr().err

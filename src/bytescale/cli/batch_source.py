@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.config import Config, ModelConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
-from bytescale.cost.profile_file import require_model
+from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 
 IntArray = NDArray[np.int64]
 KIBI = 1024
@@ -136,6 +136,7 @@ def read_profile(
     """
     if source.profile is not None:
         profile = load_profile(source.profile)
+        warn_of_bad_fits(profile)
         if model_is_given:
             architecture = resolve_architecture(model, tokenizer_vocab_size=vocab_size)
             require_model(profile, architecture)

@@ -74,6 +74,7 @@ def devices_of(
         element_bytes=element_bytes,
         num_ranks=num_ranks,
         checkpointing=checkpointing,
+        attention="auto" if config is None else config.trainer.attention,
         tensor_parallel=profile.tensor_parallel,
         num_stages=num_stages,
         virtual_stages=virtual_stages,

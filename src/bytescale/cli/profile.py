@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config, resolve_architecture
 from bytescale.cost import Profile, save_profile
+from bytescale.cost.profile_file import fit_warnings
 
 if TYPE_CHECKING:
     from bytescale.train.ranks import Ranks
@@ -55,6 +57,7 @@ def run(arguments: Sequence[str]) -> int:
                 fix="use numbers above 0",
             )
         )
+    _check_out(options.out)
     from bytescale.train.ranks import under_torchrun
 
     if options.ranks > 1 and not under_torchrun():
@@ -63,6 +66,28 @@ def run(arguments: Sequence[str]) -> int:
         launch_ranks(options.ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
         return 0
     return profile_command(options)
+
+
+def _check_out(out: Path) -> None:
+    """Raise ``ConfigError`` where nothing could be written, before a minute is spent on measuring."""
+    if out.suffix == ".png":
+        raise ConfigError(
+            problem(
+                f"--out {out} ends in .png",
+                so="the picture beside the profile, which has its name, would overwrite it",
+                fix=f"use {out.with_suffix('.toml')}",
+            )
+        )
+    folder = out.parent
+    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(
+            problem(
+                f"--out {out} "
+                + ("is a folder" if out.is_dir() else f"cannot be written: {folder} is no writable folder"),
+                so="what is measured would be lost",
+                fix="name a file in a folder that exists",
+            )
+        )
 
 
 def profile_command(options: ProfileOptions) -> int:
@@ -107,7 +132,6 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     from bytescale.train.profile_plot import draw_profile
-    from bytescale.train.profiler import fit_warnings
 
     save_profile(profile, options.out)
     picture = options.out.with_suffix(".png")

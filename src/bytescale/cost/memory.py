@@ -1,10 +1,11 @@
 """Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
 
 At any moment a rank holds its states (parameters, gradient sums, its shard of the optimizer) and what the layers have
-saved for backward. On top of that comes one of three phases, and the largest decides::
+saved for backward. On top of that comes one of these phases, and the largest decides::
 
     loss      gradients of hidden states and head, one chunk of logits
     layer     backward of one layer's feed-forward part (after computing the layer again, with checkpointing)
+    attention backward of CUDA's flash attention, which sums in fp32 (``fused_attention``)
     ring      forward or backward of attention over a shared group: message buffers, sums in fp32
 
 Tensor parallelism over N devices leaves each 1 / N of heads, feed-forward and vocabulary, and 1 / N of the tokens of
@@ -53,6 +54,8 @@ class MemoryModel:
     checkpointing: Checkpointing = "none"
     fused_norm: bool = True
     """Whether RMSNorm is one kernel (CUDA), which saves neither the normalised rows nor copies in fp32."""
+    fused_attention: bool = False
+    """Whether attention is CUDA's flash kernel, whose backward has its gradients and fp32 sums beside them at once."""
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at a time."""
     fused_loss: bool = False
@@ -74,6 +77,7 @@ class MemoryModel:
         element_bytes: int,
         num_ranks: int,
         checkpointing: Checkpointing = "none",
+        attention: str = "auto",
         tensor_parallel: int = 1,
         num_stages: int = 1,
         virtual_stages: int = 1,
@@ -86,7 +90,8 @@ class MemoryModel:
             num_ranks=num_ranks,
             checkpointing=checkpointing,
             fused_norm=on_gpu,
-            loss_chunk_tokens=max(1, LOGITS_PER_CHUNK[kind] // -(-architecture.vocab_size // tensor_parallel)),
+            fused_attention=on_gpu and attention != "math",
+            loss_chunk_tokens=loss_chunk_tokens(-(-architecture.vocab_size // tensor_parallel), kind),
             fused_loss=on_gpu and element_bytes == 2,
             feed_forward_rows=ROWS_PER_CHUNK[kind] if is_row_wise(architecture, tensor_parallel) else math.inf,
             tensor_parallel=tensor_parallel,
@@ -195,7 +200,7 @@ class MemoryModel:
     def phases(self) -> tuple[Phase, ...]:
         """What comes on top of states and saved activations."""
         shape, wide, parts = self.architecture, self._wide, self.tensor_parallel
-        head = flops.head_parameters(shape) * wide // parts
+        words = flops.head_parameters(shape) // parts
         feed_forward = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts
         again = 0
         if self.checkpointing != "none":
@@ -209,13 +214,25 @@ class MemoryModel:
         largest_gradient = matrices * shape.ffn_hidden_size * shape.hidden_size * self.element_bytes // parts
         loss = Phase(
             name="loss",
-            fixed_bytes=head,
+            fixed_bytes=words * wide,
             bytes_per_token=self._hidden_bytes,
             chunk_tokens=self.loss_chunk_tokens,
             bytes_per_chunk_token=shape.vocab_size * self._logit_bytes // parts + 2 * self._hidden_bytes,
         )
+        # The head's gradient is summed in fp32 or wider: a chunk's part of it, and the sum at the end, are copies.
+        head_gradient = replace(
+            loss,
+            fixed_bytes=words * (wide + self.element_bytes * int(self.element_bytes < wide)),
+            bytes_per_chunk_token=shape.vocab_size * self.element_bytes // parts + 2 * self._hidden_bytes,
+        )
+        ring = Phase(
+            name="ring",
+            fixed_bytes=largest_gradient,
+            bytes_per_token=again - self._feed_forward_saved + 2 * self._hidden_bytes,
+            bytes_per_shared_token=messages + sums,
+        )
         return (
-            *((loss,) if self._is_last else ()),
+            *((loss, head_gradient) if self._is_last else ()),
             Phase(
                 name="layer",
                 fixed_bytes=largest_gradient,
@@ -223,12 +240,25 @@ class MemoryModel:
                 chunk_tokens=self.feed_forward_rows,
                 bytes_per_chunk_token=feed_forward + in_chunks,
             ),
-            Phase(
-                name="ring",
-                fixed_bytes=largest_gradient,
-                bytes_per_token=again - self._feed_forward_saved + 2 * self._hidden_bytes,
-                bytes_per_shared_token=messages + sums,
-            ),
+            *(self._flash_phases(again, messages + sums) if self.fused_attention else (ring,)),
+        )
+
+    def _flash_phases(self, again: int, ring_bytes: int) -> tuple[Phase, Phase]:
+        """Backward of attention with what ``mha_varlen_bwd`` of ATen's flash_api.cpp allocates, alone and in a ring.
+
+        ``again``: bytes a token that the layer's second forward adds; ``ring_bytes``: messages and sums of the ring.
+        """
+        shape, parts = self.architecture, self.tensor_parallel
+        kv = 2 * shape.num_kv_heads * shape.head_dim * self.element_bytes // self._kv_parts
+        # Sums of dq, a number per row and head, and where heads share keys, dk and dv of every query head.
+        workspace = 4 * (shape.head_dim + 1) * shape.num_heads // parts
+        workspace += 2 * self._query_bytes if shape.num_kv_heads < shape.num_heads else 0
+        # The layer's second half is done, and so is the final norm; the gradients of the residual and of the output.
+        before = again - self._feed_forward_saved - self._final_norm + self._own_hidden_bytes + self._query_bytes
+        gradients = self._query_bytes + kv
+        return (
+            Phase(name="attention", bytes_per_token=before + gradients + workspace),
+            Phase(name="ring", bytes_per_token=before + gradients, bytes_per_shared_token=ring_bytes + kv + workspace),
         )
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
@@ -308,10 +338,14 @@ class MemoryModel:
     def _beside_layers(self) -> int:
         """Rotary angles (cosine and sine of half a head), the inputs, and the final norm or the output passed on."""
         angles = self.architecture.head_dim * self._wide
+        return angles + (self._final_norm if self._is_last else self._own_hidden_bytes) + _INPUT_BYTES_PER_TOKEN
+
+    @property
+    def _final_norm(self) -> int:
+        """Its input and its output; 0 on stages before the last."""
         if not self._is_last:
-            return angles + self._own_hidden_bytes + _INPUT_BYTES_PER_TOKEN
-        final_norm = self._own_hidden_bytes + self._hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
-        return angles + final_norm + _INPUT_BYTES_PER_TOKEN
+            return 0
+        return self._own_hidden_bytes + self._hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
 
     @property
     def _logit_bytes(self) -> int:
@@ -324,3 +358,8 @@ class MemoryModel:
 def is_row_wise(architecture: Architecture, tensor_parallel: int) -> bool:
     """Whether feed-forward parts treat every row alone: not mixtures whose rows move between ranks inside."""
     return not (architecture.num_experts and tensor_parallel > 1)
+
+
+def loss_chunk_tokens(vocab_size: int, kind: str) -> int:
+    """Tokens whose logits over ``vocab_size`` words exist at a time on a device of this ``kind``."""
+    return max(1, LOGITS_PER_CHUNK[kind] // vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tomllib
 from dataclasses import fields
@@ -17,6 +18,8 @@ from bytescale.cost.curve import Curve, relative_errors
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
 
+logger = logging.getLogger(__name__)
+
 CURVES = (
     "attention_forward",
     "attention_backward",
@@ -26,6 +29,8 @@ CURVES = (
     "head_backward",
     "activation_bytes",
 )
+BAD_RESIDUAL = 0.3
+"""A fit that is further than this from a point, relative to it, is worth a warning."""
 _OPTIONAL_CURVES = ("head_forward", "head_backward")
 _SHAPE = (
     *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
@@ -109,6 +114,26 @@ def worst_residual(profile: Profile, curve: str) -> tuple[float, int] | None:
     errors = relative_errors(getattr(profile, curve), tokens, [point.value for point in points])
     worst = int(np.abs(errors).argmax())
     return float(errors[worst]), int(tokens[worst])
+
+
+def fit_warnings(profile: Profile) -> list[str]:
+    """One line per curve that misses one of its points by more than ``BAD_RESIDUAL``, with the worst point."""
+    warnings = []
+    for name in CURVES:
+        error, tokens = worst_residual(profile, name) or (0.0, 0)
+        if abs(error) > BAD_RESIDUAL:
+            warnings.append(
+                f"{name} fits badly: {error:+.0%} at {tokens} tokens (bound {BAD_RESIDUAL:.0%}); take the profile "
+                "again on an idle machine, or expect plans that are off around that length"
+            )
+    return warnings
+
+
+def warn_of_bad_fits(profile: Profile | None) -> None:
+    """Log them, for those who use a profile that somebody else took."""
+    if profile is not None:
+        for line in fit_warnings(profile):
+            logger.warning("profile %r: %s", profile.name, line)
 
 
 def profile_to_toml(profile: Profile) -> str:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.cost.memory import LOGITS_PER_CHUNK
+from bytescale.cost.memory import loss_chunk_tokens
 
 
 def linear_cross_entropy(
@@ -59,11 +59,6 @@ def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, z_lo
     logits = (hidden @ weight.T).to(wide)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss + z_loss * logits.logsumexp(dim=1)[labels != IGNORE_INDEX].square().sum()
-
-
-def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """Tokens whose logits exist at a time."""
-    return max(1, LOGITS_PER_CHUNK[device_type] // vocab_size)
 
 
 class RowKernel(Protocol):
@@ -118,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
         first_word = 0 if group is None else group.rank() * weight.shape[0]
         with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        for chosen in with_target.split(chunk_tokens(weight.shape[0], hidden.device.type)):
+        for chosen in with_target.split(loss_chunk_tokens(weight.shape[0], hidden.device.type)):
             chunk, targets = hidden[chosen], labels[chosen] - first_word
             logits = chunk @ weight.T
             if isinstance(rows, TorchRows):

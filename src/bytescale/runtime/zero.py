@@ -16,6 +16,8 @@ from bytescale.runtime.flat import FlatParameters
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.replicas import TiedHead, sum_replicas
 
+_SQUARES_AT_A_TIME = 2**22
+
 
 class ShardedAdamW:
     """AdamW (decoupled weight decay on matrices) whose states and master weights are sharded over the HDP group."""
@@ -53,7 +55,7 @@ class ShardedAdamW:
         sum_replicas(self.parameters, self.mesh.tp)
         shard = self.hdp.reduce_scatter(self.parameters.gradients)
         self.master.grad = shard
-        return sum(float(shard[own].double().square().sum()) / replicas for own, replicas in self._counted)
+        return sum(_sum_of_squares(shard[own]) / replicas for own, replicas in self._counted)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
@@ -90,6 +92,14 @@ class ShardedAdamW:
         self.hdp.all_gather(self.parameters.values, own)
         if self.tied_head is not None:
             self.tied_head.lend()
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    """In fp64, some at a time: whole, the two copies would be as large as all states of the optimizer."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for piece in values.split(_SQUARES_AT_A_TIME):
+        total += piece.double().square().sum()
+    return float(total)
 
 
 def _slices_by_replicas(parameters: FlatParameters, start: int) -> list[tuple[slice, int]]:

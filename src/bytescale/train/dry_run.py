@@ -8,6 +8,7 @@ from bytescale.common.units import format_si
 from bytescale.config import Config, resolve_architecture
 from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost import flops
+from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data import check_vocabulary, prepare_corpus
 from bytescale.data.mixture import make_sampler
 from bytescale.data.progress import progress_bar
@@ -33,6 +34,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     dtype = choose_dtype(config.trainer.dtype, device)
     ranks = config.parallel.ranks
     profile = measured_profile(config, architecture, device, dtype)
+    warn_of_bad_fits(profile)
     memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
     cost = planning_cost(profile, architecture, device, dtype, config.parallel.pp)
     plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)

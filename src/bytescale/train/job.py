@@ -15,7 +15,7 @@ from bytescale.config import Architecture, Config, resolve_architecture
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import assumed_cost
-from bytescale.cost.profile_file import require_device, require_model
+from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import Loader
@@ -96,6 +96,8 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
+    if ranks.is_first:
+        warn_of_bad_fits(profile)
     cost = planning_cost(profile, architecture, ranks.device, ranks.dtype, parallel.pp)
 
     # 3. Memory: capacity, offloading, and what no plan may exceed, by the rank that has least.

@@ -109,6 +109,7 @@ def memory_budget(
         element_bytes=dtype.itemsize,
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
+        attention=config.trainer.attention,
         tensor_parallel=parallel.tp,
         num_stages=parallel.pp,
         virtual_stages=parallel.virtual_stages,

@@ -54,8 +54,6 @@ LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 RING_TOKENS = 512
 """Slice of the ring whose overhead is measured."""
 RING_ROUNDS = 20
-BAD_RESIDUAL = 0.3
-"""A fit that is further than this from a point, relative to it, is worth a warning."""
 
 
 @dataclass
@@ -221,6 +219,8 @@ def measure_profile(
     """
     hdp = hdp or RankGroup(device=device)
     measurer = Measurer(architecture, device, dtype)
+    measurer.measure(MIN_TOKENS)  # compilers and libraries start up: seconds on a GPU, which tell nothing of a length
+    measurer.sweeps.clear()
     lengths: list[int] = []
     started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
     # The first sweep finds the lengths: doubling one at most quadruples its time.
@@ -331,25 +331,6 @@ def measure_ring_step(hdp: RankGroup, measurer: Measurer) -> float:
         beyond.append(seconds - measurer.watch.once(alone))
     slowest = np.max(hdp.share(beyond[1:]), axis=0)
     return max(0.0, float(np.quantile(slowest, 0.2)) / (2 * (hdp.size - 1)))
-
-
-def fit_warnings(profile: Profile) -> list[str]:
-    """One line per curve that misses one of its points by more than ``BAD_RESIDUAL``, with the worst point."""
-    warnings = []
-    for name in CURVES:
-        points = [point for point in profile.points if point.curve == name]
-        if not points:
-            continue
-        errors = relative_errors(
-            getattr(profile, name), [point.tokens for point in points], [point.value for point in points]
-        )
-        worst = int(np.abs(errors).argmax())
-        if abs(errors[worst]) > BAD_RESIDUAL:
-            warnings.append(
-                f"{name} fits badly: {errors[worst]:+.0%} at {points[worst].tokens} tokens (bound {BAD_RESIDUAL:.0%}); "
-                "take the profile again on an idle machine, or expect plans that are off around that length"
-            )
-    return warnings
 
 
 def _fit(points: list[Point], name: str) -> Curve:

@@ -1,0 +1,82 @@
+"""CUDA's allocations on a CPU: what its fused kernels allocate, with the CPU's numbers in it.
+
+``LiveBytes`` sees the tensors that a kernel's host code makes on a GPU and none of the CPU's own. Taken from PyTorch's
+sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, and the fused RMSNorm, which saves its input
+and one number a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bytescale.attention.blocks import BlockSet
+from bytescale.attention.kernels import CpuFlashKernel
+
+
+class CudaLikeFlash:
+    """``CudaFlashKernel``'s tensors: results, and in backward sums of dq in fp32 and dk, dv of every query head."""
+
+    def __init__(self) -> None:
+        self.kernel = CpuFlashKernel()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        rows, heads, width = blocks.num_query_rows, q.shape[1], q.shape[2]
+        out, lse = q.new_empty(rows, heads, width), q.new_empty(heads, rows, dtype=torch.float32)
+        with _disable_current_modes():
+            numbers = self.kernel.forward(q, k, v, blocks, scale)
+            out.copy_(numbers[0])
+            lse.copy_(numbers[1].T)
+        return out, lse.T
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
+        rows, (heads, width) = q[query_rows].shape[0], q.shape[1:]
+        gradients = tuple(torch.empty_like(tensor) for tensor in (q[query_rows], k[key_rows], v[key_rows]))
+        padded = rows + 128 * len(blocks.queries)
+        sums = [q.new_empty(padded * heads * size, dtype=torch.float32) for size in (1, width)]
+        if k.shape[1] != heads:
+            sums += [k.new_empty(blocks.num_key_rows, heads, width) for _ in range(2)]
+        with _disable_current_modes():
+            numbers = self.kernel.backward(dout, q, k, v, out, lse.contiguous(), blocks, scale)
+            for gradient, number in zip(gradients, numbers, strict=True):
+                gradient.copy_(number)
+        return gradients  # type: ignore[return-value]
+
+
+def fuse_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RMSNorm as one kernel, for the length of a test."""
+    plain = nn.RMSNorm.forward
+
+    def fused(self: nn.RMSNorm, rows: Tensor) -> Tensor:
+        return _FusedNorm.apply(rows, self.weight, lambda x: plain(self, x))
+
+    monkeypatch.setattr(nn.RMSNorm, "forward", fused)
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, norm: Any) -> Tensor:
+        out = torch.empty_like(rows)
+        with _disable_current_modes():
+            out.copy_(norm(rows.detach()))
+        ctx.norm = norm
+        ctx.save_for_backward(rows, weight, rows.new_empty(len(rows), 1, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, _ = ctx.saved_tensors
+        d_rows, d_weight = torch.empty_like(rows), torch.empty_like(weight)
+        with _disable_current_modes(), torch.enable_grad():
+            own = rows.detach().requires_grad_()
+            numbers = torch.autograd.grad(ctx.norm(own), (own, weight), gradients[0])
+            d_rows.copy_(numbers[0])
+            d_weight.copy_(numbers[1])
+        return d_rows, d_weight, None
