@@ -44,7 +44,7 @@ from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.cost import flops, save_profile
-from bytescale.cost.memory import ROWS_PER_CHUNK, MemoryModel
+from bytescale.cost.memory import MemoryModel
 from bytescale.cost.profile_file import fit_warnings
 from bytescale.models import Llama
 from bytescale.plan import MicroBatch, Plan, RankPlan
@@ -60,7 +60,6 @@ from bytescale.runtime import (
     linear_cross_entropy,
     run_rank_plan,
 )
-from bytescale.runtime.loss import chunk_tokens
 
 GIB = 2**30
 LONG_SECONDS = 100.0
@@ -284,16 +283,12 @@ def one_micro_batch(lengths: list[int], ratio: float) -> RankPlan:
 
 def memory_model(device: Device, shape: Architecture, checkpointing: str) -> MemoryModel:
     """What ``train`` goes by on this device."""
-    return MemoryModel(
-        architecture=shape,
+    return MemoryModel.on_device(
+        shape,
+        "cuda" if device.on_gpu else "cpu",
         element_bytes=device.dtype.itemsize,
         num_ranks=1,
         checkpointing=checkpointing,  # type: ignore[arg-type]
-        fused_norm=device.on_gpu,
-        fused_attention=device.on_gpu,
-        fused_loss=device.on_gpu,
-        loss_chunk_tokens=chunk_tokens(shape.vocab_size, device.device.type),
-        feed_forward_rows=float("inf") if checkpointing == "none" else ROWS_PER_CHUNK[device.device.type],
     )
 
 

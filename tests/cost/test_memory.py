@@ -158,6 +158,14 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
+def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
+    """Whatever the model says of rows: a long micro-batch of a 7B model has the temporaries of all its rows."""
+    whole = MemoryModel.on_device(PRESETS["7b"], "cuda", element_bytes=2, num_ranks=8)
+    tokens = 4 * ROWS_PER_CHUNK["cuda"]
+    unchunked = replace(whole, feed_forward_rows=math.inf)
+    assert float(whole.limits().device_peak(tokens, 0, 0)) == float(unchunked.limits().device_peak(tokens, 0, 0))
+
+
 @pytest.mark.parametrize(("num_ranks", "ratio"), [(1, 0.0), (1, 1.0), (2, 0.0)])
 @pytest.mark.parametrize("mode", ["none", "full", "attention"])
 @pytest.mark.parametrize("num_kv_heads", [1, 4])

@@ -61,7 +61,7 @@ class MemoryModel:
     fused_loss: bool = False
     """Whether logits stay in the compute dtype (the Triton kernel for BF16)."""
     feed_forward_rows: float = math.inf
-    """Rows of the feed-forward part that exist at a time in backward (``runtime.checkpointing``)."""
+    """Rows of the feed-forward part that exist at a time in backward, under checkpointing (which see, in runtime)."""
     tensor_parallel: int = 1
     num_stages: int = 1
     stage: int = 0
@@ -237,7 +237,7 @@ class MemoryModel:
                 name="layer",
                 fixed_bytes=largest_gradient,
                 bytes_per_token=again + self._hidden_bytes - in_chunks,
-                chunk_tokens=self.feed_forward_rows,
+                chunk_tokens=self.feed_forward_rows if self.checkpointing != "none" else math.inf,
                 bytes_per_chunk_token=feed_forward + in_chunks,
             ),
             *(self._flash_phases(again, messages + sums) if self.fused_attention else (ring,)),
