@@ -194,6 +194,15 @@ def test_narrow_groups_fill_what_wide_ones_leave_of_nodes() -> None:
     assert found.placement.free_at.tolist() == [15.0] * 3 + [12.0] + [21.0] * 2 + [12.0] * 2
 
 
+def test_groups_that_take_next_to_no_time_are_placed() -> None:
+    """Shorter than what counts as the same moment: they still take their ranks, one after the other."""
+    found = backfill(
+        np.array([10**9, 2, 2]), np.array([4, 2, 2]), cost=LINEAR, num_ranks=4, target=1e12, whole_seconds=np.zeros(0)
+    )
+    assert sorted(found.items.tolist()) == [0, 1, 2]
+    assert found.placement.free_at.max() == pytest.approx(2.5e8)
+
+
 def test_what_cannot_be_in_time_is_placed_all_the_same() -> None:
     found = backfill(
         np.array([4000, 4000]), np.array([2, 2]), cost=IDEAL, num_ranks=2, target=1.0, whole_seconds=np.zeros(0)

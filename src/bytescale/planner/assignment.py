@@ -68,8 +68,9 @@ def assign(
             gaps.add(ranks, free_at[ranks], start)
         free_at[ranks] = start + seconds
         placed.append((start, item, seconds, ranks))
-    gaps.add(np.arange(num_ranks), free_at, target)
-    placed += gaps.fill(narrow)
+    if narrow:
+        gaps.add(np.arange(num_ranks), free_at, target)
+        placed += gaps.fill(narrow)
     placed.sort(key=itemgetter(0))
     return _replay(placed, num_ranks, node)
 
@@ -125,8 +126,8 @@ class _Gaps:
         ranks, filled = [*self.ranks], []
         for _, seconds, item, degree in groups:
             fits = (width >= degree) & (start + seconds <= stop)
-            place = int(np.where(fits, start, np.inf).argmin()) if room else 0
-            if not room or not fits[place]:
+            place = int(np.where(fits, start, np.inf).argmin())
+            if not fits[place]:
                 filled.append((np.inf, item, seconds, np.zeros(degree, np.int64)))
                 continue
             begins, members, rest = float(start[place]), ranks[place][:degree], ranks[place][degree:]

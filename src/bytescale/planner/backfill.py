@@ -197,7 +197,7 @@ class _Holes:
         k, end = bisect_left(self.times, start), start + seconds
         if end > target + self.same:
             return None
-        until = bisect_left(self.times, end - self.same)
+        until = max(bisect_left(self.times, end - self.same), k + 1)
         return k if min(self.free[k:until]) >= degree else None
 
     def before(self, target: float) -> list[tuple[float, int]]:
@@ -209,7 +209,7 @@ class _Holes:
         """``degree`` ranks from the k-th change on, for ``seconds``."""
         times, free = self.times, self.free
         end = times[k] + seconds
-        until = bisect_left(times, end - self.same)
+        until = max(bisect_left(times, end - self.same), k + 1)
         if until == len(times) or times[until] > end + self.same:
             times.insert(until, end)
             free.insert(until, free[until - 1])
