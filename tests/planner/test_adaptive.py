@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, evaluate, paper_plan, static_plan
+from bytescale.planner import adaptive, adaptive_plan, align, evaluate, paper_plan, static_plan
+from bytescale.planner.pipeline import pack_sizes
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
 SHORT = CostModel.from_work(linear_per_square=192)
@@ -155,6 +156,25 @@ def test_in_a_pipeline_a_long_sequence_takes_more_ranks() -> None:
     assert piped.group_sizes.max() > 20
     ends = [evaluate(plan, cluster=cluster, cost=SHORT, num_stages=4).end_seconds for plan in (flat, piped)]
     assert ends[1] < 0.9 * ends[0]
+
+
+def test_in_a_pipeline_packs_need_not_be_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a micro-batch holds 64K tokens, four of them a rank would leave four stages half empty."""
+    cluster = Cluster.uniform(16, 65536)
+    lengths = sample_lengths("github", 2**22, 0, max_length=2**17)
+    ends = []
+    for num_sizes in (1, None):
+        monkeypatch.setattr(adaptive, "pack_sizes", lambda capacity, most=num_sizes: pack_sizes(capacity)[:most])
+        plan = adaptive_plan(lengths, cluster=cluster, cost=IDEAL, num_stages=4)
+        verify(plan, num_stages=4)
+        ends.append(evaluate(plan, cluster=cluster, cost=IDEAL, num_stages=4).end_seconds)
+    assert ends[1] < 0.9 * ends[0]
+
+
+def test_packs_are_halved_down_to_8k_tokens() -> None:
+    assert pack_sizes(8192) == pack_sizes(100) == [None]
+    assert pack_sizes(20_000) == [None, 10_000]
+    assert pack_sizes(65_536) == [None, 32_768, 16_384, 8192]
 
 
 @st.composite

@@ -10,8 +10,8 @@
     6. Small     few sequences on few ranks: local search over the degrees (``small``)
     7. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
 
-In a pipeline steps 2 to 4 are taken for several longest stage times (``pipeline``), and 5 and 6 left out. Ranks that
-differ in speed or capacity take the same steps in ``mixed``, without 6 and 7.
+In a pipeline steps 2 to 4 are taken for several longest stage times and sizes of packs (``pipeline``), and 5 and 6 left
+out. Ranks that differ in speed or capacity take the same steps in ``mixed``, without 6 and 7.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -39,7 +39,7 @@ from bytescale.planner.gaps import fill_gaps
 from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.order import rising
 from bytescale.planner.paper import paper_plan
-from bytescale.planner.pipeline import levels, pack_seconds
+from bytescale.planner.pipeline import levels, pack_seconds, pack_sizes
 from bytescale.planner.placement import Placement
 from bytescale.planner.static import static_plan
 from bytescale.planner.target import degrees_within, is_ideal
@@ -149,15 +149,12 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
             return plan
         return paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
     batch = Batch.of(lengths[order], cluster, cost, num_stages)
-    trial = _search(batch) if num_stages == 1 else _search_in_pipeline(batch)
-    if num_stages == 1 and len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
+    if num_stages > 1:
+        return _plan_in_pipeline(batch, order, lengths)
+    trial = _search(batch)
+    if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
         trial = small.improve(batch, trial, GOOD_ENOUGH * batch.target)
-    plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
-    if num_stages == 1:
-        return _best_of_rivals(plan, batch)
-    flat = adaptive_plan(lengths, cluster=cluster, cost=cost)  # where rings are dear, bubbles may be cheaper
-    plans = [align(plan, cluster=cluster, cost=cost), align(flat, cluster=cluster, cost=cost)]
-    return _best_of_rivals(min(plans, key=partial(_end, batch)), batch)
+    return _best_of_rivals(trial_plan(batch, trial, order, lengths, "balanced/adaptive"), batch)
 
 
 def _search(batch: Batch) -> Trial:
@@ -181,6 +178,17 @@ def _search(batch: Batch) -> Trial:
         if layout.ends_by(CLEARLY_BETTER * chosen.trial.end):
             chosen = layout
     return chosen.trial
+
+
+def _plan_in_pipeline(batch: Batch, order: IntArray, lengths: IntArray) -> Plan:
+    """The best plan over sizes of packs, and the one made as if there were no pipeline; see ``adaptive_plan``."""
+    cluster, cost = batch.cluster, batch.cost
+    plans = [adaptive_plan(lengths, cluster=cluster, cost=cost)]  # where rings are dear, bubbles may be cheaper
+    for pack_tokens in pack_sizes(int(cluster.capacity_tokens.min())):
+        sized = Batch.of(batch.lengths, cluster, cost, batch.num_stages, pack_tokens)
+        plans.append(trial_plan(sized, _search_in_pipeline(sized), order, lengths, "balanced/adaptive"))
+    aligned = [align(plan, cluster=cluster, cost=cost) for plan in plans]
+    return _best_of_rivals(min(aligned, key=partial(_end, batch)), batch)
 
 
 def _search_in_pipeline(batch: Batch) -> Trial:

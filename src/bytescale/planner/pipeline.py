@@ -20,6 +20,8 @@ import numpy as np
 from bytescale.planner.target import degrees_within
 from bytescale.planner.trial import Batch, num_shared
 
+MIN_PACK = 8192
+"""Tokens: packs are halved down to this."""
 STEPS = 24
 """Levels tried, in geometric steps from all of the target down to one micro-batch of short sequences."""
 LAID_OUT = 5
@@ -33,12 +35,21 @@ class Level(NamedTuple):
     longest: float
 
 
+def pack_sizes(capacity: int) -> list[int | None]:
+    """Tokens of whole sequences in one micro-batch that are tried: as many as fit, and halves of it.
+
+    Fewer fill and drain a pipeline in less time, for more launches. Long ones make no difference to short capacities.
+    """
+    halvings = max(0, int(np.log2(max(capacity, 1) / MIN_PACK)))
+    return [None, *(capacity >> halving for halving in range(1, halvings + 1))]
+
+
 def pack_seconds(batch: Batch) -> float:
     """Time of a full micro-batch of whole sequences, the mean over the batch's tokens."""
     whole = batch.fewest == 1
     tokens = batch.lengths[whole].sum()
-    capacity = int(batch.cluster.capacity_tokens.min())
-    return float(batch.local_seconds[whole].sum() / max(tokens, 1) * min(capacity, tokens))
+    filled = int(batch.cluster.capacity_tokens.min()) if batch.pack_tokens is None else batch.pack_tokens
+    return float(batch.local_seconds[whole].sum() / max(tokens, 1) * min(filled, tokens))
 
 
 def levels(batch: Batch, num_stages: int) -> list[Level]:

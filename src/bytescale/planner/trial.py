@@ -33,13 +33,16 @@ class Batch:
     cost: CostModel
     target: float  # when all could end together, without a pipeline
     num_stages: int = 1
+    pack_tokens: int | None = None  # of whole sequences in one micro-batch; None: as many as fit
 
     @staticmethod
-    def of(lengths: IntArray, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Batch:
+    def of(
+        lengths: IntArray, cluster: Cluster, cost: CostModel, num_stages: int = 1, pack_tokens: int | None = None
+    ) -> Batch:
         """The batch of ``lengths`` ``[S]``, longest first, on equal ranks."""
-        capacity = int(cluster.capacity_tokens.min())
+        filled = int(cluster.capacity_tokens.min()) if pack_tokens is None else pack_tokens
         fewest = cluster.fewest_ranks(lengths)
-        local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / capacity)
+        local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / filled)
         spread_evenly = float(local_seconds.sum()) / cluster.num_ranks
         num_long = num_shared(fewest, local_seconds, spread_evenly)
         target = target_seconds(
@@ -53,6 +56,7 @@ class Batch:
             cost=cost,
             target=target,
             num_stages=num_stages,
+            pack_tokens=pack_tokens,
         )
 
 
@@ -94,6 +98,8 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     places, berth_of = trial.local[by_berth], berth_of[by_berth]
     # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
     capacity = batch.cluster.capacity_tokens[berth_ranks]
+    if batch.pack_tokens is not None:
+        capacity = np.minimum(capacity, batch.pack_tokens)
     index = micro_batches(np.minimum(batch.lengths[places], capacity[berth_of]), berth_of, capacity)
     # One local group per micro-batch, in the order of time: all berths' first, then their second.
     packs = index * len(berth_ranks) + berth_of
