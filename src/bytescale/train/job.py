@@ -93,7 +93,8 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     if config.trainer.init:
         load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
 
-    # 2. Speed: the peak is for MFU; planning takes only what all ranks know alike.
+    # 2. Speed: the peak, measured by all ranks at once, is for MFU; planning takes only what all ranks know alike.
+    ranks.world.share([0.0])
     peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
     if ranks.is_first:

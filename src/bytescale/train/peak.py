@@ -19,7 +19,7 @@ _DATASHEET_BF16_TFLOPS = {
     "B200": 2250.0,
 }
 _SIDE = 768
-_SECONDS = 0.15
+_SECONDS = 0.3
 
 
 def device_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -31,8 +31,8 @@ def device_name(device: torch.device, dtype: torch.dtype) -> str:
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float:
     """Floating-point operations per second: configured, from the data sheet (bf16 on a known GPU), or measured.
 
-    The measurement is the best of several matrix products. On CPU all ranks call this at the same time, so that ranks
-    which share cores share the measured rate.
+    The measurement is of matrix products one after the other, all of them over all their time: ranks which share cores
+    and measure at the same moment so share the rate, though the one or the other product has a core to itself.
     """
     if configured_tflops is not None:
         return configured_tflops * 1e12
@@ -47,12 +47,13 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype, configured_t
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDE if device.type == "cpu" else 8192
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    times: list[float] = []
-    deadline = time.perf_counter() + _SECONDS
-    while time.perf_counter() < deadline or len(times) < 3:
-        started = time.perf_counter()
+    products, started, elapsed = -1, 0.0, 0.0  # the first one warms up
+    while products < 3 or elapsed < _SECONDS:
         left @ right
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    return 2 * side**3 / sorted(times)[len(times) // 2]
+        products += 1
+        if products == 0:
+            started = time.perf_counter()
+        elapsed = time.perf_counter() - started
+    return products * 2 * side**3 / elapsed
