@@ -19,6 +19,7 @@ from bytescale.planner.fill import deal, into_holes, micro_batches
 from bytescale.planner.mixed import shares
 from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit
+from bytescale.planner.placement import Placement
 from bytescale.planner.target import block_seconds, degrees_within, target_seconds
 from bytescale.planner.trial import Batch
 from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
@@ -54,6 +55,11 @@ def test_micro_batches_are_best_fit_on_every_rank(sizes: list[int], num_ranks: i
         assert index[mine].tolist() == best_fit(lengths[mine], int(capacity[rank])).tolist()
 
 
+def members_of(placement: Placement) -> list[np.ndarray]:
+    """Ranks of each group."""
+    return np.split(placement.ranks, placement.degrees.cumsum()[:-1])
+
+
 def earliest_start(placed: list[tuple[float, float, int]], num_ranks: int, degree: int, seconds: float) -> float:
     """The slow twin of reservations: try every moment at which a group starts or ends, look at every other moment."""
     moments = sorted({0.0, *(start for start, _, _ in placed), *(end for _, end, _ in placed)})
@@ -85,9 +91,7 @@ def test_backfilled_groups_start_at_the_first_moment_with_room(items: list[tuple
     )
     assert np.array_equal(found.placement.degrees, degrees[found.items])
     ends, replayed = np.zeros(num_ranks), {}
-    for item, ranks in zip(
-        found.items.tolist(), np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1]), strict=True
-    ):
+    for item, ranks in zip(found.items.tolist(), members_of(found.placement), strict=True):
         assert len(set(ranks.tolist())) == degrees[item]
         replayed[item] = start = ends[ranks].max()
         ends[ranks] = start + seconds[item]
@@ -104,9 +108,7 @@ def test_backfilling_takes_ranks_that_are_no_neighbours() -> None:
     """The picture in ``backfill``: of two ranks that c leaves and one that a leaves, d takes all three at once."""
     degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
     found = backfill(degrees * seconds, degrees, cost=LINEAR, num_ranks=7, target=20.0, whole_seconds=np.full(10, 1.0))
-    members = dict(
-        zip(found.items.tolist(), np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1]), strict=True)
-    )
+    members = dict(zip(found.items.tolist(), members_of(found.placement), strict=True))
     assert sorted(len(ranks) for ranks in members.values()) == [2, 2, 3, 3, 5]
     assert not set(members[1].tolist()) & set(members[2].tolist())
     assert found.placement.free_at.max() == pytest.approx(20.0)
@@ -163,9 +165,7 @@ def test_backfilled_narrow_groups_stay_inside_nodes(items: list[tuple[int, int]]
     assert sorted(found.items.tolist()) == list(range(len(lengths)))
     assert (found.placement.degrees >= degrees[found.items]).all()
     ends = np.zeros(num_ranks)
-    for item, ranks in zip(
-        found.items, np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1]), strict=True
-    ):
+    for item, ranks in zip(found.items, members_of(found.placement), strict=True):
         assert (np.diff(ranks) > 0).all()
         if len(ranks) <= node:
             assert ranks[0] // node == ranks[-1] // node
@@ -179,8 +179,8 @@ def test_narrow_groups_fill_what_wide_ones_leave_of_nodes() -> None:
     wide = [Reservation(0.0, 5.0, 0, 5), Reservation(0.0, 8.0, 1, 3), Reservation(8.0, 4.0, 2, 8)]
     narrow = [Reservation(0.0, 3.0, 3, 4), Reservation(0.0, 3.0, 4, 3), Reservation(0.0, 9.0, 5, 2)]
     found = assign(wide, narrow, num_ranks=8, node=4, target=20.0, same=1e-9)
-    groups = np.split(found.placement.ranks, found.placement.degrees.cumsum()[:-1])
-    members = {item: ranks.tolist() for item, ranks in zip(found.items.tolist(), groups, strict=True)}
+    groups = zip(found.items.tolist(), members_of(found.placement), strict=True)
+    members = {item: ranks.tolist() for item, ranks in groups}
     assert found.items.tolist() == [0, 1, 3, 2, 4, 5]
     assert members == {
         0: [0, 1, 2, 3, 4],
@@ -286,7 +286,7 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
     )
     free_at = np.zeros(num_ranks)
     assert (blocks.degrees >= degrees).all()
-    for length, ranks in zip(lengths, np.split(blocks.ranks, blocks.degrees.cumsum()[:-1]), strict=True):
+    for length, ranks in zip(lengths, members_of(blocks), strict=True):
         first, degree = int(ranks[0]), len(ranks)
         assert ranks.tolist() == list(range(first, first + degree))
         members = free_at[first : first + degree]

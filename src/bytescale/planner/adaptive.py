@@ -185,7 +185,9 @@ def _plan_in_pipeline(batch: Batch, order: IntArray, lengths: IntArray) -> Plan:
     cluster, cost = batch.cluster, batch.cost
     plans = [adaptive_plan(lengths, cluster=cluster, cost=cost)]  # where rings are dear, bubbles may be cheaper
     for pack_tokens in pack_sizes(int(cluster.capacity_tokens.min())):
-        sized = Batch.of(batch.lengths, cluster, cost, batch.num_stages, pack_tokens)
+        sized = batch
+        if pack_tokens is not None:
+            sized = Batch.of(batch.lengths, cluster, cost, batch.num_stages, pack_tokens)
         plans.append(trial_plan(sized, _search_in_pipeline(sized), order, lengths, "balanced/adaptive"))
     aligned = [align(plan, cluster=cluster, cost=cost) for plan in plans]
     return _best_of_rivals(min(aligned, key=partial(_end, batch)), batch)

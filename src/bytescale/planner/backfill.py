@@ -28,7 +28,7 @@ Shape letters: G groups, E sum of their degrees, R ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -90,34 +90,40 @@ def backfill(
     """
     node = 1 if is_ideal(cost) else cost.ranks_per_node
     seconds = block_seconds(cost, lengths, degrees)
-    num_wide = int(np.searchsorted(-degrees, -node))
-    narrow = [
+    asked = [
         Reservation(0.0, time, item, degree)
         for item, (time, degree) in enumerate(zip(seconds.tolist(), degrees.tolist(), strict=True))
-    ][num_wide:]
-    reserve = _Reserve(lengths[:num_wide], degrees[:num_wide], seconds[:num_wide], cost, num_ranks, target)
+    ]
+    num_wide = int(np.searchsorted(-degrees, -node))
+    wide, narrow = asked[:num_wide], asked[num_wide:]
+    tokens, works, seconds_on = lengths.tolist(), cost.work_seconds(lengths).tolist(), timer(cost)
+
+    def wider(group: Reservation, most: int, room: float) -> tuple[int, float]:
+        return grow(seconds_on, works[group.item], tokens[group.item], group.degree, most, room)
+
+    reserve = partial(_reserve, wider=wider, num_ranks=num_ranks, target=target)
     on_ranks = partial(assign, narrow=narrow, num_ranks=num_ranks, node=node, target=target, same=2 * SAME * target)
-    order = list(range(num_wide))
+    order = list(wide)
     fewest = float((lengths * (degrees - 1)).sum())
     best, least = None, np.inf
     for turn in range(min(ORDERS, max(1, EFFORT // num_ranks))):
-        reservations, troublesome = reserve(order)
-        if len(reservations) == len(order):
-            extra = [int(lengths[r.item]) * (r.degree - int(degrees[r.item])) for r in reservations]
+        reservations, late = reserve(order)
+        if late is None:
+            extra = [tokens[r.item] * (r.degree - asked[r.item].degree) for r in reservations]
             if fewest + sum(extra) < least:
                 placed = _with_whole(on_ranks(reservations), whole_seconds, cost, target)
                 if placed is not None:
                     best, least = placed, fewest + sum(extra)
             if least <= LITTLE * fewest or not any(extra):
                 break
-            troublesome = reservations[int(np.argmax(extra))].item
-        place = order.index(troublesome)
+            late = asked[reservations[int(np.argmax(extra))].item]  # or would have been, had it not grown
+        place = order.index(late)
         order.insert(max(0, place - 1 - turn % STEPS_UP), order.pop(place))
     if best is not None:
         return best
-    reservations, _ = reserve(list(range(num_wide)), may_be_late=True)
-    late = on_ranks(reservations)
-    return Backfilled(late.items, late.placement)
+    reservations, _ = reserve(wide, may_be_late=True)
+    found = on_ranks(reservations)
+    return Backfilled(found.items, found.placement)
 
 
 def _with_whole(found: Assignment, seconds: FloatArray, cost: CostModel, target: float) -> Backfilled | None:
@@ -131,41 +137,38 @@ def _with_whole(found: Assignment, seconds: FloatArray, cost: CostModel, target:
     return Backfilled(found.items, found.placement, in_holes) if is_in_time else None
 
 
-@dataclass(frozen=True)
-class _Reserve:
-    """Reservations for all groups in an order."""
+def _reserve(
+    order: list[Reservation],
+    *,
+    wider: Callable[[Reservation, int, float], tuple[int, float]],
+    num_ranks: int,
+    target: float,
+    may_be_late: bool = False,
+) -> tuple[list[Reservation], Reservation | None]:
+    """Reservations for all groups and None; or up to the first group that ends in time nowhere, and that group.
 
-    lengths: IntArray
-    degrees: IntArray
-    seconds: FloatArray  # [G] on these degrees
-    cost: CostModel
-    num_ranks: int
-    target: float
-
-    def __call__(self, order: list[int], *, may_be_late: bool = False) -> tuple[list[Reservation], int]:
-        """Up to the first group that ends in time nowhere, and that group; else all, and -1."""
-        tokens, widths, heights = self.lengths.tolist(), self.degrees.tolist(), self.seconds.tolist()
-        works, seconds_on = self.cost.work_seconds(self.lengths).tolist(), timer(self.cost)
-        holes = _Holes(self.num_ranks, SAME * self.target)
-        reservations: list[Reservation] = []
-        for item in order:
-            degree, seconds = widths[item], heights[item]
-            hole = holes.earliest(degree, seconds, self.target)
-            if hole is None:
-                for start, free in holes.before(self.target):
-                    if free > degree:
-                        grown = grow(seconds_on, works[item], tokens[item], degree, free, self.target - start)
-                        hole = holes.at(start, *grown, self.target)
-                        if hole is not None:
-                            degree, seconds = grown
-                            break
-            if hole is None and may_be_late:
-                hole = holes.earliest(degree, seconds, np.inf)
-            if hole is None:
-                return reservations, item
-            reservations.append(Reservation(holes.times[hole], seconds, item, degree))
-            holes.take(hole, degree, seconds)
-        return reservations, -1
+    ``wider``: fewest ranks up to so many on which a group ends within so many seconds, and its time there.
+    """
+    holes = _Holes(num_ranks, SAME * target)
+    reservations: list[Reservation] = []
+    for group in order:
+        _, seconds, item, degree = group
+        hole = holes.earliest(degree, seconds, target)
+        if hole is None:
+            for start, free in holes.before(target):
+                if free > group.degree:
+                    grown = wider(group, free, target - start)
+                    hole = holes.at(start, *grown, target)
+                    if hole is not None:
+                        degree, seconds = grown
+                        break
+        if hole is None and may_be_late:
+            hole = holes.earliest(degree, seconds, np.inf)
+        if hole is None:
+            return reservations, group
+        reservations.append(Reservation(holes.times[hole], seconds, item, degree))
+        holes.take(hole, degree, seconds)
+    return reservations, None
 
 
 class _Holes:

@@ -46,6 +46,7 @@ def mixed_batch(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
         cluster=cluster,
         cost=cost,
         target=float(work.sum() / cluster.speeds.sum()),
+        pack_tokens=int(cluster.capacity_tokens.max()),
     )
 
 

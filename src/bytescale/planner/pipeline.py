@@ -48,8 +48,7 @@ def pack_seconds(batch: Batch) -> float:
     """Time of a full micro-batch of whole sequences, the mean over the batch's tokens."""
     whole = batch.fewest == 1
     tokens = batch.lengths[whole].sum()
-    filled = int(batch.cluster.capacity_tokens.min()) if batch.pack_tokens is None else batch.pack_tokens
-    return float(batch.local_seconds[whole].sum() / max(tokens, 1) * min(filled, tokens))
+    return float(batch.local_seconds[whole].sum() / max(tokens, 1) * min(batch.pack_tokens, tokens))
 
 
 def levels(batch: Batch, num_stages: int) -> list[Level]:

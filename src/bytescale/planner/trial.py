@@ -32,17 +32,17 @@ class Batch:
     cluster: Cluster
     cost: CostModel
     target: float  # when all could end together, without a pipeline
+    pack_tokens: int  # most of whole sequences in one micro-batch
     num_stages: int = 1
-    pack_tokens: int | None = None  # of whole sequences in one micro-batch; None: as many as fit
 
     @staticmethod
     def of(
         lengths: IntArray, cluster: Cluster, cost: CostModel, num_stages: int = 1, pack_tokens: int | None = None
     ) -> Batch:
-        """The batch of ``lengths`` ``[S]``, longest first, on equal ranks."""
-        filled = int(cluster.capacity_tokens.min()) if pack_tokens is None else pack_tokens
+        """The batch of ``lengths`` ``[S]``, longest first, on equal ranks. ``pack_tokens`` None: as many as fit."""
+        pack_tokens = int(cluster.capacity_tokens.min()) if pack_tokens is None else pack_tokens
         fewest = cluster.fewest_ranks(lengths)
-        local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / filled)
+        local_seconds = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / pack_tokens)
         spread_evenly = float(local_seconds.sum()) / cluster.num_ranks
         num_long = num_shared(fewest, local_seconds, spread_evenly)
         target = target_seconds(
@@ -97,9 +97,7 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     by_berth = rising(berth_of)
     places, berth_of = trial.local[by_berth], berth_of[by_berth]
     # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
-    capacity = batch.cluster.capacity_tokens[berth_ranks]
-    if batch.pack_tokens is not None:
-        capacity = np.minimum(capacity, batch.pack_tokens)
+    capacity = np.minimum(batch.cluster.capacity_tokens, batch.pack_tokens)[berth_ranks]
     index = micro_batches(np.minimum(batch.lengths[places], capacity[berth_of]), berth_of, capacity)
     # One local group per micro-batch, in the order of time: all berths' first, then their second.
     packs = index * len(berth_ranks) + berth_of
