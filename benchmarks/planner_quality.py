@@ -3,6 +3,7 @@
     python benchmarks/planner_quality.py rivals [--count 1000]     never later than paper, fewest ranks and the mesh?
     python benchmarks/planner_quality.py exact [--count 500]       against OR-tools CP-SAT (pip install ortools)
     python benchmarks/planner_quality.py hang [--count 10000]      every planner's plans, verified for 1 to 8 stages
+    python benchmarks/planner_quality.py fewest [--count 40]       traffic against that of the fewest ranks, ideal links
 
 ``rivals``: 1 to 300 ranks, 1 to 3000 sequences, three kinds of lengths, rings from hidden to three times too slow. The
 bound includes exposed communication (``planner.target``): no sequence shares its group with another.
@@ -13,6 +14,10 @@ are compared with: the optimum lies between.
 
 ``hang``: the batches of ``rivals`` through the planners that training uses, each with a random number of stages, and
 checked by ``verify`` to the last rule: no cycle of waiting under 1F1B.
+
+``fewest``: batches of 32M tokens of byted on ``--ranks``. Where traffic is above 1.05 times that of the fewest ranks,
+CP-SAT is asked whether these can end in time at all: jobs of fixed width on R machines, only the wide ones, times
+rounded down, so that "INFEASIBLE" is a proof and any other answer is none.
 """
 
 from __future__ import annotations
@@ -29,20 +34,26 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, make_planner, paper_plan, static_plan
 from bytescale.planner.trial import Batch
+from planners import cost_model, sample
 
 IntArray = NDArray[np.int64]
+NUM_TOKENS, CAPACITY, MOST_TRAFFIC, MOST_END, WIDE = 2**25, 8192, 1.05, 1.01, 55
 RIVALS = {"paper": paper_plan, "fewest": partial(paper_plan, num_buckets=1), "static": static_plan}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rivals", "exact", "hang"))
+    parser.add_argument("what", choices=("rivals", "exact", "hang", "fewest"))
     parser.add_argument("--count", type=int, default=None)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--solver-seconds", type=float, default=2.0)
+    parser.add_argument("--ranks", default="96,160,192,224,256,288,320,352,384,416,448", help="for fewest")
     arguments = parser.parse_args()
     if arguments.what == "rivals":
         against_rivals(arguments.first_seed, arguments.count or 1000)
+    elif arguments.what == "fewest":
+        for num_ranks in map(int, arguments.ranks.split(",")):
+            against_fewest(num_ranks, arguments.first_seed, arguments.count or 40, arguments.solver_seconds)
     elif arguments.what == "hang":
         verify_pipelines(arguments.first_seed, arguments.count or 10_000)
     else:
@@ -99,6 +110,42 @@ def against_exact(first_seed: int, count: int, solver_seconds: float) -> None:
         f"worst {max(proven or [1]):.3f}; ours / bound on all: mean {np.mean(gaps):.4f}, median {np.median(gaps):.4f}, "
         f"95 % {np.quantile(gaps, 0.95):.3f}, worst {max(gaps):.3f}"
     )
+
+
+def against_fewest(num_ranks: int, first_seed: int, count: int, solver_seconds: float) -> None:
+    cost, cluster = cost_model("ideal"), Cluster.uniform(num_ranks, CAPACITY)
+    traffic, ends, above = [], [], []
+    for seed in range(first_seed, first_seed + count):
+        lengths = sample("byted", NUM_TOKENS, seed, min(num_ranks * CAPACITY, 2**21))
+        outcome = evaluate(adaptive_plan(lengths, cluster=cluster, cost=cost), cluster=cluster, cost=cost)
+        traffic.append(outcome.traffic_tokens / max(outcome.minimal_traffic_tokens, 1))
+        ends.append(outcome.over_ideal)
+        if traffic[-1] > MOST_TRAFFIC:
+            verdict = fewest_ranks_verdict(lengths, cluster, cost, MOST_END * outcome.ideal_seconds, solver_seconds)
+            above.append(f"seed {seed} {traffic[-1]:.3f} (fewest ranks {verdict})")
+    print(
+        f"{num_ranks} ranks, {count} batches: traffic mean {np.mean(traffic):.4f}, worst {max(traffic):.3f}, end worst "
+        f"{max(ends):.4f}; above {MOST_TRAFFIC}: {len(above)} {', '.join(above)}",
+        flush=True,
+    )
+
+
+def fewest_ranks_verdict(lengths: IntArray, cluster: Cluster, cost: CostModel, latest: float, seconds: float) -> str:
+    """CP-SAT's answer to: can all sequences of ``WIDE`` ranks or more, on the fewest ranks, end by ``latest``?"""
+    from ortools.sat.python import cp_model
+
+    model, horizon = cp_model.CpModel(), 20_000
+    fewest = cluster.fewest_ranks(lengths)
+    wide = fewest >= WIDE
+    intervals = []
+    for work, degree in zip(cost.work_seconds(lengths[wide]).tolist(), fewest[wide].tolist(), strict=True):
+        size = int(work / degree / latest * horizon)
+        start = model.new_int_var(0, horizon - size, "")
+        intervals.append(model.new_fixed_size_interval_var(start, size, ""))
+    model.add_cumulative(intervals, fewest[wide].tolist(), cluster.num_ranks)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, 1
+    return str(solver.status_name(solver.solve(model)))
 
 
 def work_bound(lengths: IntArray, cluster: Cluster, cost: CostModel) -> float:
