@@ -47,6 +47,7 @@ from bytescale.cost import flops, save_profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.cost.profile_file import fit_warnings
 from bytescale.models import Llama
+from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
@@ -220,7 +221,7 @@ class Step:
             checkpointing=checkpointing,  # type: ignore[arg-type]
             pool=pool,
             device=device.device,
-            row_wise=[layer.mlp for layer in model.layers],
+            row_wise=row_wise_parts(model, 1),
         )
         self.parts = [ModelPart(model=model, activations=activations)]
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)

@@ -14,7 +14,9 @@ from bytescale.config import PRESETS, Architecture
 from bytescale.cost.memory import LOGITS_PER_CHUNK, ROWS_PER_CHUNK, MemoryModel, loss_chunk_tokens
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model
-from bytescale.models.tensor_parallel import apply_tensor_parallelism
+from bytescale.models import head_groups as head_groups_module
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
@@ -49,6 +51,7 @@ def measured(
     ratio: float = 0.0,
     num_ranks: int = 1,
     chunk_rows: int = 2**20,
+    head_groups: int = 1,
     kernel: AttentionKernel | None = None,
 ) -> tuple[int, int]:
     """Bytes saved after forward, and the peak of a micro-batch, on the first member of a group of all ranks."""
@@ -57,13 +60,15 @@ def measured(
 
     def one_rank(hdp: RankGroup) -> tuple[int, int]:
         model = make_model(shape, dtype)
+        for layer in model.layers:
+            apply_head_groups(layer.self_attn, head_groups)
         FlatParameters(model.named_parameters(), 1)
         pool = HostPool(2**30, pinned=False) if ratio else None
         activations = Activations(
             list(model.layers),
             checkpointing=mode,  # type: ignore[arg-type]
             pool=pool,
-            row_wise=[layer.mlp for layer in model.layers],
+            row_wise=row_wise_parts(model, 1),
             chunk_rows=chunk_rows,
         )
         micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]
@@ -158,6 +163,50 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("mode", ["full", "attention"])
+@pytest.mark.parametrize("head_groups", [2, 4])
+def test_peak_with_attention_in_groups_of_heads(
+    head_groups: int, mode: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, rows = 2048, 256
+    monkeypatch.setattr(head_groups_module, "ROWS_AT_A_TIME", rows)
+    sizes = {"num_ranks": num_ranks, "chunk_rows": rows}
+    _, at_once = measured(NARROW_HEAD, torch.float32, mode, tokens, **sizes)  # type: ignore[arg-type]
+    _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, head_groups=head_groups, **sizes)  # type: ignore[arg-type]
+    model = replace(model_of(NARROW_HEAD, torch.float32, mode), feed_forward_rows=rows, head_groups=head_groups)
+    estimate = float(model.limits().device_peak(tokens, 0, tokens if num_ranks > 1 else 0)) - model.states_bytes
+    assert peak < 0.9 * at_once
+    assert estimate == pytest.approx(peak, rel=0.1)
+
+
+def test_as_few_groups_of_heads_as_do() -> None:
+    """For a given capacity those with which it fits; else those beyond which there is next to nothing to gain."""
+    shape, room = PRESETS["1b"], 80e9
+    whole = MemoryModel.on_device(shape, "cuda", element_bytes=2, num_ranks=8, checkpointing="full")
+
+    def fitting(groups: int, moved: float = 0.0) -> int:
+        return replace(whole, head_groups=groups).capacity_tokens(room, moved)
+
+    def chosen(capacity: int | None, offload: bool = False) -> int:
+        return whole.in_head_groups(room, capacity_tokens=capacity, offload=offload).head_groups
+
+    assert fitting(1) < fitting(2) < fitting(4) < fitting(8) < fitting(8, 1.0)
+    assert chosen(8192) == 1
+    assert chosen(fitting(1)) == 1
+    assert chosen(fitting(1) + 1) == 2
+    assert chosen(fitting(4)) == 4
+    assert chosen(fitting(8) + 1) == 8  # no number suffices: whoever asked has the most, and finds out
+    for offload in (False, True):
+        groups = chosen(None, offload)
+        assert fitting(groups, float(offload)) >= 0.95 * fitting(8, float(offload))
+        assert fitting(groups // 2, float(offload)) < 0.95 * fitting(8, float(offload))
+    kept = replace(whole, checkpointing="none")
+    assert kept.in_head_groups(room, capacity_tokens=None, offload=True).head_groups == 1
+    one_head = replace(whole, tensor_parallel=8)
+    assert one_head.in_head_groups(room, capacity_tokens=None, offload=True).head_groups == 1
+
+
 def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
     """Whatever the model says of rows: a long micro-batch of a 7B model has the temporaries of all its rows."""
     whole = MemoryModel.on_device(PRESETS["7b"], "cuda", element_bytes=2, num_ranks=8)
@@ -167,24 +216,40 @@ def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "ratio"), [(1, 0.0), (1, 1.0), (2, 0.0)])
-@pytest.mark.parametrize("mode", ["none", "full", "attention"])
-@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "mode", "head_groups"),
+    [
+        *((heads, mode, 1) for heads in (1, 4) for mode in ("none", "full", "attention")),
+        *((4, mode, groups) for mode in ("full", "attention") for groups in (2, 4)),
+        (2, "full", 2),
+    ],
+)
 def test_peak_with_cudas_kernels(
-    num_kv_heads: int, mode: str, num_ranks: int, ratio: float, monkeypatch: pytest.MonkeyPatch
+    num_kv_heads: int, mode: str, head_groups: int, num_ranks: int, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long contexts on a GPU, where flash attention's own sums decide: counted from what its source allocates."""
     tokens, rows = 4096, 256
     shape = replace(NARROW_HEAD, num_kv_heads=num_kv_heads)
     monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", rows * shape.vocab_size)
+    monkeypatch.setattr(head_groups_module, "ROWS_AT_A_TIME", rows)
     fuse_norms(monkeypatch)
     _, peak = measured(
-        shape, torch.bfloat16, mode, tokens, ratio=ratio, num_ranks=num_ranks, chunk_rows=rows, kernel=CudaLikeFlash()
+        shape,
+        torch.bfloat16,
+        mode,
+        tokens,
+        ratio=ratio,
+        num_ranks=num_ranks,
+        chunk_rows=rows,
+        head_groups=head_groups,
+        kernel=CudaLikeFlash(),
     )
     model = replace(
         model_of(shape, torch.bfloat16, mode),
         fused_norm=True,
         fused_attention=True,
         feed_forward_rows=rows if mode != "none" else math.inf,
+        head_groups=head_groups,
     )
     shared = tokens if num_ranks > 1 else 0
     estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), shared)) - model.states_bytes

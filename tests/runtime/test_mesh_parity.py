@@ -18,7 +18,8 @@ from bytescale.config import Architecture, PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model
-from bytescale.models.tensor_parallel import apply_tensor_parallelism
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
@@ -28,7 +29,6 @@ from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.replicas import sum_replicas
-from bytescale.train.own_model import row_wise_modules
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import (
@@ -85,11 +85,14 @@ def mesh_step(
     num_chunks: int = 1,
     checkpointing: str = "none",
     offload: bool = False,
+    head_groups: int = 1,
 ) -> StepOutcome:
     """One step on a mesh of threads; gradients put together from all parts."""
 
     def one_rank(mesh: Mesh):
         models, cuts = parts_of(mesh, shape, dtype, num_chunks)
+        for layer in (layer for model in models for layer in model.layers):
+            apply_head_groups(layer.self_attn, head_groups)
         flat = FlatParameters([item for model in models for item in model.named_parameters()], 1, cuts)
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         pool = HostPool(2**24, pinned=False) if offload else None
@@ -101,7 +104,7 @@ def mesh_step(
                     checkpointing=checkpointing,  # type: ignore[arg-type]
                     pool=pool,
                     tp=mesh.tp,
-                    row_wise=row_wise_modules(model, mesh.tp.size),
+                    row_wise=row_wise_parts(model, mesh.tp.size),
                     chunk_rows=8,
                 ),
             )
@@ -144,7 +147,8 @@ def put_together(ranks: Sequence[dict[str, tuple[Cut, Tensor]]], tied: bool) -> 
 def assert_parity(
     mesh: MeshShape, plan: Plan, lengths: list[int], dtype: torch.dtype, *, seed: int = 0, **options: object
 ) -> None:
-    run_options = {key: options.pop(key) for key in ("num_chunks", "checkpointing", "offload") if key in options}
+    of_the_run = ("num_chunks", "checkpointing", "offload", "head_groups")
+    run_options = {key: options.pop(key) for key in of_the_run if key in options}
     shape = mesh_shape(**options)
     batch = random_batch(lengths, shape.vocab_size, seed)
     if batch.num_targets == 0:
@@ -190,6 +194,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape,
     tied=st.booleans(),
     checkpointing=st.sampled_from(["none", "full", "attention"]),
     ratio=st.sampled_from([0.0, 0.4, 1.0]),
+    grouped=st.booleans(),
 )
 @example(  # rows that no tensor-parallel rank can share evenly, and ranks without any
     mesh=MeshShape(pp=2, hdp=1, tp=4),
@@ -201,6 +206,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape,
     tied=True,
     checkpointing="full",
     ratio=1.0,
+    grouped=True,
 )
 def test_any_mesh_any_plan(
     mesh: MeshShape,
@@ -212,6 +218,7 @@ def test_any_mesh_any_plan(
     tied: bool,
     checkpointing: str,
     ratio: float,
+    grouped: bool,
 ) -> None:
     experts = MIXTURE if family == "mixtral" else {}
     plan = runnable_plan(lengths, mesh, seed)
@@ -228,6 +235,7 @@ def test_any_mesh_any_plan(
         num_layers=5,
         checkpointing=checkpointing,
         offload=ratio > 0,
+        head_groups=max(1, heads[1] // mesh.tp) if grouped else 1,
         **experts,
     )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
+from bytescale.models.head_groups import apply_head_groups
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
@@ -41,12 +42,21 @@ def with_ratios(plan: Plan, ratios: list[float]) -> Plan:
 
 
 def flat_gradients(
-    batch: Batch, plan: Plan, checkpointing: str = "none", *, offload: bool = False, steps: int = 1, layers: int = 5
+    batch: Batch,
+    plan: Plan,
+    checkpointing: str = "none",
+    *,
+    offload: bool = False,
+    steps: int = 1,
+    layers: int = 5,
+    head_groups: int = 1,
 ) -> list[torch.Tensor]:
     """Each rank's own gradient sums after the last step; asserts that the pool is empty and within its limit."""
 
     def one_rank(hdp: RankGroup) -> torch.Tensor:
         model = make_model(small_shape(num_layers=layers), torch.float32)
+        for layer in model.layers:
+            apply_head_groups(layer.self_attn, head_groups)
         flat = FlatParameters(model.named_parameters(), hdp.size)
         pool = HostPool(LIMIT, pinned=False, page_bytes=1024) if offload else None
         activations = Activations(model.layers, checkpointing=checkpointing, pool=pool)  # type: ignore[arg-type]
@@ -84,28 +94,43 @@ def same_bits(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
     ratios=st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.77, 1.0]), min_size=1, max_size=3),
     checkpointing=st.sampled_from(["none", "full", "attention"]),
     layers=st.sampled_from([2, 3, 5]),
+    head_groups=st.sampled_from([1, 2]),
 )
 def test_gradients_are_bitwise_those_without_offload_or_recomputation(
-    lengths: list[int], num_ranks: int, seed: int, ratios: list[float], checkpointing: str, layers: int
+    lengths: list[int],
+    num_ranks: int,
+    seed: int,
+    ratios: list[float],
+    checkpointing: str,
+    layers: int,
+    head_groups: int,
 ) -> None:
     plan = random_plan(lengths, num_ranks, seed)
     batch = random_batch(lengths, 61, seed)
     batch.labels[0][0] = 1
-    plain = flat_gradients(batch, plan, layers=layers)
-    offloaded = flat_gradients(batch, with_ratios(plan, ratios), checkpointing, offload=True, layers=layers)
+    plain = flat_gradients(batch, plan, layers=layers, head_groups=head_groups)
+    offloaded = flat_gradients(
+        batch, with_ratios(plan, ratios), checkpointing, offload=True, layers=layers, head_groups=head_groups
+    )
     assert same_bits(offloaded, plain)
 
 
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("checkpointing", ["full", "attention"])
-def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twice(checkpointing: str) -> None:
+def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twice(
+    checkpointing: str, head_groups: int
+) -> None:
     lengths = [42, 6]  # equal slices, so that every member sends as much as the others
     plan = everybody(lengths, 3)
     batch = random_batch(lengths, 61, 0)
-    assert same_bits(flat_gradients(batch, plan, checkpointing), flat_gradients(batch, plan))
+    ours = flat_gradients(batch, plan, checkpointing, head_groups=head_groups)
+    assert same_bits(ours, flat_gradients(batch, plan, head_groups=head_groups))
 
-    def bytes_sent(mode: str) -> list[int]:
+    def bytes_sent(mode: str, head_groups: int) -> list[int]:
         def one_rank(hdp: RankGroup) -> int:
             model = make_model(small_shape(), torch.float32)
+            for layer in model.layers:
+                apply_head_groups(layer.self_attn, head_groups)
             rank_plan = RankPlan.of(plan, hdp.rank)
             run_rank_plan(
                 [ModelPart(model=model, activations=Activations(model.layers, checkpointing=mode))],  # type: ignore[arg-type]
@@ -119,9 +144,9 @@ def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twi
 
         return run_ranks(3, one_rank)
 
-    plain, ours = bytes_sent("none"), bytes_sent(checkpointing)
+    plain, sent_by_ours = bytes_sent("none", 1), bytes_sent(checkpointing, head_groups)
     # Forward sends K and V (1 part), backward K, V and their fp32 gradients (2 parts); a second forward sends 1 more.
-    assert [3 * sent for sent in ours] == [(4 if checkpointing == "full" else 3) * sent for sent in plain]
+    assert [3 * sent for sent in sent_by_ours] == [(4 if checkpointing == "full" else 3) * sent for sent in plain]
 
 
 def everybody(lengths: list[int], num_ranks: int) -> Plan:
@@ -144,9 +169,12 @@ def local_plan(lengths: list[int], ratios: list[float]) -> Plan:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # a block's end may be what finds it
 @pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
 @pytest.mark.parametrize("order", ["f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0", "f0 f1 f2 b0 b1 b2"])
-def test_interleaved_micro_batches(order: str, checkpointing: str, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaved_micro_batches(
+    order: str, checkpointing: str, head_groups: int, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forwards and backwards as a pipeline mixes them; ``lazy``: copies come as late as events allow, as on CUDA."""
     if lazy:
         use_lazy_lanes(monkeypatch)
@@ -155,6 +183,8 @@ def test_interleaved_micro_batches(order: str, checkpointing: str, lazy: bool, m
 
     def gradients(**options: object) -> torch.Tensor:
         model = make_model(small_shape(num_layers=5), torch.float32)
+        for layer in model.layers:
+            apply_head_groups(layer.self_attn, head_groups)
         flat = FlatParameters(model.named_parameters(), 1)
         activations = Activations(model.layers, **options)  # type: ignore[arg-type]
         micro_batches = RankPlan.of(plan, 0).micro_batches

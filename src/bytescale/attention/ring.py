@@ -19,6 +19,7 @@ heads, D head width, N members.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,8 @@ class PackedAttention:
     """The attention callable that a model is given for one micro-batch on one rank.
 
     ``attention(q, k, v)`` with ``q [T, H, D]`` and ``k, v [T, G, D]``, rows in the micro-batch's layout
-    (``plan.rank_plan``), returns ``[T, H, D]``. Every member of a shared group has to call it equally often.
+    (``plan.rank_plan``), returns ``[T, H, D]``. Every member of a shared group has to call it equally often, and with
+    the same heads. Who works on some heads at a time and keeps results himself calls ``forward`` and ``backward``.
     """
 
     def __init__(
@@ -76,6 +78,32 @@ class PackedAttention:
                 "the model must keep one row per token, in order"
             )
         return _PackedAttentionFunction.apply(q, k, v, self)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``out [T, H, D]`` and ``lse [T, H]``, outside of autograd."""
+        scale = q.shape[-1] ** -0.5
+        if self.ring is None:
+            return self.kernel.forward(q, k, v, self.triangles, scale)
+        return _ring_forward(q, k, v, self, self.ring, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of ``q``, ``k`` and ``v``, given that of ``out`` and what ``forward`` returned."""
+        scale = q.shape[-1] ** -0.5
+        if self.ring is None:
+            return self.kernel.backward(dout, q, k, v, out, lse, self.triangles, scale)
+        return _ring_backward(dout, q, k, v, out, lse, self, self.ring, scale)
+
+    def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Output and LSE of all heads: those of the same call before where they are remembered, else ``compute()``."""
+        known = None if self.memory is None else self.memory.recall()
+        if known is not None:
+            return known
+        out, lse = compute()
+        if self.memory is not None:
+            self.memory.keep(out, lse)
+        return out, lse
 
 
 class Ring:
@@ -126,31 +154,15 @@ class Ring:
 class _PackedAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
-        scale = q.shape[-1] ** -0.5
-        memory = attention.memory
-        known = None if memory is None else memory.recall()
-        if known is not None:
-            out, lse = known
-        elif attention.ring is None:
-            out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
-        else:
-            out, lse = _ring_forward(q, k, v, attention, attention.ring, scale)
-        if memory is not None and known is None:
-            memory.keep(out, lse)
+        out, lse = attention.remembered(lambda: attention.forward(q, k, v))
         ctx.attention = attention
-        ctx.scale = scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        attention: PackedAttention = ctx.attention
-        (dout,) = gradients
-        if attention.ring is None:
-            dq, dk, dv = attention.kernel.backward(dout, q, k, v, out, lse, attention.triangles, ctx.scale)
-        else:
-            dq, dk, dv = _ring_backward(dout, q, k, v, out, lse, attention, attention.ring, ctx.scale)
+        dq, dk, dv = ctx.attention.backward(gradients[0], q, k, v, out, lse)
         return dq, dk, dv, None
 
 

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes
-from bytescale.config import AUTO_CAPACITY, Config
+from bytescale.config import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config
+from bytescale.config.validate import may_offload
 from bytescale.cost import Profile
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel
@@ -60,11 +61,13 @@ def devices_of(
     num_stages: int,
     virtual_stages: int,
     checkpointing: Checkpointing,
+    capacity_tokens: int,
     device_gib: float | None,
 ) -> Devices:
     """The devices of ``num_ranks`` HDP ranks that run ``profile``'s model; see the top of this file.
 
-    ``device_gib``: GiB of a device that may be used; None: as much as training would use here, or ``ASSUMED_GIB``.
+    ``capacity_tokens``: that they have to hold, or "auto". ``device_gib``: GiB of a device that may be used; None: as
+    much as training would use here, or ``ASSUMED_GIB``.
     """
     kind, element_bytes = _kind_and_precision(config, profile)
     usable_bytes = _usable_bytes(config, kind) if device_gib is None else device_gib * GIB
@@ -75,10 +78,15 @@ def devices_of(
         num_ranks=num_ranks,
         checkpointing=checkpointing,
         attention="auto" if config is None else config.trainer.attention,
+        head_groups=1 if config is None else config.trainer.head_groups or 1,
         tensor_parallel=profile.tensor_parallel,
         num_stages=num_stages,
         virtual_stages=virtual_stages,
     )
+    if config is None or config.trainer.head_groups == AUTO_HEAD_GROUPS:
+        offload = config is not None and may_offload(config, kind)
+        wanted = None if capacity_tokens == AUTO_CAPACITY else capacity_tokens
+        model = model.in_head_groups(usable_bytes, capacity_tokens=wanted, offload=offload)
     return Devices(memory=model.fullest_stage(usable_bytes), usable_bytes=usable_bytes)
 
 

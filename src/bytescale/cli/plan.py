@@ -107,6 +107,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         num_stages=options.pp,
         virtual_stages=options.virtual_stages,
         checkpointing=options.checkpointing,
+        capacity_tokens=options.capacity_tokens,
         device_gib=options.device_gib,
     )
     capacity = devices.capacity_tokens(options.capacity_tokens)

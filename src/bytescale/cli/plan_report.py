@@ -115,7 +115,9 @@ def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
         f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
         f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
         f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "
-        f"{format_bytes(float(phase.bytes(held, shared)))}" + (too_much if peaks[worst] > device_bytes else "")
+        f"{format_bytes(float(phase.bytes(held, shared)))}"
+        + (f"; attention in {model.head_groups} groups of heads" if model.head_groups > 1 else "")
+        + (too_much if peaks[worst] > device_bytes else "")
     )
 
 

@@ -203,6 +203,7 @@ def _devices(options: SimulateOptions, config: Config | None, profile: Profile) 
         num_stages=options.cluster.pp,
         virtual_stages=options.cluster.virtual_stages,
         checkpointing=options.checkpointing,
+        capacity_tokens=options.capacity_tokens,
         device_gib=options.device_gib,
     )
 

@@ -5,6 +5,7 @@ from bytescale.config.load import config_from_dict, config_to_toml, load_config
 from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_architecture
 from bytescale.config.schema import (
     AUTO_CAPACITY,
+    AUTO_HEAD_GROUPS,
     CheckpointConfig,
     Config,
     CostConfig,
@@ -20,6 +21,7 @@ from bytescale.config.validate import validate
 
 __all__ = [
     "AUTO_CAPACITY",
+    "AUTO_HEAD_GROUPS",
     "CHECKPOINT_PREFIX",
     "HF_PREFIX",
     "PRESETS",

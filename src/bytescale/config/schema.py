@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 AUTO_CAPACITY = 0
+AUTO_HEAD_GROUPS = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,6 +210,9 @@ class TrainerConfig:
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Activations computed again in backward: all (full), all but attention's (attention: O(s) to keep, O(s^2) to
     compute), or nothing."""
+    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata={"auto": AUTO_HEAD_GROUPS})
+    """Groups of heads that attention takes one after the other, with checkpointing: less memory, the same results up to
+    rounding; must divide a rank's key/value heads. `auto` (or 0): the fewest with which the capacity fits."""
     run_dir: str = ""
     """Folder of this run; empty: runs/<config name>-<date>-<time>."""
     resume: bool = False

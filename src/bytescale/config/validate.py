@@ -7,7 +7,7 @@ import math
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.architecture import Architecture
 from bytescale.config.resolve import resolve_architecture
-from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, ParallelConfig
+from bytescale.config.schema import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config, DataConfig, ParallelConfig, TrainerConfig
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -26,7 +26,8 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         raise ConfigError(
             problem("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
         )
-    known = parallel.capacity_tokens != AUTO_CAPACITY and not _may_offload(config)  # else: when memory is known
+    # A capacity that memory decides, or activations that may leave it: known only when memory is.
+    known = parallel.capacity_tokens != AUTO_CAPACITY and not may_offload(config, config.trainer.device)
     if known and data.context_length > ranks * parallel.capacity_tokens:
         raise ConfigError(
             problem(
@@ -54,6 +55,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                 fix='use a divisor of the ranks, or planner.name = "balanced", which needs none',
             )
         )
+    _check_head_groups(config.trainer, architecture, parallel.tp)
     if config.trainer.resume and not config.trainer.run_dir:
         raise ConfigError(
             problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
@@ -131,8 +133,30 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
         )
 
 
-def _may_offload(config: Config) -> bool:
-    return config.memory.offload == "on" or (config.memory.offload == "auto" and config.trainer.device == "cuda")
+def _check_head_groups(trainer: TrainerConfig, shape: Architecture, tp: int) -> None:
+    """A rank's key/value heads make that many equal groups, and something is computed again."""
+    heads = max(1, shape.num_kv_heads // tp)
+    if trainer.head_groups > 1 and heads % trainer.head_groups:
+        raise ConfigError(
+            problem(
+                f"trainer.head_groups = {trainer.head_groups} does not divide the {heads} key/value heads of a rank",
+                so="the groups would not be equal",
+                fix=f'use a divisor of {heads}, or "auto"',
+            )
+        )
+    if trainer.head_groups > 1 and trainer.checkpointing == "none":
+        raise ConfigError(
+            problem(
+                f'trainer.head_groups = {trainer.head_groups} with trainer.checkpointing = "none"',
+                so="all heads would be kept for backward anyway, and no memory saved",
+                fix='set trainer.checkpointing to "full" or "attention", or leave head_groups out',
+            )
+        )
+
+
+def may_offload(config: Config, device: str) -> bool:
+    """Whether activations go to host memory on this kind of device ("cuda", "cpu")."""
+    return config.memory.offload == "on" or (config.memory.offload == "auto" and device == "cuda")
 
 
 def _check_weights(data: DataConfig) -> None:
@@ -175,6 +199,7 @@ def _at_least_one(config: Config) -> None:
         ("data.max_corrupt_records", config.data.max_corrupt_records, 0),
         ("data.read_retries", config.data.read_retries, 0),
         ("trainer.steps", config.trainer.steps, 1),
+        ("trainer.head_groups", config.trainer.head_groups, AUTO_HEAD_GROUPS),
         ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
         ("checkpoint.every", config.checkpoint.every, 0),
         ("checkpoint.keep", config.checkpoint.keep, 1),

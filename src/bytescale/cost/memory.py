@@ -39,6 +39,7 @@ LOGITS_PER_CHUNK = {
 """Logits that exist at a time."""
 ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**15}
 """Rows of a feed-forward block that are computed again at a time, with checkpointing: 3.8 GB of a 7B model in BF16."""
+_ABOUT_AS_MANY = 0.95  # each group more costs a pass over a layer's input; it should be worth it
 _INPUT_BYTES_PER_TOKEN = 3 * 8  # token, label and position, int64
 
 
@@ -62,6 +63,8 @@ class MemoryModel:
     """Whether logits stay in the compute dtype (the Triton kernel for BF16)."""
     feed_forward_rows: float = math.inf
     """Rows of the feed-forward part that exist at a time in backward, under checkpointing (which see, in runtime)."""
+    head_groups: int = 1
+    """Groups of heads that attention and its projections take one after the other, under checkpointing."""
     tensor_parallel: int = 1
     num_stages: int = 1
     stage: int = 0
@@ -78,6 +81,7 @@ class MemoryModel:
         num_ranks: int,
         checkpointing: Checkpointing = "none",
         attention: str = "auto",
+        head_groups: int = 1,
         tensor_parallel: int = 1,
         num_stages: int = 1,
         virtual_stages: int = 1,
@@ -94,10 +98,26 @@ class MemoryModel:
             loss_chunk_tokens=loss_chunk_tokens(-(-architecture.vocab_size // tensor_parallel), kind),
             fused_loss=on_gpu and element_bytes == 2,
             feed_forward_rows=ROWS_PER_CHUNK[kind] if is_row_wise(architecture, tensor_parallel) else math.inf,
+            head_groups=head_groups,
             tensor_parallel=tensor_parallel,
             num_stages=num_stages,
             virtual_stages=virtual_stages,
         )
+
+    def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
+        """The same with as few groups of heads as do: ``capacity_tokens`` fit into the device of every stage.
+
+        None: those for which about as many tokens fit as with any other number, offloaded as far as may be if
+        ``offload``. As many groups as there are key heads where no number suffices; one without checkpointing.
+        """
+        if self.checkpointing == "none":
+            return replace(self, head_groups=1)
+        heads = self.architecture.num_kv_heads // self._kv_parts
+        choices = [replace(self, head_groups=groups) for groups in range(1, heads + 1) if heads % groups == 0]
+        moved_share = float(offload and capacity_tokens is None)
+        fitting = [min(stage.capacity_tokens(device_bytes, moved_share) for stage in m.stages()) for m in choices]
+        wanted = _ABOUT_AS_MANY * max(fitting) if capacity_tokens is None else capacity_tokens
+        return next((m for m, fits in zip(choices, fitting, strict=True) if fits >= wanted), choices[-1])
 
     def stages(self) -> list[MemoryModel]:
         """The same for every stage of the pipeline."""
@@ -183,7 +203,7 @@ class MemoryModel:
         """What a layer keeps from forward to backward: everything, its input, or its input and attention's result."""
         if self.checkpointing == "none":
             return self._layer_bytes
-        result = self._query_bytes + self._wide * self.architecture.num_heads // self.tensor_parallel
+        result = self._query_bytes + self._lse_bytes
         return self._own_hidden_bytes + (result if self.checkpointing == "attention" else 0)
 
     @property
@@ -199,66 +219,76 @@ class MemoryModel:
 
     def phases(self) -> tuple[Phase, ...]:
         """What comes on top of states and saved activations."""
-        shape, wide, parts = self.architecture, self._wide, self.tensor_parallel
-        words = flops.head_parameters(shape) // parts
-        feed_forward = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts
-        again = 0
-        if self.checkpointing != "none":
-            # The layer as it is without checkpointing, less what was kept of it.
-            again = self._layer_bytes - self.layer_saved_bytes_per_token
-        in_chunks = self._feed_forward_inner if self.checkpointing != "none" else 0
-        query, kv = shape.num_heads * shape.head_dim // parts, shape.num_kv_heads * shape.head_dim // self._kv_parts
-        messages = 3 * 2 * kv * self.element_bytes + 3 * 2 * kv * wide  # held, two arriving; three of gradients
-        sums = query * wide + query * self.element_bytes  # of query gradients, and a block's part
-        matrices = max(1, shape.num_experts)  # experts' gradients come as one tensor
-        largest_gradient = matrices * shape.ffn_hidden_size * shape.hidden_size * self.element_bytes // parts
+        return (*(self._loss_phases() if self._is_last else ()), self._feed_forward_phase(), *self._attention_phases())
+
+    def _loss_phases(self) -> tuple[Phase, Phase]:
+        """Chunks of logits, and the head's gradient."""
+        words = flops.head_parameters(self.architecture) // self.tensor_parallel
+        vocab_size, wide = self.architecture.vocab_size / self.tensor_parallel, self._wide
         loss = Phase(
             name="loss",
             fixed_bytes=words * wide,
             bytes_per_token=self._hidden_bytes,
             chunk_tokens=self.loss_chunk_tokens,
-            bytes_per_chunk_token=shape.vocab_size * self._logit_bytes // parts + 2 * self._hidden_bytes,
+            bytes_per_chunk_token=vocab_size * self._logit_bytes + 2 * self._hidden_bytes,
         )
         # The head's gradient is summed in fp32 or wider: a chunk's part of it, and the sum at the end, are copies.
         head_gradient = replace(
             loss,
             fixed_bytes=words * (wide + self.element_bytes * int(self.element_bytes < wide)),
-            bytes_per_chunk_token=shape.vocab_size * self.element_bytes // parts + 2 * self._hidden_bytes,
+            bytes_per_chunk_token=vocab_size * self.element_bytes + 2 * self._hidden_bytes,
         )
-        ring = Phase(
-            name="ring",
-            fixed_bytes=largest_gradient,
-            bytes_per_token=again - self._feed_forward_saved + 2 * self._hidden_bytes,
-            bytes_per_shared_token=messages + sums,
-        )
-        return (
-            *((loss, head_gradient) if self._is_last else ()),
-            Phase(
-                name="layer",
-                fixed_bytes=largest_gradient,
-                bytes_per_token=again + self._hidden_bytes - in_chunks,
-                chunk_tokens=self.feed_forward_rows if self.checkpointing != "none" else math.inf,
-                bytes_per_chunk_token=feed_forward + in_chunks,
-            ),
-            *(self._flash_phases(again, messages + sums) if self.fused_attention else (ring,)),
-        )
+        return loss, head_gradient
 
-    def _flash_phases(self, again: int, ring_bytes: int) -> tuple[Phase, Phase]:
-        """Backward of attention with what ``mha_varlen_bwd`` of ATen's flash_api.cpp allocates, alone and in a ring.
+    def _feed_forward_phase(self) -> Phase:
+        """Backward of a layer's second half."""
+        inner = max(1, self.architecture.experts_per_token) * self.architecture.ffn_hidden_size * self.element_bytes
+        inner //= self.tensor_parallel  # of its gradients as much as one of its tensors is there at a time
+        phase = Phase(name="layer", fixed_bytes=self._largest_gradient, chunk_tokens=self.feed_forward_rows)
+        if self.checkpointing == "none":
+            return replace(phase, chunk_tokens=math.inf, bytes_per_token=self._hidden_bytes + inner)
+        # The layer's first half, computed again; the second half's input, and the gradients of its output and input.
+        held = self._first_half + 3 * self._own_hidden_bytes - self._final_norm
+        chunk = self._feed_forward_inner + inner
+        if self.tensor_parallel == 1:
+            chunk += self._norm_saved - self._own_hidden_bytes + self._feed_forward_input + self._hidden_bytes
+        else:  # norm and gathering are not part of the chunks; nor are the gathered gradients
+            held += self._norm_saved - self._own_hidden_bytes + 3 * self._hidden_bytes
+        return replace(phase, bytes_per_token=held, bytes_per_chunk_token=chunk)
 
-        ``again``: bytes a token that the layer's second forward adds; ``ring_bytes``: messages and sums of the ring.
+    def _attention_phases(self) -> tuple[Phase, ...]:
+        """Backward of attention, alone and in a ring, with what its kernels allocate.
+
+        CUDA's is ``mha_varlen_bwd`` of ATen's flash_api.cpp; the CPU's returns gradients that are copied.
         """
-        shape, parts = self.architecture, self.tensor_parallel
-        kv = 2 * shape.num_kv_heads * shape.head_dim * self.element_bytes // self._kv_parts
-        # Sums of dq, a number per row and head, and where heads share keys, dk and dv of every query head.
-        workspace = 4 * (shape.head_dim + 1) * shape.num_heads // parts
-        workspace += 2 * self._query_bytes if shape.num_kv_heads < shape.num_heads else 0
-        # The layer's second half is done, and so is the final norm; the gradients of the residual and of the output.
-        before = again - self._feed_forward_saved - self._final_norm + self._own_hidden_bytes + self._query_bytes
-        gradients = self._query_bytes + kv
+        shape, parts, wide, groups = self.architecture, self.tensor_parallel, self._wide, self.head_groups
+        query, kv = self._query_bytes, 2 * self._key_bytes
+        if self.fused_attention:
+            # Sums of dq, a number per row and head; where heads share keys, dk and dv of every query head.
+            per_query_row = 4 * (shape.head_dim + 1) * shape.num_heads // parts
+            per_key_row = 2 * query if shape.num_kv_heads < shape.num_heads else 0
+        else:
+            per_query_row, per_key_row = query, kv
+        # The layer's second half is done, and so is the final norm; there is the residual stream's gradient.
+        held = -self._second_half if self.checkpointing == "none" else self._first_half
+        held += self._own_hidden_bytes - self._final_norm
+        inside = 2 * query + kv  # gradients of output, q, k and v
+        if groups > 1:
+            # One group's q, k and v; the gradient of what the projections read; where it is gathered, of the result.
+            inside += query + kv
+            held += self._hidden_bytes * (1 if parts == 1 else 2)
+        # In a ring: keys and values held, and arriving twice; three times their gradients; sums of query gradients. A
+        # block is of all queries and half of the keys, or the other way round; its gradients are there twice.
+        messages = 3 * kv + 3 * kv * wide // self.element_bytes + query * wide // self.element_bytes
+        rows = query + per_query_row, kv + per_key_row
+        block = max(rows[0] + rows[1] / 2, rows[0] / 2 + rows[1])
         return (
-            Phase(name="attention", bytes_per_token=before + gradients + workspace),
-            Phase(name="ring", bytes_per_token=before + gradients, bytes_per_shared_token=ring_bytes + kv + workspace),
+            Phase(name="attention", bytes_per_token=held + (inside + per_query_row + per_key_row) / groups),
+            Phase(
+                name="ring",
+                bytes_per_token=held + inside / groups,
+                bytes_per_shared_token=(messages + block) / groups,
+            ),
         )
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
@@ -272,15 +302,15 @@ class MemoryModel:
             host_bytes=host_bytes,
         )
 
-    def capacity_tokens(self, device_bytes: float) -> int:
-        """Tokens that one micro-batch may hold without offloading, all of them slices of a shared group (0: none).
+    def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
+        """Tokens that one micro-batch may hold, all of them slices of a shared group (0: none).
 
-        Of this stage: the pipeline's is the least of its ``stages()``.
+        ``moved_share`` of them offloaded. Of this stage: the pipeline's is the least of its ``stages()``.
         """
         limits, fits, too_many = self.limits(), 0, 2**36
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2
-            if limits.device_peak(tokens, 0, tokens) <= device_bytes:
+            if limits.device_peak(tokens, moved_share * tokens, tokens) <= device_bytes:
                 fits = tokens
             else:
                 too_many = tokens
@@ -300,13 +330,44 @@ class MemoryModel:
         return self.architecture.num_heads * self.architecture.head_dim * self.element_bytes // self.tensor_parallel
 
     @property
+    def _key_bytes(self) -> int:
+        """Keys of a token, or values."""
+        return self.architecture.num_kv_heads * self.architecture.head_dim * self.element_bytes // self._kv_parts
+
+    @property
+    def _largest_gradient(self) -> int:
+        """Of a matrix of the feed-forward part; experts' gradients come as one tensor."""
+        shape = self.architecture
+        matrix = shape.ffn_hidden_size * shape.hidden_size * self.element_bytes // self.tensor_parallel
+        return max(1, shape.num_experts) * matrix
+
+    @property
     def _layer_bytes(self) -> int:
-        """What a layer saves in forward: inputs of both norms, what the matrices read, attention, feed-forward."""
-        shape, parts = self.architecture, self.tensor_parallel
-        kv = shape.num_kv_heads * shape.head_dim * self.element_bytes // self._kv_parts
-        norms = 2 * (self._own_hidden_bytes + self._wide // parts + self._norm_extra)
-        attention = self._hidden_bytes + 2 * self._query_bytes + 2 * kv + self._wide * shape.num_heads // parts
-        return norms + attention + self._feed_forward_input + self._feed_forward_inner
+        """What a layer saves in forward."""
+        attention = self._hidden_bytes + 2 * self._query_bytes + 2 * self._key_bytes + self._lse_bytes
+        return self._norm_saved + attention + self._second_half
+
+    @property
+    def _first_half(self) -> int:
+        """What a layer's first half saves when it is computed again, in addition to what was kept of it."""
+        attention = self._hidden_bytes + self._query_bytes + self._lse_bytes
+        if self.head_groups == 1:
+            attention += self._query_bytes + 2 * self._key_bytes
+        return self._norm_saved + attention - self.layer_saved_bytes_per_token
+
+    @property
+    def _second_half(self) -> int:
+        """What a layer's second half saves: norm and feed-forward part."""
+        return self._norm_saved + self._feed_forward_input + self._feed_forward_inner
+
+    @property
+    def _norm_saved(self) -> int:
+        """What an RMSNorm saves: its input, a number a row, and where it is several kernels, more."""
+        return self._own_hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
+
+    @property
+    def _lse_bytes(self) -> int:
+        return self._wide * self.architecture.num_heads // self.tensor_parallel
 
     @property
     def _feed_forward_input(self) -> int:
@@ -319,12 +380,6 @@ class MemoryModel:
         counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=self.element_bytes)
         wide_part = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes
         return counted - wide_part + wide_part // parts
-
-    @property
-    def _feed_forward_saved(self) -> int:
-        """What the second half of a layer saves, which is gone when backward comes to its attention."""
-        norm = self._own_hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
-        return self._feed_forward_inner + self._feed_forward_input + norm
 
     @property
     def _norm_extra(self) -> int:
@@ -345,7 +400,7 @@ class MemoryModel:
         """Its input and its output; 0 on stages before the last."""
         if not self._is_last:
             return 0
-        return self._own_hidden_bytes + self._hidden_bytes + self._wide // self.tensor_parallel + self._norm_extra
+        return self._norm_saved + self._hidden_bytes
 
     @property
     def _logit_bytes(self) -> int:

@@ -126,7 +126,11 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionCallable) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.feed_forward(hidden)
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """What the second half adds to the residual stream: ``[T, C] -> [T, C]``, each row by itself."""
+        return self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Attention(nn.Module):

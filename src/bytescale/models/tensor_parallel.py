@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
+from bytescale.cost.memory import is_row_wise
 from bytescale.models.llama import Llama
 from bytescale.models.moe import MixtureOfExperts
 
@@ -88,6 +89,16 @@ def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut
     if model.norm is not None:
         model.norm.register_forward_hook(lambda module, args, hidden: shards.gather_for_loss(hidden))
     return cuts
+
+
+def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
+    """What treats every row alone, as modules and the names of their methods: the feed-forward parts of all layers.
+
+    With the norm before them, but where rows are gathered in between; none where rows move between ranks inside.
+    """
+    if not is_row_wise(model.shape, tp_size):
+        return []
+    return [(layer, "feed_forward") if tp_size == 1 else (layer.mlp, "forward") for layer in model.layers]
 
 
 class VocabularyShard(nn.Module):

@@ -33,18 +33,19 @@ class Activations:
         pool: HostPool | None = None,
         device: torch.device | None = None,
         tp: RankGroup | None = None,
-        row_wise: Sequence[nn.Module] = (),
+        row_wise: Sequence[tuple[nn.Module, str]] = (),
         chunk_rows: int | None = None,
     ) -> None:
         """``pool``: host memory for offloading; None: plans whose ratios are above 0 cannot be run.
 
-        ``tp``: the tensor-parallel ranks that share a micro-batch's rows. ``row_wise``: modules inside the layers that
-        treat every row alone; with checkpointing they take ``chunk_rows`` at a time (None: the device's usual number).
+        ``tp``: the tensor-parallel ranks that share a micro-batch's rows. ``row_wise``: modules inside the layers,
+        and methods of theirs that treat every row alone; with checkpointing they take ``chunk_rows`` at a time (None:
+        the device's usual number).
         """
         if checkpointing != "none":
             kind = "cpu" if device is None else device.type
-            for module in row_wise:
-                apply_row_chunks(module, chunk_rows or ROWS_PER_CHUNK[kind])
+            for module, method in row_wise:
+                apply_row_chunks(module, method, chunk_rows or ROWS_PER_CHUNK[kind])
         self.attention_memory: KeptAttention | None = apply_checkpointing(layers, checkpointing)
         self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
         if self.attention_memory is not None and self.offload is not None:

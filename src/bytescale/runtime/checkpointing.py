@@ -8,9 +8,9 @@ keep; the O(s) rest is computed again. No message is sent twice.
 
 Both are exact: backward sees the numbers that forward saw, bit for bit.
 
-With either, what works on each row alone (the feed-forward part) is moreover done some rows at a time where there are
-more: of the 4 F numbers a token that it saves, those of one chunk exist. Else they, and not attention, would decide how
-long a context fits.
+With either, what works on each row alone (norm and feed-forward part) is moreover done some rows at a time where there
+are more: of the 4 F numbers a token that it saves, those of one chunk exist. Else they would decide how long a context
+fits; what attention needs goes by groups of heads (``models.head_groups``).
 """
 
 from __future__ import annotations
@@ -85,34 +85,62 @@ def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing) -> Kep
     return kept
 
 
-def apply_row_chunks(module: nn.Module, chunk_rows: int) -> None:
-    """Make a module ``[T, C] -> [T, C]`` that treats rows independently take ``chunk_rows`` of them at a time.
+def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
+    """Make ``owner.method``, ``[T, C] -> [T, C]``, which treats rows independently, take ``chunk_rows`` at a time.
 
-    It keeps its input and computes each chunk again in backward. Its parameters' gradients are accumulated chunk by
-    chunk, in order. Fewer rows go through it as before.
+    It keeps its input and computes each chunk again in backward. Parameters' gradients are accumulated chunk by chunk,
+    in order. Fewer rows go through it as before. Where it is the last part of a layer that is computed again, it is
+    not computed for that: what follows a layer's last saved tensor is left out (``_Kept``).
     """
-    forward = module.forward
+    function: Callable[[Tensor], Tensor] = getattr(owner, method)
 
     def chunked(rows: Tensor) -> Tensor:
-        result: Tensor = forward(rows) if len(rows) <= chunk_rows else _RowChunks.apply(rows, forward, chunk_rows)
+        if len(rows) <= chunk_rows:
+            return function(rows)
+        kept: list[Any] = []
+        ticket = _Kept.apply(rows, kept)
+        result: Tensor = _RowChunks.apply(rows, ticket, kept, function, chunk_rows)
         return result
 
-    module.forward = chunked
+    setattr(owner, method, chunked)
+
+
+class _Kept(torch.autograd.Function):
+    """Saves a tensor before the work that needs it in backward, and not after, as that work itself would.
+
+    ``torch.utils.checkpoint`` ends a recomputation when it has seen as many saved tensors as forward saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: list[Any]) -> Tensor:
+        ctx.save_for_backward(rows)
+        kept.append(ctx)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _RowChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, function: Callable[[Tensor], Tensor], chunk_rows: int) -> Tensor:
-        ctx.function, ctx.chunk_rows = function, chunk_rows
-        ctx.save_for_backward(rows)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        ticket: Tensor,
+        kept: list[Any],
+        function: Callable[[Tensor], Tensor],
+        chunk_rows: int,
+    ) -> Tensor:
+        ctx.kept, ctx.function, ctx.chunk_rows = kept, function, chunk_rows
         out = torch.empty_like(rows)
         for chunk, place in zip(rows.split(chunk_rows), out.split(chunk_rows), strict=True):
             place.copy_(function(chunk))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (rows,) = ctx.kept[0].saved_tensors
         total = torch.empty_like(rows)
         parts = (tensor.split(ctx.chunk_rows) for tensor in (rows, gradients[0], total))
         for chunk, gradient, place in zip(*parts, strict=True):
@@ -121,7 +149,7 @@ class _RowChunks(torch.autograd.Function):
                 ctx.function(own).backward(gradient)
             assert own.grad is not None, "every row's output depends on the row"
             place.copy_(own.grad)
-        return total, None, None
+        return total, None, None, None, None
 
 
 def _checkpointed(forward: Callable[..., Tensor], extra: dict[str, Any]) -> Callable[..., Tensor]:

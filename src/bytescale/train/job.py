@@ -19,13 +19,15 @@ from bytescale.cost.profile_file import require_device, require_model, warn_of_b
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.batches import SamplerState
 from bytescale.data.loader import Loader
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, FlatParameters, ModelPart, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.memory import MemoryBudget, memory_budget
-from bytescale.train.own_model import build_own_model, row_wise_modules
+from bytescale.train.own_model import build_own_model
 from bytescale.train.peak import device_name, peak_flops_per_second
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
@@ -111,6 +113,8 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         profile=profile,
         smallest=lambda own: [min(column) for column in zip(*ranks.world.share(own), strict=True)],
     )
+    for layer in (layer for chunk in model.chunks for layer in chunk.layers):
+        apply_head_groups(layer.self_attn, memory.model.head_groups)
     pool = memory.host_pool(ranks.device)
     parts = [
         ModelPart(
@@ -121,7 +125,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
                 pool=pool,
                 device=ranks.device,
                 tp=mesh.tp,
-                row_wise=row_wise_modules(chunk, mesh.tp.size),
+                row_wise=row_wise_parts(chunk, mesh.tp.size),
             ),
         )
         for chunk in model.chunks

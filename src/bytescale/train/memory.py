@@ -12,8 +12,8 @@ import torch
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import AUTO_CAPACITY, Architecture, Config
-from bytescale.config.validate import hdp_ranks, kind_of_ranks
+from bytescale.config import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Architecture, Config
+from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
@@ -62,10 +62,12 @@ class MemoryBudget:
             f"{format_bytes(self.model.gradient_bytes)}, optimizer {format_bytes(self.model.optimizer_bytes)}"
         )
         saved = self.model.saved_bytes_per_token * tokens
+        groups = self.model.head_groups
         lines = [
             f"memory  {format_bytes(peak)} of {format_bytes(self.device_bytes)} at the peak of a full micro-batch of "
             f"{format_count(tokens)} tokens: {states}, activations {format_bytes(saved)}, {phase.name} "
             f"{format_bytes(float(phase.bytes(tokens, tokens)))}"
+            + (f"; attention in {groups} groups of heads" if groups > 1 else "")
         ]
         if self.rule is not None:
             largest = self.rule.largest_slice(tokens)
@@ -96,13 +98,12 @@ def memory_budget(
     Raises:
         ConfigError: the capacity does not fit into the device, or the context not into all ranks.
     """
-    on_gpu = device.type == "cuda"
     parallel = config.parallel
     hdp = hdp_ranks(parallel, num_ranks)
     device_bytes, host_bytes = smallest(
         [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
     )
-    kind: DeviceKind = "cuda" if on_gpu else "cpu"
+    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     whole = MemoryModel.on_device(
         architecture,
         kind,
@@ -110,13 +111,17 @@ def memory_budget(
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
         attention=config.trainer.attention,
+        head_groups=config.trainer.head_groups or 1,
         tensor_parallel=parallel.tp,
         num_stages=parallel.pp,
         virtual_stages=parallel.virtual_stages,
     )
+    offloads = may_offload(config, device.type)
+    if config.trainer.head_groups == AUTO_HEAD_GROUPS:
+        wanted = None if parallel.capacity_tokens == AUTO_CAPACITY else parallel.capacity_tokens
+        whole = whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=offloads)
     model = whole.fullest_stage(device_bytes)
     capacity = _fitting_capacity(config, model, device_bytes)
-    offloads = config.memory.offload == "on" or (config.memory.offload == "auto" and on_gpu)
     rule = None
     if offloads and model.movable_bytes_per_token:
         times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)

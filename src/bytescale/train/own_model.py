@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture
-from bytescale.cost.memory import is_row_wise
 from bytescale.cost.split import stage_chunks
 from bytescale.models import Llama, build_model
 from bytescale.models.llama import initial_values
@@ -68,8 +66,3 @@ def build_own_model(
     if tied_head is not None:
         tied_head.lend()
     return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)
-
-
-def row_wise_modules(chunk: Llama, tp_size: int) -> list[nn.Module]:
-    """The feed-forward parts that may take some rows at a time."""
-    return [layer.mlp for layer in chunk.layers] if is_row_wise(chunk.shape, tp_size) else []
