@@ -47,6 +47,7 @@ from bytescale.cost import flops, save_profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.cost.profile_file import fit_warnings
 from bytescale.models import Llama
+from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -99,7 +100,11 @@ GPU = Sizes(
     offload_long=tuple((262144, 12, mode, r) for mode, r in (("attention", 0.0), ("attention", 1.0), ("full", 0.0))),
     mfu=((8, 8192, 8, "none"), (1, 65536, 8, "none"), (1, 262144, 4, "attention")),
     mfu_long=((1, 1048576, 2, "attention"),),
-    longest=(("7B width", replace(PRESETS["7b"], num_layers=4), 2**21), ("1B", PRESETS["1b"], 2**21)),
+    longest=(
+        ("7B width", replace(PRESETS["7b"], vocab_size=32000, num_layers=2), 2**21),
+        ("1B", PRESETS["1b"], 2**21),
+        ("7B width", replace(PRESETS["7b"], vocab_size=32000, num_layers=4), 2**21),
+    ),
     attention=(8192, 65536),
     loss=((8192, 4096, 131072), (32768, 4096, 131072)),
     profile=(PRESETS["7b"], 131072, 90.0),
@@ -207,9 +212,12 @@ class Step:
         pool: HostPool | None = None,
         ratio: float = 0.0,
         kernel: AttentionKernel | None = None,
+        head_groups: int = 1,
     ) -> None:
         with device.device:
             model = Llama(shape).to(device.dtype)
+        for layer in model.layers:
+            apply_head_groups(layer.self_attn, head_groups)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         self.rank_plan = one_micro_batch(lengths, ratio)
@@ -282,15 +290,21 @@ def one_micro_batch(lengths: list[int], ratio: float) -> RankPlan:
     return RankPlan.of(plan, 0)
 
 
-def memory_model(device: Device, shape: Architecture, checkpointing: str) -> MemoryModel:
-    """What ``train`` goes by on this device."""
-    return MemoryModel.on_device(
+def device_room(device: Device, sizes: Sizes) -> float:
+    """Bytes."""
+    return torch.cuda.get_device_properties(device.device).total_memory if device.on_gpu else sizes.device_bytes
+
+
+def memory_model(device: Device, sizes: Sizes, shape: Architecture, checkpointing: str, tokens: int) -> MemoryModel:
+    """What ``train`` goes by on this device, with as few groups of heads as a micro-batch of ``tokens`` allows."""
+    model = MemoryModel.on_device(
         shape,
         "cuda" if device.on_gpu else "cpu",
         element_bytes=device.dtype.itemsize,
         num_ranks=1,
         checkpointing=checkpointing,  # type: ignore[arg-type]
     )
+    return model.in_head_groups(device_room(device, sizes), capacity_tokens=tokens, offload=False)
 
 
 def step_seconds(shape: Architecture, documents: int, tokens: int, checkpointing: str) -> float:
@@ -308,13 +322,15 @@ def step_figures(
     device: Device, sizes: Sizes, shape: Architecture, lengths: list[int], checkpointing: str, ratio: float
 ) -> Row:
     """Seconds and peak of a step, and what ``cost.memory`` estimates for it."""
-    estimate = memory_model(device, shape, checkpointing)
     tokens = sum(lengths)
+    estimate = memory_model(device, sizes, shape, checkpointing, tokens)
     pool = HostPool(sizes.host_bytes, pinned=device.on_gpu) if ratio > 0 else None
     if pool is not None:
         make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
-    figures = device.figures(Step(device, shape, lengths, checkpointing, pool, ratio), sizes.steps)
+    step = Step(device, shape, lengths, checkpointing, pool, ratio, head_groups=estimate.head_groups)
+    figures = device.figures(step, sizes.steps)
     peak = float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) - estimate.states_bytes
+    figures |= {"head_groups": estimate.head_groups}
     return figures | {"estimated_gib": peak / GIB, "host_gib": 0.0 if pool is None else pool.peak_bytes / GIB}
 
 
@@ -407,7 +423,7 @@ def longest_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
     pool = HostPool(sizes.host_bytes, pinned=device.on_gpu)
     for name, shape, first in sizes.longest:
         row = {"model": name, "layers": shape.num_layers, "checkpointing": "full"}
-        unit, fits, too_many = first // 8, 0, 2 * first
+        unit, fits, too_many = first // 4, 0, 2 * first
         while too_many - fits > unit:
             tokens = first if fits == 0 and too_many == 2 * first else (fits + too_many) // (2 * unit) * unit
             outcome: list[bool] = []
@@ -421,7 +437,7 @@ def longest_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
             if not outcome:
                 return  # out of time
             fits, too_many = (tokens, too_many) if outcome[0] else (fits, tokens)
-        while device.on_gpu and step_seconds(shape, 1, fits, "full") > 120:
+        while device.on_gpu and step_seconds(shape, 1, fits, "full") > 90:
             fits //= 2
         if fits:
             yield (
@@ -440,16 +456,17 @@ def longest_figures(
     kernel: AttentionKernel | None = None,
 ) -> Row:
     """One step with as much offloaded as host memory has room for, and whether the device has room for the rest."""
-    estimate = memory_model(device, shape, "full")
+    estimate = memory_model(device, sizes, shape, "full", tokens)
     ratio = min(1.0, 0.98 * sizes.host_bytes / (estimate.movable_bytes_per_token * tokens))
-    room = torch.cuda.get_device_properties(device.device).total_memory if device.on_gpu else sizes.device_bytes
+    room = device_room(device, sizes)
     row: Row = {
+        "head_groups": estimate.head_groups,
         "r": ratio,
         "estimated_gib": float(estimate.limits().device_peak(tokens, int(ratio * tokens), 0)) / GIB,
         "device_gib": room / GIB,
     }
     try:
-        step = Step(device, shape, [tokens], "full", pool, ratio, kernel)
+        step = Step(device, shape, [tokens], "full", pool, ratio, kernel, estimate.head_groups)
         states = torch.cuda.memory_allocated(device.device) if device.on_gpu else estimate.states_bytes
         make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
         if device.on_gpu:

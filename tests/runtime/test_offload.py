@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.llama import FeedForward
+from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
@@ -147,6 +149,31 @@ def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twi
     plain, sent_by_ours = bytes_sent("none", 1), bytes_sent(checkpointing, head_groups)
     # Forward sends K and V (1 part), backward K, V and their fp32 gradients (2 parts); a second forward sends 1 more.
     assert [3 * sent for sent in sent_by_ours] == [(4 if checkpointing == "full" else 3) * sent for sent in plain]
+
+
+def test_what_recomputation_need_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed-forward part's output: backward computes each chunk of rows again, and nothing else of it."""
+    calls: list[int] = []
+    forward = FeedForward.forward
+
+    def counted(self: FeedForward, rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return forward(self, rows)
+
+    monkeypatch.setattr(FeedForward, "forward", counted)
+    lengths, batch = [30], random_batch([30], 61, 0)
+    model = make_model(small_shape(num_layers=2), torch.float32)
+    activations = Activations(
+        list(model.layers), checkpointing="full", row_wise=row_wise_parts(model, 1), chunk_rows=16
+    )
+    micro_batch = RankPlan.of(local_plan(lengths, [0.0]), 0).micro_batches[0]
+    data = slice_batch(batch, micro_batch)
+    kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+    attention = PackedAttention(micro_batch, kernel, RankGroup().exchange, activations.attention_memory)
+    loss = linear_cross_entropy(model(data.tokens, data.position_ids, attention), model.head_weight, data.labels)
+    assert calls == [16, 14] * 2
+    loss.backward()
+    assert calls == [16, 14] * 4
 
 
 def everybody(lengths: list[int], num_ranks: int) -> Plan:

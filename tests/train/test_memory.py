@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, MemoryConfig, resolve_architecture
-from bytescale.cost.memory import MemoryModel
+from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_architecture
+from bytescale.config.validate import validate
 from bytescale.train import train
-from bytescale.train.memory import GIB, memory_budget, usable_host_bytes
+from bytescale.train.memory import GIB, MemoryBudget, memory_budget, usable_host_bytes
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 
@@ -35,6 +35,41 @@ def test_offloading_and_recomputation_give_the_same_losses(corpus: Path, tmp_pat
     assert run(with_trainer(recomputed, checkpointing="attention")) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "attention"])
+def test_groups_of_heads_give_the_same_losses(corpus: Path, tmp_path: Path, checkpointing: str) -> None:
+    plain = run(deep_run(corpus, tmp_path / "plain", 2, 256, offload="off"))
+    grouped = deep_run(corpus, tmp_path / "grouped", 2, 144, offload="on", host_gib=0.25)
+    grouped = with_trainer(grouped, checkpointing=checkpointing, head_groups=2)
+    assert run(grouped) == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_capacity_that_fits_with_groups_of_heads_alone_gets_them(corpus: Path, tmp_path: Path) -> None:
+    def chosen(capacity: int, head_groups: int) -> MemoryBudget:
+        config = deep_run(corpus, tmp_path / "run", 2, capacity, device_gib=0.05, offload="off")
+        return budget(with_trainer(config, checkpointing="full", head_groups=head_groups))
+
+    fits = chosen(0, 1).capacity_tokens
+    assert chosen(fits, AUTO_HEAD_GROUPS).model.head_groups == 1
+    assert chosen(fits + 1, AUTO_HEAD_GROUPS).model.head_groups == 2
+    assert "attention in 2 groups of heads" in chosen(fits + 1, AUTO_HEAD_GROUPS).lines()[0]
+    assert chosen(0, AUTO_HEAD_GROUPS).capacity_tokens > fits
+    with pytest.raises(ConfigError, match=f"set parallel.capacity_tokens to {fits} or less"):
+        chosen(fits + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_groups": 3, "checkpointing": "full"}, "head_groups = 3 does not divide the 2 key/value heads"),
+        ({"head_groups": 2}, 'head_groups = 2 with trainer.checkpointing = "none"'),
+        ({"head_groups": -1}, "head_groups is -1"),
+    ],
+)
+def test_groups_of_heads_that_cannot_be(corpus: Path, tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(with_trainer(deep_run(corpus, tmp_path / "run", 2, 256), **changes))
+
+
 def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, tmp_path: Path) -> None:
     plain = run(deep_run(corpus, tmp_path / "plain", 1, 256, offload="off"))
     offloaded = run(deep_run(corpus, tmp_path / "offload", 1, 160, offload="on", host_gib=0.25))
@@ -43,7 +78,7 @@ def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, 
         train(deep_run(corpus, tmp_path / "refused", 1, 160, offload="off"), print_line=lambda line: None)
 
 
-def budget(config: Config, **changes: object) -> object:
+def budget(config: Config, **changes: object) -> MemoryBudget:
     options = {"device": torch.device("cpu"), "dtype": torch.float32, "num_ranks": config.parallel.ranks, **changes}
     return memory_budget(config, resolve_architecture(config.model, tokenizer_vocab_size=257), **options)  # type: ignore[arg-type]
 
@@ -51,9 +86,7 @@ def budget(config: Config, **changes: object) -> object:
 def test_auto_capacity_fills_the_device(corpus: Path, tmp_path: Path) -> None:
     config = deep_run(corpus, tmp_path / "run", 2, 0, device_gib=0.05)
     chosen = budget(config)
-    model: MemoryModel = chosen.model  # type: ignore[attr-defined]
-    capacity: int = chosen.capacity_tokens  # type: ignore[attr-defined]
-    assert capacity == model.capacity_tokens(0.05 * GIB) > 256
+    assert chosen.capacity_tokens == chosen.model.capacity_tokens(0.05 * GIB) > 256
     assert run(config) == pytest.approx(run(deep_run(corpus, tmp_path / "plain", 2, 256)), rel=1e-5)
 
 

@@ -108,16 +108,19 @@ class MemoryModel:
         """The same with as few groups of heads as do: ``capacity_tokens`` fit into the device of every stage.
 
         None: those for which about as many tokens fit as with any other number, offloaded as far as may be if
-        ``offload``. As many groups as there are key heads where no number suffices; one without checkpointing.
+        ``offload``. The most groups where no number suffices.
         """
-        if self.checkpointing == "none":
-            return replace(self, head_groups=1)
-        heads = self.architecture.num_kv_heads // self._kv_parts
-        choices = [replace(self, head_groups=groups) for groups in range(1, heads + 1) if heads % groups == 0]
+        most = self.most_head_groups
+        choices = [replace(self, head_groups=groups) for groups in range(1, most + 1) if most % groups == 0]
         moved_share = float(offload and capacity_tokens is None)
         fitting = [min(stage.capacity_tokens(device_bytes, moved_share) for stage in m.stages()) for m in choices]
         wanted = _ABOUT_AS_MANY * max(fitting) if capacity_tokens is None else capacity_tokens
         return next((m for m, fits in zip(choices, fitting, strict=True) if fits >= wanted), choices[-1])
+
+    @property
+    def most_head_groups(self) -> int:
+        """A key head of this device each, under checkpointing; one group without."""
+        return 1 if self.checkpointing == "none" else self.architecture.num_kv_heads // self._kv_parts
 
     def stages(self) -> list[MemoryModel]:
         """The same for every stage of the pipeline."""
