@@ -25,11 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytescale.models.llama import Attention
-from bytescale.models.rope import apply_rope
-
-Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine, ``[T, 1, D / 2]``."""
-ROWS_AT_A_TIME = 2**15  # that are rotated: in fp32, with some copies
+from bytescale.models.rope import Rotation, rotate, rotate_back
 
 
 class HeadwiseAttention(Protocol):
@@ -104,19 +100,17 @@ class _Projections:
         """``hidden [T, C]`` -> the group's ``q [T, h, D]``, ``k, v [T, g, D]``."""
         head_dim = self.q.shape[1]
         q = F.linear(hidden, self.q[group.queries].flatten(0, 1)).unflatten(-1, (-1, head_dim))
-        q = _rotated(q, self.rotation, torch.empty_like(q))
+        q = rotate(q, self.rotation, torch.empty_like(q))
         k = F.linear(hidden, self.k[group.keys].flatten(0, 1)).unflatten(-1, (-1, head_dim))
-        k = _rotated(k, self.rotation, torch.empty_like(k))
+        k = rotate(k, self.rotation, torch.empty_like(k))
         return q, k, F.linear(hidden, self.v[group.keys].flatten(0, 1)).unflatten(-1, (-1, head_dim))
 
     def before_rotation(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """Gradients of what the projections made, side by side: ``[T, h D + 2 g D]``."""
-        cos, sin = self.rotation
-        back = (cos, -sin)
         heads, kv_heads = dq.shape[1], dk.shape[1]
         gradient = dq.new_empty(len(dq), heads + 2 * kv_heads, dq.shape[2])
-        _rotated(dq, back, gradient[:, :heads])
-        _rotated(dk, back, gradient[:, heads : heads + kv_heads])
+        rotate_back(dq, self.rotation, gradient[:, :heads])
+        rotate_back(dk, self.rotation, gradient[:, heads : heads + kv_heads])
         gradient[:, heads + kv_heads :] = dv
         return gradient.flatten(1)
 
@@ -200,12 +194,3 @@ def _group_gradient(
     d_projected = projections.before_rotation(*gradients)
     d_hidden.addmm_(d_projected, projections.weight(group))
     return d_projected.T @ hidden
-
-
-def _rotated(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
-    """``apply_rope(heads [T, h, D])`` into ``out``, some rows at a time."""
-    cos, sin = rotation
-    pieces = (tensor.split(ROWS_AT_A_TIME) for tensor in (heads, cos, sin, out))
-    for piece, piece_cos, piece_sin, place in zip(*pieces, strict=True):
-        place.copy_(apply_rope(piece, (piece_cos, piece_sin)))
-    return out

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytescale.config import Architecture
-from bytescale.models.rope import apply_rope, rope_rotation
+from bytescale.models.rope import Rotation, apply_rope, rope_rotation
 
 AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]``"""
@@ -124,7 +124,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.mlp = feed_forward
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionCallable) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, attention: AttentionCallable) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention)
         return hidden + self.feed_forward(hidden)
 
@@ -145,7 +145,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionCallable) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, attention: AttentionCallable) -> Tensor:
         q, k, v = (
             projection(hidden).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bytescale.config import Architecture
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of every token's angles, ``[T, 1, D / 2]``."""
+ROWS_AT_A_TIME = 2**15
 
 
 def rope_frequencies(shape: Architecture, device: torch.device) -> Tensor:
@@ -27,7 +32,7 @@ def rope_frequencies(shape: Architecture, device: torch.device) -> Tensor:
     return frequencies
 
 
-def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype) -> Rotation:
     """Cosine and sine ``[T, 1, D / 2]`` of each token's angles, fp32 (fp64 for an fp64 model).
 
     Angles are taken in fp64: at a position of 2M, fp32 is off by a tenth of a radian.
@@ -38,8 +43,36 @@ def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype)
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def apply_rope(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pairs ``(x[i], x[i + D/2])`` of ``heads [T, H, D]`` (Hugging Face's pairing)."""
+    rotated: Tensor = _Rotate.apply(heads, *rotation)
+    return rotated
+
+
+def rotate(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
+    """The same outside of autograd, into ``out [T, H, D]``; some rows at a time, since it takes copies in fp32."""
     cos, sin = rotation
-    first, second = heads.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+    pieces = (tensor.split(ROWS_AT_A_TIME) for tensor in (heads, cos, sin, out))
+    for piece, piece_cos, piece_sin, place in zip(*pieces, strict=True):
+        first, second = piece.to(cos.dtype).chunk(2, dim=-1)
+        left, right = place.chunk(2, dim=-1)
+        torch.sub(first * piece_cos, second * piece_sin, out=left)
+        torch.add(second * piece_cos, first * piece_sin, out=right)
+    return out
+
+
+def rotate_back(gradient: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
+    """From the gradient of rotated heads that of the heads: the rotation by opposite angles."""
+    cos, sin = rotation
+    return rotate(gradient, (cos, -sin), out)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(heads, (cos, sin), torch.empty_like(heads))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return rotate_back(gradients[0], ctx.saved_tensors, torch.empty_like(gradients[0])), None, None
