@@ -11,7 +11,13 @@ import torch
 from bytescale.attention import AttentionKernel, PackedAttention, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.config import PRESETS, Architecture
-from bytescale.cost.memory import LOGITS_PER_CHUNK, ROWS_PER_CHUNK, MemoryModel, loss_chunk_tokens
+from bytescale.cost.memory import (
+    HEAD_NUMBERS_PER_CHUNK,
+    LOGITS_PER_CHUNK,
+    ROWS_PER_CHUNK,
+    MemoryModel,
+    loss_chunk_tokens,
+)
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model, rope
 from bytescale.models.head_groups import apply_head_groups
@@ -131,6 +137,19 @@ def test_saved_bytes_and_peak_within_ten_per_cent(shape: Architecture, dtype: to
     assert model.saved_bytes_per_token * tokens == pytest.approx(saved, rel=0.02)
     estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
     assert estimate == pytest.approx(peak, rel=0.1)
+
+
+def test_peak_of_a_large_head_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient is summed in fp32, and there is no second one, be it a product to be added or the result."""
+    shape, numbers = replace(TINY, vocab_size=2**15, num_layers=2), 2**18
+    _, at_once = measured(shape, torch.bfloat16, "full", 512)
+    monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "cpu", numbers)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 2**19)
+    _, peak = measured(shape, torch.bfloat16, "full", 512)
+    model = replace(model_of(shape, torch.bfloat16, "full"), loss_chunk_tokens=2**4, head_chunk_numbers=numbers)
+    head = shape.vocab_size * shape.hidden_size
+    assert peak < 5.5 * head < 6 * head < at_once
+    assert float(model.limits().device_peak(512, 0, 0)) - model.states_bytes == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

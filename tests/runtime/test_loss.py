@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.cost.memory import LOGITS_PER_CHUNK
+from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
 from bytescale.runtime import IGNORE_INDEX, RankGroup, linear_cross_entropy
 from bytescale.runtime.loss import TorchRows, reference_cross_entropy
 from tests.helpers.ranks import run_ranks
@@ -42,6 +42,17 @@ def test_loss_and_gradients(
     reference = gradients(reference_cross_entropy, hidden, weight, labels, z_loss=z_loss)
     for got, expected in zip(ours, reference, strict=True):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("numbers", [1, 12 * 5, 12 * 36 + 1])
+def test_a_heads_gradient_in_pieces_has_the_same_bits(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In BF16, whose sums are converted piece by piece, into their own memory."""
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 37 * 7)
+    hidden, weight, labels = inputs(torch.bfloat16)
+    at_once = gradients(linear_cross_entropy, hidden, weight, labels)
+    monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "cpu", numbers)
+    for got, expected in zip(gradients(linear_cross_entropy, hidden, weight, labels), at_once, strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("tokens", [0, 5])

@@ -37,6 +37,8 @@ LOGITS_PER_CHUNK = {
     "cuda": 2**28,  # 512 MiB in BF16: summing the head's gradient costs 10 bytes of traffic per weight and chunk
 }
 """Logits that exist at a time."""
+HEAD_NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**26}
+"""Numbers of the head's gradient that are converted between its sum's dtype and the weights' at a time."""
 ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**15}
 """Rows of a feed-forward block that are computed again at a time, with checkpointing: 3.8 GB of a 7B model in BF16."""
 _ABOUT_AS_MANY = 0.95  # each group more costs a pass over a layer's input; it should be worth it
@@ -59,6 +61,8 @@ class MemoryModel:
     """Whether attention is CUDA's flash kernel, whose backward has its gradients and fp32 sums beside them at once."""
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at a time."""
+    head_chunk_numbers: float = math.inf
+    """Numbers of the head's gradient that are converted at a time."""
     fused_loss: bool = False
     """Whether logits stay in the compute dtype (the Triton kernel for BF16)."""
     feed_forward_rows: float = math.inf
@@ -96,6 +100,7 @@ class MemoryModel:
             fused_norm=on_gpu,
             fused_attention=on_gpu and attention != "math",
             loss_chunk_tokens=loss_chunk_tokens(-(-architecture.vocab_size // tensor_parallel), kind),
+            head_chunk_numbers=HEAD_NUMBERS_PER_CHUNK[kind],
             fused_loss=on_gpu and element_bytes == 2,
             feed_forward_rows=ROWS_PER_CHUNK[kind] if is_row_wise(architecture, tensor_parallel) else math.inf,
             head_groups=head_groups,
@@ -235,10 +240,11 @@ class MemoryModel:
             chunk_tokens=self.loss_chunk_tokens,
             bytes_per_chunk_token=vocab_size * self._logit_bytes + 2 * self._hidden_bytes,
         )
-        # The head's gradient is summed in fp32 or wider: a chunk's part of it, and the sum at the end, are copies.
+        # The head's gradient is summed in fp32 or wider: what is added of it at a time is a copy.
+        converted = min(words, self.head_chunk_numbers) if self.element_bytes < wide else 0
         head_gradient = replace(
             loss,
-            fixed_bytes=words * (wide + self.element_bytes * int(self.element_bytes < wide)),
+            fixed_bytes=words * wide + converted * self.element_bytes,
             bytes_per_chunk_token=vocab_size * self.element_bytes + 2 * self._hidden_bytes,
         )
         return loss, head_gradient

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.cost.memory import loss_chunk_tokens
+from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
 
 
 def linear_cross_entropy(
@@ -139,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight = ctx.gradients
         ctx.gradients = None
         d_hidden.mul_(scale.to(d_hidden.dtype))
-        return d_hidden, d_weight.mul_(scale).to(ctx.weight_dtype), None, None, None
+        return d_hidden, _converted(d_weight.mul_(scale), ctx.weight_dtype), None, None, None
 
 
 def _over_group(lse: Tensor, target_logits: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -154,11 +154,27 @@ def _over_group(lse: Tensor, target_logits: Tensor, group: dist.ProcessGroup | N
 
 
 def _add_product(total: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
-    """``total [V, C] += d_logits.T [V, n] @ chunk [n, C]``; without a temporary where dtypes allow."""
+    """``total [V, C] += d_logits.T [V, n] @ chunk [n, C]``; where dtypes differ, some words at a time."""
     if total.dtype == chunk.dtype:
         total.addmm_(d_logits.T, chunk)
-    else:
-        total += d_logits.T @ chunk
+        return
+    words = max(1, HEAD_NUMBERS_PER_CHUNK[total.device.type] // total.shape[1])
+    for part, columns in zip(total.split(words), d_logits.split(words, dim=1), strict=True):
+        part += columns.T @ chunk
+
+
+def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` in a dtype that is not wider, in their own memory, hence without room for another ``[V, C]``."""
+    if values.dtype == dtype:
+        return values
+    source = values.view(-1)
+    result = source.view(dtype)[: len(source)]
+    size = HEAD_NUMBERS_PER_CHUNK[values.device.type]
+    for part, place in zip(source.split(size), result.split(size), strict=True):
+        place.copy_(
+            part.to(dtype)
+        )  # a copy first: the place is the memory of numbers up to this part's, all read by now
+    return result.view_as(values)
 
 
 def _row_kernel(hidden: Tensor) -> RowKernel:

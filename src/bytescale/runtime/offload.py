@@ -288,23 +288,19 @@ class _Block:
         device = self._owner.device
         self._restored = torch.empty(self._shape, dtype=torch.uint8, device=device)
         num_moved = self._shape[0] - (0 if self._rest is None else self._rest.shape[0])
-        compute_waits(self._copied, device)
-        if self._rest is not None:
-            self._restored[num_moved:] = self._rest
-            self._rest = None
         moved = self._restored[:num_moved].view(-1)
         pieces = moved.split([extent.stop - extent.start for extent in self._extents])
-        self._arrived = self._owner._to_device.copy(
-            [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)],
-            after=[compute_mark(device)],
-        )
+        pairs = [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)]
+        if self._rest is not None:  # on the lane, as on the way out: held until the compute stream has waited for it
+            pairs.append((self._restored[num_moved:], self._rest))
+        self._arrived = self._owner._to_device.copy(pairs, after=[compute_mark(device), self._copied])
 
     def bytes(self) -> Tensor:
         """``[T, row_bytes]`` uint8 on the device, complete for whatever is launched from now on."""
         self.fetch()
         assert self._restored is not None, "fetch() has just made it"
         compute_waits(self._arrived, self._owner.device)
-        self._arrived = None
+        self._arrived, self._rest = None, None
         return self._restored
 
     def release(self) -> None:
