@@ -1,6 +1,8 @@
 """``bytescale plan`` and ``bytescale simulate``: what they print, write and refuse."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -171,3 +173,23 @@ def test_a_sequence_that_fits_nowhere_is_an_error_when_no_planner_can() -> None:
 def test_devices_that_make_no_whole_rank() -> None:
     with pytest.raises(SystemExit):  # tyro shows the ConfigError's text in its own box
         simulate.run([*SMALL, "--cluster.num-gpus", "10", "--cluster.tp", "4"])
+
+
+@pytest.mark.parametrize("command", [plan, simulate])
+def test_a_profile_of_another_model_than_the_one_named(command: ModuleType) -> None:
+    """Without a config too; how many layers there are is no matter."""
+    model = ["--model.preset", "tiny"]
+    with pytest.raises(ConfigError, match="Profile 'case-study' is of another model: its hidden_size is 4096"):
+        command.run([*SMALL, *model])
+
+
+def test_a_reader_that_stops_reading_ends_the_command_quietly() -> None:
+    """``bytescale plan --help | head -1``."""
+    command = [sys.executable, "-m", "bytescale", "plan", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        said = running.stderr.read().decode()
+        assert running.wait(timeout=60) == 141
+    assert said == ""

@@ -121,6 +121,10 @@ def read_lengths(path: Path) -> IntArray:
     return values.astype(np.int64)
 
 
+DEFAULT_MODEL = ModelConfig(preset="7b")
+"""Without a config, a profile or a word about it."""
+
+
 def read_profile(
     source: CostSource,
     model: ModelConfig,

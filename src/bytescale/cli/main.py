@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            return 141  # as a shell says of a program that SIGPIPE has ended
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return report(command, disk_full(error))
         record_for_torchrun(error)
@@ -58,6 +61,16 @@ def report(command: str, error: BytescaleError) -> int:
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # under torchrun's agent, the launcher prints it once
         print(f"bytescale {command}: {error}", file=sys.stderr)
     return 2 if isinstance(error, ValueError) else 1
+
+
+def reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more (``| head``). Then Python is kept from flushing."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def disk_full(error: OSError) -> DiskFullError:

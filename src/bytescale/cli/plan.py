@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, IntArray, read_batch, read_profile
+from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, IntArray, read_batch, read_profile
 from bytescale.cli.devices import devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
@@ -62,7 +62,7 @@ class PlanOptions:
     """Which to compare; details are shown of the last."""
     cost: CostSource = field(default_factory=CostSource)
     """Where times come from."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: ModelConfig(preset="7b"))
+    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
     """The model, when operations are counted."""
     png: Path | None = None
     """Draw ranks over time, a panel per planner, into this file."""
@@ -95,7 +95,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         options.cost,
         options.model,
         tensor_parallel=options.tp,
-        model_is_given=config is not None,
+        model_is_given=config is not None or options.model != DEFAULT_MODEL,
         vocab_size=vocab_size,
     )
     layout.check_layers(profile.architecture.num_layers)

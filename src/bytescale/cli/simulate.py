@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch, read_profile
+from bytescale.cli.batch_source import (
+    DEFAULT_MODEL,
+    BatchConfig,
+    CostSource,
+    SourceBatch,
+    read_batch,
+    read_profile,
+)
 from bytescale.cli.devices import Devices, devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
@@ -54,7 +61,7 @@ class SimulateOptions:
     """Input of the next step."""
     cost: CostSource = field(default_factory=CostSource)
     """Where times come from."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: ModelConfig(preset="7b"))
+    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
     """The model, when operations are counted."""
     png: Path | None = None
     """Draw ranks over time into this file."""
@@ -188,7 +195,7 @@ def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | 
         options.cost,
         options.model,
         tensor_parallel=options.cluster.tp,
-        model_is_given=config is not None,
+        model_is_given=config is not None or options.model != DEFAULT_MODEL,
         vocab_size=vocab_size,
     )
     options.cluster.check_layers(profile.architecture.num_layers)
