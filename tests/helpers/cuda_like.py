@@ -1,8 +1,8 @@
 """CUDA's allocations on a CPU: what its fused kernels allocate, with the CPU's numbers in it.
 
 ``LiveBytes`` sees the tensors that a kernel's host code makes on a GPU and none of the CPU's own. Taken from PyTorch's
-sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, and the fused RMSNorm, which saves its input
-and one number a row.
+sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, ``_flash_attention_backward``, which makes
+contiguous copies, and the fused RMSNorm, which saves its input and one number a row.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class CudaLikeFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         rows, (heads, width) = q[query_rows].shape[0], q.shape[1:]
+        copies = [tensor[query_rows].contiguous() for tensor in (dout, out)]  # none where rows lie one behind the other
         gradients = tuple(torch.empty_like(tensor) for tensor in (q[query_rows], k[key_rows], v[key_rows]))
         padded = rows + 128 * len(blocks.queries)
         sums = [q.new_empty(padded * heads * size, dtype=torch.float32) for size in (1, width)]
@@ -47,6 +48,7 @@ class CudaLikeFlash:
             numbers = self.kernel.backward(dout, q, k, v, out, lse.contiguous(), blocks, scale)
             for gradient, number in zip(gradients, numbers, strict=True):
                 gradient.copy_(number)
+        del copies
         return gradients  # type: ignore[return-value]
 
 

@@ -283,12 +283,14 @@ class MemoryModel:
         held += self._own_hidden_bytes - self._final_norm
         inside = 2 * query + kv  # gradients of output, q, k and v
         if groups > 1:
-            # One group's q, k and v; the gradient of what the projections read; where it is gathered, of the result.
-            inside += query + kv
+            # One group's q, k and v, and its output, which CUDA's kernel copies out of all heads'; the gradient of what
+            # the projections read; where it is gathered, of the result.
+            inside += query + kv + query * int(self.fused_attention)
             held += self._hidden_bytes * (1 if parts == 1 else 2)
-        # In a ring: keys and values held, and arriving twice; three times their gradients; sums of query gradients. A
-        # block is of all queries and half of the keys, or the other way round; its gradients are there twice.
-        messages = 3 * kv + 3 * kv * wide // self.element_bytes + query * wide // self.element_bytes
+        # In a ring: keys and values held, and arriving twice; three times their gradients; sums of query gradients where
+        # these are narrower. A block is of all queries and half of the keys, or the other way round.
+        messages = 3 * kv + 3 * kv * wide // self.element_bytes
+        messages += query * wide // self.element_bytes if self.element_bytes < wide else 0
         rows = query + per_query_row, kv + per_key_row
         block = max(rows[0] + rows[1] / 2, rows[0] / 2 + rows[1])
         return (
