@@ -287,8 +287,8 @@ class MemoryModel:
             # the projections read; where it is gathered, of the result.
             inside += query + kv + query * int(self.fused_attention)
             held += self._hidden_bytes * (1 if parts == 1 else 2)
-        # In a ring: keys and values held, and arriving twice; three times their gradients; sums of query gradients where
-        # these are narrower. A block is of all queries and half of the keys, or the other way round.
+        # In a ring: keys and values held, and arriving twice; three times their gradients; sums of query gradients,
+        # where those are narrower. A block is of all queries and half of the keys, or the other way round.
         messages = 3 * kv + 3 * kv * wide // self.element_bytes
         messages += query * wide // self.element_bytes if self.element_bytes < wide else 0
         rows = query + per_query_row, kv + per_key_row
