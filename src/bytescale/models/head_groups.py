@@ -16,7 +16,7 @@ Shape letters: T tokens, C hidden size, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,57 +72,47 @@ class _Group:
     queries: slice
     keys: slice
 
-    @staticmethod
-    def all(num_heads: int, num_kv_heads: int, num_groups: int) -> Iterator[_Group]:
-        wide, narrow = num_heads // num_groups, num_kv_heads // num_groups
-        for i in range(num_groups):
-            yield _Group(slice(i * wide, (i + 1) * wide), slice(i * narrow, (i + 1) * narrow))
-
 
 @dataclass(frozen=True)
 class _Projections:
-    """Weights of queries, keys and values by heads, ``[heads, D, C]``, and the angles of every token."""
+    """The weights by heads, ``q [H, D, C]``, ``k, v [G, D, C]``, ``o [C, H, D]``, and the angles of every token."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    o: Tensor
     rotation: Rotation
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, head_dim: int) -> _Projections:
-        q, k, v = (weight.detach().unflatten(0, (-1, head_dim)) for weight in (q, k, v))
-        return _Projections(q, k, v, rotation)
+    def of(weights: Sequence[Tensor], rotation: Rotation, head_dim: int) -> _Projections:
+        q, k, v = (weight.detach().unflatten(0, (-1, head_dim)) for weight in weights[:3])
+        return _Projections(q, k, v, weights[3].detach().unflatten(1, (-1, head_dim)), rotation)
 
     def groups(self, num_groups: int) -> Iterator[_Group]:
-        return _Group.all(len(self.q), len(self.k), num_groups)
+        wide, narrow = len(self.q) // num_groups, len(self.k) // num_groups
+        for i in range(num_groups):
+            yield _Group(slice(i * wide, (i + 1) * wide), slice(i * narrow, (i + 1) * narrow))
 
-    def __call__(self, hidden: Tensor, group: _Group) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden: Tensor, group: _Group) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden [T, C]`` -> the group's ``q [T, h, D]``, ``k, v [T, g, D]``."""
-        head_dim = self.q.shape[1]
-        q = F.linear(hidden, self.q[group.queries].flatten(0, 1)).unflatten(-1, (-1, head_dim))
-        q = rotate(q, self.rotation, torch.empty_like(q))
-        k = F.linear(hidden, self.k[group.keys].flatten(0, 1)).unflatten(-1, (-1, head_dim))
-        k = rotate(k, self.rotation, torch.empty_like(k))
-        return q, k, F.linear(hidden, self.v[group.keys].flatten(0, 1)).unflatten(-1, (-1, head_dim))
+        q, k = _heads(hidden, self.q[group.queries]), _heads(hidden, self.k[group.keys])
+        q, k = (rotate(heads, self.rotation, torch.empty_like(heads)) for heads in (q, k))
+        return q, k, _heads(hidden, self.v[group.keys])
 
-    def before_rotation(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Gradients of what the projections made, side by side: ``[T, h D + 2 g D]``."""
-        heads, kv_heads = dq.shape[1], dk.shape[1]
-        gradient = dq.new_empty(len(dq), heads + 2 * kv_heads, dq.shape[2])
-        rotate_back(dq, self.rotation, gradient[:, :heads])
-        rotate_back(dk, self.rotation, gradient[:, heads : heads + kv_heads])
-        gradient[:, heads + kv_heads :] = dv
-        return gradient.flatten(1)
-
-    def weight(self, group: _Group) -> Tensor:
-        """The group's rows of all three, one under the other: ``[h D + 2 g D, C]``."""
-        return torch.cat([self.q[group.queries], self.k[group.keys], self.v[group.keys]]).flatten(0, 1)
-
-    def split(self, rows: Tensor, group: _Group) -> list[Tensor]:
-        """``[h D + 2 g D, C]`` again as those of q, k and v, ``[heads, D, C]``."""
-        count = len(self.k[group.keys])
-        heads = rows.unflatten(0, (-1, self.q.shape[1]))
-        return list(heads.split([len(heads) - 2 * count, count, count]))
+    def backward(
+        self, gradients: tuple[Tensor, Tensor, Tensor], hidden: Tensor, group: _Group, d_hidden: Tensor
+    ) -> list[Tensor]:
+        """From ``dq, dk, dv`` the gradients of the group's weights, ``[heads, D, C]``; adds that of ``hidden``."""
+        counts = [heads.shape[1] for heads in gradients]
+        together = gradients[0].new_empty(len(hidden), sum(counts), gradients[0].shape[2])
+        d_q, d_k, d_v = together.split(counts, dim=1)
+        rotate_back(gradients[0], self.rotation, d_q)
+        rotate_back(gradients[1], self.rotation, d_k)
+        d_v.copy_(gradients[2])
+        # One product for all three: the sum in d_hidden is rounded once a group.
+        weights = torch.cat([self.q[group.queries], self.k[group.keys], self.v[group.keys]])
+        d_hidden.addmm_(together.flatten(1), weights.flatten(0, 1))
+        return list((together.flatten(1).T @ hidden).view_as(weights).split(counts))
 
 
 class _HeadGroups(torch.autograd.Function):
@@ -140,7 +130,7 @@ class _HeadGroups(torch.autograd.Function):
         head_dim: int,
         num_groups: int,
     ) -> Tensor:
-        projections = _Projections.of(q, k, v, (cos, sin), head_dim)
+        projections = _Projections.of((q, k, v, o), (cos, sin), head_dim)
         out, lse = attention.remembered(lambda: _attend(hidden, projections, attention, num_groups))
         ctx.attention, ctx.head_dim, ctx.num_groups = attention, head_dim, num_groups
         ctx.save_for_backward(hidden, q, k, v, o, cos, sin, out, lse)
@@ -148,17 +138,19 @@ class _HeadGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, q, k, v, o, cos, sin, out, lse = ctx.saved_tensors
-        projections = _Projections.of(q, k, v, (cos, sin), ctx.head_dim)
+        hidden, *weights, cos, sin, out, lse = ctx.saved_tensors
+        projections = _Projections.of(weights, (cos, sin), ctx.head_dim)
         (d_result,) = gradients
         d_o = d_result.T @ out.flatten(1)
         d_hidden = torch.zeros_like(hidden)
         d_q, d_k, d_v = (torch.empty_like(weight) for weight in (projections.q, projections.k, projections.v))
         for group in projections.groups(ctx.num_groups):
-            d_rows = _group_gradient(d_result, o, hidden, projections, out, lse, ctx.attention, group, d_hidden)
-            d_q[group.queries], d_k[group.keys], d_v[group.keys] = projections.split(d_rows, group)
-        weights = (d_q.flatten(0, 1), d_k.flatten(0, 1), d_v.flatten(0, 1), d_o)
-        return d_hidden, *weights, None, None, None, None, None
+            # In one expression: no name keeps a group's tensors while the next one's are made.
+            d_q[group.queries], d_k[group.keys], d_v[group.keys] = projections.backward(
+                _attend_back(d_result, hidden, projections, out, lse, ctx.attention, group), hidden, group, d_hidden
+            )
+        d_weights = (*(gradient.flatten(0, 1) for gradient in (d_q, d_k, d_v)), d_o)
+        return d_hidden, *d_weights, None, None, None, None, None
 
 
 def _attend(
@@ -168,29 +160,27 @@ def _attend(
     out = hidden.new_empty(len(hidden), *projections.q.shape[:2])
     sums = []
     for group in projections.groups(num_groups):
-        out[:, group.queries], lse = attention.forward(*projections(hidden, group))
+        out[:, group.queries], lse = attention.forward(*projections.forward(hidden, group))
         sums.append(lse)
     return out, torch.cat(sums, dim=1)
 
 
-def _group_gradient(
+def _attend_back(
     d_result: Tensor,
-    o: Tensor,
     hidden: Tensor,
     projections: _Projections,
     out: Tensor,
     lse: Tensor,
     attention: HeadwiseAttention,
     group: _Group,
-    d_hidden: Tensor,
-) -> Tensor:
-    """One group's part of the weights' gradient, ``[h D + 2 g D, C]``; that of the input is added to ``d_hidden``."""
-    heads, head_dim = group.queries, projections.q.shape[1]
-    q, k, v = projections(hidden, group)
-    columns = o.unflatten(1, (-1, head_dim))[:, heads].flatten(1)
-    d_out = (d_result @ columns).unflatten(-1, (-1, head_dim))
-    gradients = attention.backward(d_out, q, k, v, out[:, heads], lse[:, heads])
-    del q, k, v, d_out  # before there is more
-    d_projected = projections.before_rotation(*gradients)
-    d_hidden.addmm_(d_projected, projections.weight(group))
-    return d_projected.T @ hidden
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One group's ``dq, dk, dv``, from the gradient ``[T, C]`` of what the block returned."""
+    heads = group.queries
+    columns = projections.o[:, heads]
+    d_out = (d_result @ columns.flatten(1)).unflatten(-1, columns.shape[1:])
+    return attention.backward(d_out, *projections.forward(hidden, group), out[:, heads], lse[:, heads])
+
+
+def _heads(hidden: Tensor, weight: Tensor) -> Tensor:
+    """``hidden [T, C]`` by ``weight [h, D, C]`` -> ``[T, h, D]``."""
+    return F.linear(hidden, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
