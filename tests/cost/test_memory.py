@@ -31,9 +31,11 @@ from bytescale.runtime import (
     HostPool,
     Mesh,
     MeshShape,
+    ModelPart,
     RankGroup,
     TokenShards,
     linear_cross_entropy,
+    run_rank_plan,
 )
 from bytescale.runtime.token_shards import num_own_rows
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
@@ -150,6 +152,26 @@ def test_peak_of_a_large_head_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     head = shape.vocab_size * shape.hidden_size
     assert peak < 5.5 * head < 6 * head < at_once
     assert float(model.limits().device_peak(512, 0, 0)) - model.states_bytes == pytest.approx(peak, rel=0.1)
+
+
+def test_a_tied_heads_gradient_is_gone_when_the_layers_come() -> None:
+    """A step's own peak, of a model whose layers need more than its loss, is that of one without a tied head."""
+    peaks, dtype = [], torch.float32
+    for tied in (True, False):
+        shape = replace(TINY, vocab_size=2**13, num_layers=6, tie_embeddings=tied)
+        model = make_model(shape, dtype)
+        FlatParameters(model.named_parameters(), 1)
+        plan = RankPlan.of(shared_plan(2048, 1), 0)
+        data = [slice_batch(random_batch([2048], shape.vocab_size, 0), plan.micro_batches[0])]
+        part = ModelPart(model=model, activations=Activations(list(model.layers), checkpointing="full"))
+        kernel = select_kernel("auto", torch.device("cpu"), dtype)
+        with LiveBytes() as live:
+            run_rank_plan([part], plan, data, num_global_targets=2048, kernel=kernel, mesh=Mesh.of_hdp(RankGroup()))
+        peaks.append(live.peak)
+        model_of_it = model_of(shape, dtype, "full")
+        estimate = float(model_of_it.limits().device_peak(2048, 0, 0)) - model_of_it.states_bytes
+        assert estimate == pytest.approx(live.peak, rel=0.06)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

@@ -18,7 +18,7 @@ from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
-from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
+from bytescale.runtime.loss import IGNORE_INDEX, accumulated_at_once, linear_cross_entropy
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.pipeline import Action, StageLinks
 
@@ -164,9 +164,10 @@ class _Run:
 
     def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         """This micro-batch's share of the step's loss."""
+        hidden, weight = accumulated_at_once(hidden, part.model.head_weight)
         loss_sum = linear_cross_entropy(
             hidden,
-            part.model.head_weight,
+            weight,
             self._to_device(data.labels),
             z_loss=self.z_loss,
             group=self.mesh.tp.group,

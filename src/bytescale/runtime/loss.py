@@ -16,6 +16,7 @@ Shape letters: T tokens, C hidden size, V vocabulary (of this rank), n tokens of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +52,16 @@ def linear_cross_entropy(
         token has a target.
     """
     return _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, group)
+
+
+def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as they are; but what ``hidden``'s backward brings of a parameter's gradient is accumulated right there.
+
+    Autograd accumulates when all uses of a parameter have their gradients. A head that is the embedding too would hold
+    its ``[V, C]`` until backward has come to the other end of the model.
+    """
+    result: tuple[Tensor, Tensor] = _AccumulatedAtOnce.apply(hidden, weight.detach(), weight.backward)
+    return result
 
 
 def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -140,6 +151,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = None
         d_hidden.mul_(scale.to(d_hidden.dtype))
         return d_hidden, _converted(d_weight.mul_(scale), ctx.weight_dtype), None, None, None
+
+
+class _AccumulatedAtOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, values: Tensor, accumulate: Callable[[Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.accumulate = accumulate
+        return hidden.view_as(hidden), values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        d_hidden, d_weight = gradients
+        ctx.accumulate(d_weight)
+        return d_hidden, None, None
 
 
 def _over_group(lse: Tensor, target_logits: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
