@@ -85,8 +85,7 @@ def devices_of(
     )
     if config is None or config.trainer.head_groups == AUTO_HEAD_GROUPS:
         offload = config is not None and may_offload(config, kind)
-        wanted = None if capacity_tokens == AUTO_CAPACITY else capacity_tokens
-        model = model.in_head_groups(usable_bytes, capacity_tokens=wanted, offload=offload)
+        model = model.in_head_groups(usable_bytes, capacity_tokens=capacity_tokens or None, offload=offload)
     return Devices(memory=model.fullest_stage(usable_bytes), usable_bytes=usable_bytes)
 
 

@@ -197,9 +197,8 @@ def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     result = source.view(dtype)[: len(source)]
     size = HEAD_NUMBERS_PER_CHUNK[values.device.type]
     for part, place in zip(source.split(size), result.split(size), strict=True):
-        place.copy_(
-            part.to(dtype)
-        )  # a copy first: the place is the memory of numbers up to this part's, all read by now
+        # By way of a copy: the place is the memory of this part's numbers, or of earlier ones, which have been read.
+        place.copy_(part.to(dtype))
     return result.view_as(values)
 
 

@@ -118,7 +118,7 @@ def memory_budget(
     )
     offloads = may_offload(config, device.type)
     if config.trainer.head_groups == AUTO_HEAD_GROUPS:
-        wanted = None if parallel.capacity_tokens == AUTO_CAPACITY else parallel.capacity_tokens
+        wanted = parallel.capacity_tokens or None
         whole = whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=offloads)
     model = whole.fullest_stage(device_bytes)
     capacity = _fitting_capacity(config, model, device_bytes)
