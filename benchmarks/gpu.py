@@ -267,7 +267,8 @@ class NoAttention:
     """Allocates what flash attention allocates and computes nothing: memory of contexts that take an hour to compute.
 
     In backward sums of dq in fp32, a number per row and head, and where heads share keys dk and dv of every head
-    (``mha_varlen_bwd`` in ATen's flash_api.cpp; tests/cost/test_memory.py holds the estimate against the same).
+    (``mha_varlen_bwd`` in ATen's flash_api.cpp); the output of some heads is copied out of all heads'
+    (``_flash_attention_backward``). tests/cost/test_memory.py holds the estimate against the same.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
@@ -277,7 +278,8 @@ class NoAttention:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        workspace = [q.new_empty(q.numel(), dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)]
+        workspace = [dout.contiguous(), out.contiguous()]
+        workspace += [q.new_empty(q.numel(), dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)]
         if k.shape[1] < q.shape[1]:
             workspace += [torch.empty_like(q), torch.empty_like(q)]
         return gradients
@@ -295,15 +297,21 @@ def device_room(device: Device, sizes: Sizes) -> float:
     return torch.cuda.get_device_properties(device.device).total_memory if device.on_gpu else sizes.device_bytes
 
 
-def memory_model(device: Device, sizes: Sizes, shape: Architecture, checkpointing: str, tokens: int) -> MemoryModel:
-    """What ``train`` goes by on this device, with as few groups of heads as a micro-batch of ``tokens`` allows."""
-    model = MemoryModel.on_device(
+def memory_model(device: Device, shape: Architecture, checkpointing: str, head_groups: int = 1) -> MemoryModel:
+    """What ``train`` goes by on this device."""
+    return MemoryModel.on_device(
         shape,
         "cuda" if device.on_gpu else "cpu",
         element_bytes=device.dtype.itemsize,
         num_ranks=1,
         checkpointing=checkpointing,  # type: ignore[arg-type]
+        head_groups=head_groups,
     )
+
+
+def fitting_model(device: Device, sizes: Sizes, shape: Architecture, checkpointing: str, tokens: int) -> MemoryModel:
+    """The same with as few groups of heads as a micro-batch of ``tokens`` allows."""
+    model = memory_model(device, shape, checkpointing)
     return model.in_head_groups(device_room(device, sizes), capacity_tokens=tokens, offload=False)
 
 
@@ -323,7 +331,7 @@ def step_figures(
 ) -> Row:
     """Seconds and peak of a step, and what ``cost.memory`` estimates for it."""
     tokens = sum(lengths)
-    estimate = memory_model(device, sizes, shape, checkpointing, tokens)
+    estimate = fitting_model(device, sizes, shape, checkpointing, tokens)
     pool = HostPool(sizes.host_bytes, pinned=device.on_gpu) if ratio > 0 else None
     if pool is not None:
         make_pages(pool, estimate.movable_bytes_per_token * int(ratio * tokens))
@@ -456,7 +464,7 @@ def longest_figures(
     kernel: AttentionKernel | None = None,
 ) -> Row:
     """One step with as much offloaded as host memory has room for, and whether the device has room for the rest."""
-    estimate = memory_model(device, sizes, shape, "full", tokens)
+    estimate = fitting_model(device, sizes, shape, "full", tokens)
     ratio = min(1.0, 0.98 * sizes.host_bytes / (estimate.movable_bytes_per_token * tokens))
     room = device_room(device, sizes)
     row: Row = {

@@ -14,7 +14,6 @@ from bytescale.attention import PackedAttention
 from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
 from bytescale.attention.kernels import CudaFlashKernel, MathKernel
 from bytescale.config import PRESETS
-from bytescale.cost.memory import MemoryModel
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
@@ -76,14 +75,7 @@ def test_the_estimated_peak_is_the_allocators(checkpointing: str, head_groups: i
 
 def assert_peak(device: gpu.Device, tokens: int, checkpointing: str, head_groups: int) -> None:
     shape = replace(PRESETS["1b"], num_layers=5, num_kv_heads=8, vocab_size=8192)
-    model = MemoryModel.on_device(
-        shape,
-        "cuda" if device.on_gpu else "cpu",
-        element_bytes=device.dtype.itemsize,
-        num_ranks=1,
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-        head_groups=head_groups,
-    )
+    model = gpu.memory_model(device, shape, checkpointing, head_groups)
     step = gpu.Step(device, shape, [tokens], checkpointing, head_groups=head_groups)
     estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
     assert estimate == pytest.approx(device.figures(step, 1)["peak_gib"] * gpu.GIB, rel=0.1)
