@@ -1,7 +1,6 @@
-"""CUDA's allocations on a CPU: what its fused kernels allocate, with the CPU's numbers in it.
+"""CUDA's allocations on a CPU: what its fused kernels allocate, with zeros in it, for ``LiveBytes`` to count.
 
-``LiveBytes`` sees the tensors that a kernel's host code makes on a GPU and none of the CPU's own. Taken from PyTorch's
-sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, ``_flash_attention_backward``, which makes
+Taken from PyTorch's sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, ``_flash_attention_backward``, which makes
 contiguous copies, and the fused RMSNorm, which saves its input and one number a row.
 """
 
@@ -15,22 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bytescale.attention.blocks import BlockSet
-from bytescale.attention.kernels import CpuFlashKernel
 
 
 class CudaLikeFlash:
     """``CudaFlashKernel``'s tensors: results, and in backward sums of dq in fp32 and dk, dv of every query head."""
 
-    def __init__(self) -> None:
-        self.kernel = CpuFlashKernel()
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         rows, heads, width = blocks.num_query_rows, q.shape[1], q.shape[2]
-        out, lse = q.new_empty(rows, heads, width), q.new_empty(heads, rows, dtype=torch.float32)
-        with _disable_current_modes():
-            numbers = self.kernel.forward(q, k, v, blocks, scale)
-            out.copy_(numbers[0])
-            lse.copy_(numbers[1].T)
+        out, lse = q.new_zeros(rows, heads, width), q.new_zeros(heads, rows, dtype=torch.float32)
         return out, lse.T
 
     def backward(
@@ -39,16 +30,12 @@ class CudaLikeFlash:
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         rows, (heads, width) = q[query_rows].shape[0], q.shape[1:]
         copies = [tensor[query_rows].contiguous() for tensor in (dout, out)]  # none where rows lie one behind the other
-        gradients = tuple(torch.empty_like(tensor) for tensor in (q[query_rows], k[key_rows], v[key_rows]))
+        gradients = tuple(torch.zeros_like(tensor) for tensor in (q[query_rows], k[key_rows], v[key_rows]))
         padded = rows + 128 * len(blocks.queries)
         sums = [q.new_empty(padded * heads * size, dtype=torch.float32) for size in (1, width)]
         if k.shape[1] != heads:
             sums += [k.new_empty(blocks.num_key_rows, heads, width) for _ in range(2)]
-        with _disable_current_modes():
-            numbers = self.kernel.backward(dout, q, k, v, out, lse.contiguous(), blocks, scale)
-            for gradient, number in zip(gradients, numbers, strict=True):
-                gradient.copy_(number)
-        del copies
+        del copies, sums
         return gradients  # type: ignore[return-value]
 
 
