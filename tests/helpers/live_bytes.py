@@ -62,9 +62,7 @@ def _zeros_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten.addmm_.default:
         return args[0]
     dtype = torch.bfloat16 if func is torch.ops.aten._grouped_mm.default else None  # its rules know no other dtype
-    on_meta = tree_map_only(
-        Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else None), (args, kwargs)
-    )
+    on_meta = tree_map_only(Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else None), (args, kwargs))
     result = func(*on_meta[0], **on_meta[1])
     return tree_map_only(
         Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from bytescale.common.errors import PlanError
 from bytescale.plan import Plan
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import GroupSpec
-from bytescale.plan.schedule import stage_actions
+from bytescale.plan.schedule import action_times, messages, stage_actions
 from bytescale.plan.verify import verify
 from tests.helpers.plans import random_plan
 
@@ -65,52 +66,77 @@ def test_the_same_groups_at_equal_places_do_not_hang() -> None:
 
 
 def hangs(plan: Plan, num_stages: int, num_chunks: int = 1) -> bool:
-    """Run the schedule action by action, members of a group together: does it come to a halt before the end?"""
+    """Does it come to a halt before the end, where every rank waits for each thing that it posts, one by one?
+
+    Every (rank, stage) has a list of things to do: an action, which all members of its group do together, or the
+    messages between two actions, which are posted at once. A message is done when both ends are posted.
+    """
     most = max(len(plan.micro_batches_of(rank)) for rank in range(plan.num_ranks))
     queues = {
-        (rank, stage): [
-            (bool(backward), int(chunk) * num_stages + stage, int(plan.micro_batches_of(rank)[index]))
-            for backward, chunk, index in stage_actions(
-                len(plan.micro_batches_of(rank)), num_stages, stage, num_chunks, most
-            )
-        ]
+        (rank, stage): _to_do(plan, rank, stage, num_stages, num_chunks, most)
         for rank in range(plan.num_ranks)
         for stage in range(num_stages)
     }
-    last = num_stages * num_chunks - 1
-    done: set[tuple[bool, int, int]] = set()
 
-    def ready(rank: int, stage: int, backward: bool, part: int, group: int) -> int | None:
-        """The micro-batch at the head of a queue, if it is this group's, and its input has come."""
-        queue = queues[rank, stage]
-        if not queue or queue[0][:2] != (backward, part) or plan.groups_of(queue[0][2])[0] != group:
-            return None
-        micro_batch = queue[0][2]
-        if backward:
-            needs = (True, part + 1, micro_batch) if part < last else (False, part, micro_batch)
-        else:
-            needs = (False, part - 1, micro_batch) if part else None
-        return micro_batch if needs is None or needs in done else None
+    def posted() -> set[tuple]:
+        """The ends of messages that have been posted: all those before the head of a queue, and at it."""
+        at_heads = ((rank, stage, queue[0]) for (rank, stage), queue in queues.items() if queue)
+        return passed | {(rank, m, stage) for rank, stage, (kind, ms) in at_heads if kind == "messages" for m in ms}
+
+    passed: set[tuple] = set()
+
+    def finished(rank: int, stage: int) -> bool:
+        """Can the head of this queue be done now?"""
+        kind, items = queues[rank, stage][0]
+        if kind == "messages":
+            ends = posted()
+            return all((rank, item, end) in ends for item in items for end in (item.maker, item.taker))
+        backward, part, micro_batch = items
+        members = plan.ranks_of(int(plan.groups_of(micro_batch)[0])).tolist()
+        group = int(plan.groups_of(micro_batch)[0])
+        for member in members:
+            queue = queues[member, stage]
+            if not queue or queue[0][0] != "action":
+                return False
+            its_backward, its_part, its_micro_batch = queue[0][1]
+            if (its_backward, its_part) != (backward, part) or plan.groups_of(its_micro_batch)[0] != group:
+                return False
+        return True
 
     moved = True
     while moved:
         moved = False
-        for (_rank, stage), queue in queues.items():
-            if not queue:
+        for (rank, stage), queue in queues.items():
+            if not queue or not finished(rank, stage):
                 continue
-            backward, part, micro_batch = queue[0]
-            group = int(plan.groups_of(micro_batch)[0])
-            members = plan.ranks_of(group).tolist()
-            heads = [ready(member, stage, backward, part, group) for member in members]
-            if all(head is not None for head in heads):
-                for member, head in zip(members, heads, strict=True):
-                    queues[member, stage].pop(0)
-                    done.add((backward, part, head))  # type: ignore[arg-type]
-                moved = True
+            kind, items = queue[0]
+            together = [rank] if kind == "messages" else plan.ranks_of(int(plan.groups_of(items[2])[0])).tolist()
+            if kind == "messages":
+                passed.update((rank, item, stage) for item in items)
+            for member in together:
+                queues[member, stage].pop(0)
+            moved = True
     return any(queues.values())
 
 
-@settings(max_examples=200, deadline=None)
+def _to_do(plan: Plan, rank: int, stage: int, num_stages: int, num_chunks: int, most: int) -> list:
+    numbers = plan.micro_batches_of(rank)
+    size = (num_stages, num_chunks, most)
+    actions = stage_actions(len(numbers), num_stages, stage, num_chunks, most).tolist()
+    everywhere = [m for taker in range(num_stages) for m in messages(len(numbers), size[0], taker, *size[1:])]
+    result: list = []
+    for place in range(len(actions) + 1):
+        between = [m for m in everywhere if m.maker == stage and m.made_at == place - 1]
+        between += [m for m in everywhere if m.taker == stage and m.posted_before == place]
+        if between:
+            result.append(("messages", between))
+        if place < len(actions):
+            backward, chunk, index = actions[place]
+            result.append(("action", (backward, chunk * num_stages + stage, int(numbers[index]))))
+    return result
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     num_sequences=st.integers(1, 10),
     num_ranks=st.integers(1, 4),
@@ -123,6 +149,31 @@ def test_a_cycle_is_found_exactly_when_running_would_hang(
 ) -> None:
     plan = random_plan([7] * num_sequences, num_ranks, seed)
     assert bool(find_cycle(plan, num_stages, num_chunks)) == hangs(plan, num_stages, num_chunks)
+
+
+@given(
+    count=st.integers(1, 25),
+    more=st.integers(0, 12),
+    num_stages=st.integers(2, 8),
+    num_chunks=st.integers(1, 4),
+)
+def test_the_clock_grows_along_everything_that_is_waited_for(
+    count: int, more: int, num_stages: int, num_chunks: int
+) -> None:
+    """On every stage from action to action, and across every message; receives are at most one action ahead."""
+    size = (num_chunks, count + more)
+    orders = [stage_actions(count, num_stages, stage, *size) for stage in range(num_stages)]
+    times = [action_times(order, num_stages, stage, num_chunks) for stage, order in enumerate(orders)]
+    assert all((np.diff(own) > 0).all() for own in times)
+    for stage in range(num_stages):
+        found = messages(count, num_stages, stage, *size)
+        parts = num_stages * num_chunks
+        assert len(found) == count * sum(part % num_stages == stage for part in [*range(1, parts), *range(parts - 1)])
+        for message in found:
+            made, place = times[message.maker][message.made_at], message.posted_before
+            assert made < times[stage][place] <= times[stage][message.taken_at]
+            assert place == 0 or times[stage][place - 1] <= made
+            assert message.taken_at - place <= (num_chunks > 1)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])

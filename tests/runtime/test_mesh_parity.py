@@ -292,14 +292,15 @@ def test_sends_are_let_go_while_the_step_runs() -> None:
         schedule=[[[n] for n in range(40)]],
     )
     held: list[int] = []
-    remember = StageLinks.send
+    remember = StageLinks.exchange
 
-    def counting(self: StageLinks, action: tuple[int, int, int], rows: Tensor) -> None:
-        remember(self, action, rows)
-        held.append(len(self._sent))
+    def counting(self: StageLinks, place: int, made: Tensor | None = None) -> None:
+        remember(self, place, made)
+        if made is not None:
+            held.append(len(self._sent))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageLinks, "send", counting)
+        patch.setattr(StageLinks, "exchange", counting)
         assert_parity(MeshShape(pp=4, hdp=1), plan, [8] * 40, torch.float64)
     assert len(held) == 40 * 6  # three stages send forward, three backward
     assert max(held) <= 8

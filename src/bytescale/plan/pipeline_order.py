@@ -6,9 +6,12 @@ one of its chunks. An action waits for
 1. the action before it on its rank and stage (``plan.schedule``, which the runtime follows to the letter);
 2. for a forward, the same micro-batch's forward on the part before; for a backward, its backward on the part after, and
    on the last part its own forward;
-3. all members of its shared group: ring attention needs every one of them, so their actions are ONE node here.
+3. all members of its shared group: ring attention needs every one of them, so their actions are ONE node here;
+4. the messages that its rank and stage have posted before it (``plan.schedule.messages``). Under gloo it need not, but
+   under NCCL any action may wait for everything that its device has been given. A message needs both of its ends: the
+   actions before which they are posted wait for the actions after which the other end is posted.
 
-A plan cannot hang if and only if this graph has no cycle::
+A plan cannot hang, whatever waits for what, if this graph has no cycle. Under gloo, rules 1 to 3 alone decide::
 
     rank A  g1 g2          stage 0 of 2 runs   F1 F2 B1 B2             A wants F2 before B1,
     rank B  g1 y y' g2                         F1 Fy B1 Fy' ... F2     B wants B1 before F2: a cycle
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 
 from bytescale.plan.plan import Plan, offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
-from bytescale.plan.schedule import stage_actions
+from bytescale.plan.schedule import messages, stage_actions
 
 IntArray = NDArray[np.int64]
 
@@ -57,14 +60,23 @@ def _edges(
     before, after = [], []
     counts = np.diff(plan.rank_micro_batch_offsets)
     most = int(counts.max())
-    for stage in range(num_stages):
-        for count in np.unique(counts[counts > 0]).tolist():
+    for count in np.unique(counts[counts > 0]).tolist():
+        first = plan.rank_micro_batch_offsets[:-1][counts == count]
+        in_order = []  # of each stage, the nodes [ranks, actions] of its actions
+        for stage in range(num_stages):
             backward, chunk, index = stage_actions(count, num_stages, stage, num_chunks, most).T
-            first = plan.rank_micro_batch_offsets[:-1][counts == count]
-            units = node_of[first[:, None] + index]  # [ranks, actions]
-            nodes = (2 * (chunk * num_stages + stage) + backward) * num_units + units
-            before.append(nodes[:, :-1].ravel())
-            after.append(nodes[:, 1:].ravel())
+            units = node_of[first[:, None] + index]
+            in_order.append((2 * (chunk * num_stages + stage) + backward) * num_units + units)
+        before += [nodes[:, :-1].ravel() for nodes in in_order]
+        after += [nodes[:, 1:].ravel() for nodes in in_order]
+        for stage in range(num_stages):
+            for message in messages(count, num_stages, stage, num_chunks, most):
+                sender, receiver = in_order[message.maker], in_order[message.taker]
+                before.append(sender[:, message.made_at])
+                after.append(receiver[:, message.posted_before])
+                if message.posted_before > 0 and message.made_at + 1 < sender.shape[1]:
+                    before.append(receiver[:, message.posted_before - 1])
+                    after.append(sender[:, message.made_at + 1])
     units = np.arange(num_units)
     for part in range(num_stages * num_chunks - 1):
         forward, backward_of = 2 * part * num_units, (2 * part + 1) * num_units

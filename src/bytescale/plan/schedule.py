@@ -12,6 +12,10 @@ Forwards come micro-batch by micro-batch; interleaved in rounds of p micro-batch
 through chunk 1, and so on (Megatron-LM, Narayanan et al. 2021, section 2.2). Backwards take the same rounds with the
 chunks in reverse.
 
+Every action also has a **time** on one clock for the whole mesh (``action_times``): an integer that grows along
+everything that an action may wait for. Nothing measures it. It is there to decide when a message is posted, so that no
+rank ever waits for a rank that waits for it (``messages``).
+
 Interleaved rounds have to be full, and pipelines that share a group have to go through the same ones, but each has its
 own number of micro-batches. So all follow the order of the pipeline that has most, rounded up to whole rounds, and skip
 what they do not have. Leaving actions out of an order that does not hang leaves one that does not hang.
@@ -19,6 +23,7 @@ what they do not have. Leaving actions out of an order that does not hang leaves
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -45,6 +50,111 @@ def stage_actions(num_micro_batches: int, num_stages: int, stage: int, num_chunk
     forwards = _rounds(num_rounds, num_stages, num_chunks)
     order = _one_forward_one_backward(forwards, num_chunks, 2 * warm_up + (num_chunks - 1) * num_stages)
     return order[order[:, 2] < num_micro_batches]
+
+
+def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_chunks: int = 1) -> IntArray:
+    """``[n]``: the time of each of ``actions [n, 3]`` (as of ``stage_actions``) on the clock that all ranks share.
+
+    ``stage`` is that of all actions, or ``[n]``, one for each.
+
+    Let k be the number of a forward or of a backward in its stage's order, and W the warm-up forwards of stage 0. With
+    ``d`` warm-up forwards less on each later stage (1, interleaved 2)::
+
+        forward k on stage s     2 k + d s
+        backward k               2 k - d s + 2 W + 1
+
+    The clock grows along everything that an action waits for:
+
+    * on a stage: backward k follows forward ``k + W - d s``, whose time is one less, and the next forward is one more;
+    * from part to part: a stage further is d more in a forward, a stage back is d more in a backward. From the last
+      stage to the first one (interleaved) k grows by p and s falls by p - 1: ``2 p - 2 (p - 1) = 2`` more;
+    * on the last part: forward k of the last chunk has ``k = w + (v - 1) p`` where its backward is number w, so that the
+      backward's time is ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
+
+    Times depend on the micro-batch's index and not on the HDP rank. Hence members of a slice group that have it at the
+    same index (``planner.aligned``) have it at the same time.
+    """
+    backward, chunk, index = actions.T
+    drop = 1 if num_chunks == 1 else 2
+    warm_up = drop * (num_stages - 1) + (num_chunks - 1) * num_stages
+    turn, place = index // num_stages, index % num_stages
+    chunk_in_order = np.where(backward == 1, num_chunks - 1 - chunk, chunk)
+    number = (turn * num_chunks + chunk_in_order) * num_stages + place
+    return 2 * number + np.where(backward == 1, 2 * warm_up + 1 - drop * stage, drop * stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one action makes and the next one, on another stage, needs. A place is a number in a stage's order.
+
+    Attributes:
+        backward: whether it is the gradient of an activation, 1, or an activation, 0.
+        micro_batch: index of the micro-batch.
+        boundary: the part of the model before the boundary that the message crosses.
+        maker, made_at: the stage that sends, and the place of the action that makes it. It is sent right after that.
+        taker, taken_at: the stage that receives, and the place of the action that needs it.
+        posted_before: the place of the taker's action before which the receive is posted: the first action whose time
+            is above the maker's, which is ``taken_at`` or earlier.
+    """
+
+    backward: int
+    micro_batch: int
+    boundary: int
+    maker: int
+    made_at: int
+    taker: int
+    taken_at: int
+    posted_before: int
+
+
+@lru_cache(maxsize=4096)
+def messages(
+    num_micro_batches: int, num_stages: int, taker: int, num_chunks: int = 1, most: int = 0
+) -> tuple[Message, ...]:
+    """All messages that stage ``taker`` receives, in the order of posting. Arguments as of ``stage_actions``.
+
+    **No order of waiting can hang.** Let a message happen half a unit of time after its maker. Both of its ends are
+    posted between actions on either side of that moment, whatever each rank waits for: its own actions and messages
+    one by one (NCCL, when a call waits for the whole device), or only those that it needs (gloo). So whatever waits has
+    a later time than what it waits for, and nothing waits in a circle. A receive that is posted earlier breaks this:
+    with p = 2 stage 0 would wait for a gradient whose forward it has not run.
+    """
+    actions = stage_actions(num_micro_batches, num_stages, taker, num_chunks, most)
+    backward, chunk, index = actions.T
+    part = chunk * num_stages + taker + np.where(backward == 1, 1, -1)
+    taken_at = np.flatnonzero((part >= 0) & (part < num_stages * num_chunks))
+    maker_chunk, maker = part[taken_at] // num_stages, part[taken_at] % num_stages
+    made = np.stack([backward[taken_at], maker_chunk, index[taken_at]], axis=1)
+    times = action_times(made, num_stages, maker, num_chunks)
+    own_times = action_times(actions, num_stages, taker, num_chunks)
+    posted_before = np.searchsorted(own_times, times, side="right")
+    order = np.argsort(times, kind="stable")
+    columns = (made, part[taken_at] - made[:, 0], maker, taken_at, posted_before)
+    found = []
+    for action, boundary, stage, taken, posted in zip(*(column[order].tolist() for column in columns), strict=True):
+        made_at = _places(num_micro_batches, num_stages, stage, num_chunks, most)[tuple(action)]
+        found.append(
+            Message(
+                backward=action[0],
+                micro_batch=action[2],
+                boundary=boundary,
+                maker=stage,
+                made_at=made_at,
+                taker=taker,
+                taken_at=taken,
+                posted_before=posted,
+            )
+        )
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _places(
+    num_micro_batches: int, num_stages: int, stage: int, num_chunks: int, most: int
+) -> dict[tuple[int, int, int], int]:
+    """Where each action stands in its stage's order."""
+    actions = stage_actions(num_micro_batches, num_stages, stage, num_chunks, most)
+    return {(backward, chunk, index): place for place, (backward, chunk, index) in enumerate(actions.tolist())}
 
 
 def _one_forward_one_backward(forwards: IntArray, num_chunks: int, warm_up: int) -> IntArray:

@@ -1,14 +1,10 @@
 """Plans that cannot hang in a pipeline: the members of every shared group meet at the same micro-batch index.
 
-That is enough under 1F1B, whatever else the ranks run and however many micro-batches each has. With p stages, give
-
-    forward of micro-batch i on stage s     the number  2 i + s
-    backward                                the number  2 i + 2 p - 1 - s
-
-Every action waits for smaller numbers only. On one stage, with W = p - 1 - s warm-up forwards, backward i follows
-forward i + W (2 i + 2 p - 2 - s) and comes before forward i + W + 1 (2 i + 2 p - s); forwards rise with the stage,
-backwards fall with it. And the members of a group, having one index, have one number: no cycle can close.
-(``plan.pipeline_order`` finds the cycles of plans that are not aligned; tests run it over thousands of these.)
+That is enough under 1F1B, plain or interleaved, whatever else the ranks run and however many micro-batches each has:
+every action then has a time on one clock (``plan.schedule.action_times``) that grows along everything that an action may
+wait for, its rank's messages included, and the members of a group, having one index, have one time. So nothing waits in
+a circle. ``plan.pipeline_order`` finds the circles of plans that are not aligned, and tests run it over thousands of
+plans of these planners.
 """
 
 from __future__ import annotations

@@ -104,12 +104,11 @@ def run_rank_plan(
     for part in parts:
         part.activations.begin_step(rank_plan.micro_batches)
         begin_batch_loss(part.model)
+    links.exchange(0)
     for place, action in enumerate(links.actions):
-        links.expect(links.actions[place : place + 2])
-        received = links.receive(action)
+        received = links.receive(place)
         made = run.backward(action, received) if action[0] else run.forward(action, received)
-        if made is not None:
-            links.send(action, made)
+        links.exchange(place + 1, made)
     links.finish()
     return run.result()
 

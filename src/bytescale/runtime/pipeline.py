@@ -1,12 +1,13 @@
 """What travels between pipeline stages: activations forward, their gradients backward, shapes known from the plan.
 
-Receives are posted one action ahead, so that a message travels while the action before it computes; sends are never
-waited for, except where the peer is known to have what was sent. Hence a rank waits for nothing but what
-``plan.pipeline_order`` says it waits for: its inputs, and the members of its shared groups.
+Messages are posted between two actions, at the places that ``plan.schedule.messages`` gives, and nowhere else. That is
+what keeps a pipeline from hanging under NCCL, where a call inside an action may wait for everything that its device has
+been given (a new allocation, the first use of a kernel), messages included. The proof is there.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bytescale.attention.exchange import Transfer
 from bytescale.plan import RankPlan
-from bytescale.plan.schedule import stage_actions
+from bytescale.plan.schedule import Message, messages, stage_actions
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.token_shards import num_own_rows
@@ -27,7 +28,7 @@ class StageLinks:
     """One stage's messages in one step.
 
     Attributes:
-        actions: what this stage runs, in order.
+        actions: what this stage runs, in order. Their numbers in this order are their places.
     """
 
     def __init__(self, mesh: Mesh, rank_plan: RankPlan, num_chunks: int, width: int, dtype: torch.dtype) -> None:
@@ -36,94 +37,78 @@ class StageLinks:
         self.rank_plan = rank_plan
         self.num_chunks = num_chunks
         self.width, self.dtype = width, dtype
-        self._num_parts = mesh.shape.pp * num_chunks
-        self.actions = self._actions_of(mesh.stage)
-        self._places: dict[int, dict[Action, int]] = {}  # of other stages' actions
-        self._coming: dict[Action, tuple[Transfer, Tensor]] = {}
-        self._sent: list[tuple[int, Action, Transfer]] = []  # receiver, the action that wants it, the message
+        count, most = len(rank_plan.micro_batches), rank_plan.most_micro_batches
+        own = (count, mesh.shape.pp, mesh.stage, num_chunks, most)
+        self.actions: list[Action] = [(b, chunk, index) for b, chunk, index in stage_actions(*own).tolist()]
+        self._due: dict[int, list[Message]] = defaultdict(list)
+        for message in messages(*own):
+            self._due[message.posted_before].append(message)
+        neighbours = {(mesh.stage + offset) % mesh.shape.pp for offset in (-1, 1)} - {mesh.stage}
+        self._outgoing = {
+            message.made_at: message
+            for stage in neighbours
+            for message in messages(count, mesh.shape.pp, stage, num_chunks, most)
+            if message.maker == mesh.stage
+        }
+        self._coming: dict[int, tuple[Message, Transfer, Tensor]] = {}  # by the place of the action that takes it
+        self._sent: list[tuple[Message, Transfer]] = []
 
-    def expect(self, actions: Sequence[Action]) -> None:
-        """Post the receives of actions that come soon."""
-        for action in actions:
-            source = self._source(action)
-            if source is None or action in self._coming:
-                continue
-            stage, group, _ = source
-            tokens = self.rank_plan.micro_batches[action[2]].num_tokens
-            rows = torch.empty(
-                num_own_rows(tokens, self.mesh.tp), self.width, dtype=self.dtype, device=self.mesh.hdp.device
+    def exchange(self, place: int, made: Tensor | None = None) -> None:
+        """Post what travels just before the action at ``place``: what the action before it made, and receives.
+
+        Everything is allocated before anything is posted: an allocation may wait for what has been posted.
+
+        Args:
+            place: that of the next action; the number of actions after the last one.
+            made: ``[t, C]`` output or gradient made by the action before; None at the ends of the model.
+        """
+        due = self._due.get(place, [])
+        buffers = [self._rows_for(message) for message in due]
+        if made is not None:
+            message, rows = self._outgoing[place - 1], made.contiguous()
+            transfer = self._group(message).exchange.start(
+                send=rows, to=message.taker, receive=None, source=message.taker, tag=self._tag(message)
             )
-            transfer = group.exchange.start(send=None, to=stage, receive=rows, source=stage, tag=self._tag(action))
-            self._coming[action] = transfer, rows
+            self._sent.append((message, transfer))
+        for message, rows in zip(due, buffers, strict=True):
+            transfer = self._group(message).exchange.start(
+                send=None, to=message.maker, receive=rows, source=message.maker, tag=self._tag(message)
+            )
+            self._coming[message.taken_at] = message, transfer, rows
 
-    def receive(self, action: Action) -> Tensor | None:
-        """``[t, C]`` input of a forward, or gradient of the output for a backward; None at the ends of the model."""
-        source = self._source(action)
-        if source is None:
+    def receive(self, place: int) -> Tensor | None:
+        """``[t, C]``: input of the forward at ``place``, or gradient of the output for a backward; else None."""
+        if place not in self._coming:
             return None
-        transfer, rows = self._coming.pop(action)
+        message, transfer, rows = self._coming.pop(place)
         transfer.wait()
-        stage, _, made_by = source
-        self._let_go(stage, made_by)
+        self._let_go(message)
         return rows
-
-    def send(self, action: Action, rows: Tensor) -> None:
-        """Pass on what ``action`` has made; nothing at the ends of the model."""
-        wanted_by = self._follower(action)
-        if wanted_by is None:
-            return
-        stage, group, follower = wanted_by
-        transfer = group.exchange.start(
-            send=rows.contiguous(), to=stage, receive=None, source=stage, tag=self._tag(follower)
-        )
-        self._sent.append((stage, follower, transfer))
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
-        for _, _, transfer in self._sent:
+        for _, transfer in self._sent:
             transfer.wait()
         self._sent.clear()
 
-    def _let_go(self, stage: int, made_by: Action) -> None:
-        """A message made by an action of ``stage`` has come: that stage has all it needed for its actions before."""
-        place = self._place(stage, made_by)
+    def _let_go(self, received: Message) -> None:
+        """Whoever made ``received`` has taken all that its actions up to then needed: free what was sent for them."""
         kept = []
-        for sent in self._sent:
-            receiver, wanted_by, transfer = sent
-            if receiver == stage and self._place(stage, wanted_by) <= place:
+        for message, transfer in self._sent:
+            if message.taker == received.maker and message.taken_at <= received.made_at:
                 transfer.wait()
             else:
-                kept.append(sent)
+                kept.append((message, transfer))
         self._sent = kept
 
-    def _source(self, action: Action) -> tuple[int, RankGroup, Action] | None:
-        """Stage and action that make what ``action`` needs."""
-        backward, chunk, index = action
-        return self._neighbour(chunk, +1, 1, index) if backward else self._neighbour(chunk, -1, 0, index)
+    def _rows_for(self, message: Message) -> Tensor:
+        tokens = self.rank_plan.micro_batches[message.micro_batch].num_tokens
+        rows = num_own_rows(tokens, self.mesh.tp)
+        return torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.hdp.device)
 
-    def _follower(self, action: Action) -> tuple[int, RankGroup, Action] | None:
-        """Stage and action that need what ``action`` makes."""
-        backward, chunk, index = action
-        return self._neighbour(chunk, -1, 1, index) if backward else self._neighbour(chunk, +1, 0, index)
+    def _group(self, message: Message) -> RankGroup:
+        groups = self.mesh.backward if message.backward else self.mesh.forward
+        return self.mesh.across(groups, message.boundary % self.mesh.shape.pp)
 
-    def _neighbour(self, chunk: int, offset: int, backward: int, index: int) -> tuple[int, RankGroup, Action] | None:
-        part = chunk * self.mesh.shape.pp + self.mesh.stage + offset
-        if not 0 <= part < self._num_parts:
-            return None
-        its_chunk, stage = divmod(part, self.mesh.shape.pp)
-        boundary = min(part, part - offset) % self.mesh.shape.pp
-        group = self.mesh.across(self.mesh.backward if backward else self.mesh.forward, boundary)
-        return stage, group, (backward, its_chunk, index)
-
-    def _tag(self, receiver: Action) -> int:
-        return receiver[2] * self.num_chunks + receiver[1]
-
-    def _actions_of(self, stage: int) -> list[Action]:
-        count, most = len(self.rank_plan.micro_batches), self.rank_plan.most_micro_batches
-        rows = stage_actions(count, self.mesh.shape.pp, stage, self.num_chunks, most)
-        return [(backward, chunk, index) for backward, chunk, index in rows.tolist()]
-
-    def _place(self, stage: int, action: Action) -> int:
-        if stage not in self._places:
-            self._places[stage] = {action: place for place, action in enumerate(self._actions_of(stage))}
-        return self._places[stage][action]
+    def _tag(self, message: Message) -> int:
+        return message.micro_batch * self.mesh.shape.pp * self.num_chunks + message.boundary
