@@ -1,7 +1,8 @@
 """CUDA's allocations on a CPU: what its fused kernels allocate, with zeros in it, for ``LiveBytes`` to count.
 
-Taken from PyTorch's sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp, ``_flash_attention_backward``, which makes
-contiguous copies, and the fused RMSNorm, which saves its input and one number a row.
+Taken from PyTorch's sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp,
+``_flash_attention_backward``, which makes contiguous copies, and the fused RMSNorm, which saves its input and one
+number a row.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_
     * on a stage: backward k follows forward ``k + W - d s``, whose time is one less, and the next forward is one more;
     * from part to part: a stage further is d more in a forward, a stage back is d more in a backward. From the last
       stage to the first one (interleaved) k grows by p and s falls by p - 1: ``2 p - 2 (p - 1) = 2`` more;
-    * on the last part: forward k of the last chunk has ``k = w + (v - 1) p`` where its backward is number w, so that the
-      backward's time is ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
+    * on the last part: where a backward is number w, its forward on the last chunk is number ``w + (v - 1) p``, so that
+      the backward's time is ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
 
     Times depend on the micro-batch's index and not on the HDP rank. Hence members of a slice group that have it at the
     same index (``planner.aligned``) have it at the same time.

@@ -1,10 +1,10 @@
 """Plans that cannot hang in a pipeline: the members of every shared group meet at the same micro-batch index.
 
 That is enough under 1F1B, plain or interleaved, whatever else the ranks run and however many micro-batches each has:
-every action then has a time on one clock (``plan.schedule.action_times``) that grows along everything that an action may
-wait for, its rank's messages included, and the members of a group, having one index, have one time. So nothing waits in
-a circle. ``plan.pipeline_order`` finds the circles of plans that are not aligned, and tests run it over thousands of
-plans of these planners.
+every action then has a time on one clock (``plan.schedule.action_times``) that grows along everything that an action
+may wait for, its rank's messages included, and the members of a group, having one index, have one time. So nothing
+waits in a circle. ``plan.pipeline_order`` finds the circles of plans that are not aligned, and tests run it over
+thousands of plans of these planners.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ been given (a new allocation, the first use of a kernel), messages included. The
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
