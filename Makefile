@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: train test lint setup clean
 
 train: setup  ## train a small Llama on Python's standard library, on 4 ranks
-	$(BIN)/bytescale train configs/stdlib-tiny.toml
+	$(BIN)/bytescale train stdlib-tiny
 
 test: setup  ## all tests (about 18 minutes on 2 cores)
 	$(BIN)/pytest
@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "bytescale needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version). To fix: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard,ray,hf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard,wandb,ray,hf]'
 	@touch $@
 
 clean:  ## remove the environment and caches, keep runs

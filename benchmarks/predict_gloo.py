@@ -35,7 +35,7 @@ from bytescale.cost import load_profile
 from bytescale.plan.io import load_plan
 from bytescale.simulator import ClusterConfig, simulate
 
-CONFIG = Path(__file__).parents[1] / "configs/stdlib-tiny.toml"
+CONFIG = Path(__file__).with_suffix(".toml")
 CAPACITY = {1: 8192, 2: 4096}
 MIXES: dict[str, list[str]] = {
     "short": ["--data.max-document-tokens", "1024"],

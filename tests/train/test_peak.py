@@ -1,24 +1,33 @@
-"""The denominator of MFU."""
+"""The denominator of MFU: known from the config or from a data sheet, or not at all."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 
-from bytescale.train import peak
+from bytescale.train.peak import datasheet_peak, known_peak
 
-
-def test_the_measured_rate_is_all_work_over_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that share a core get it in turns: products take one second and three; one of two seconds never comes."""
-    ticks = itertools.accumulate(itertools.chain([0.0, 0.0], itertools.cycle([1.0, 3.0])))
-    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(peak, "_SECONDS", 40.0)
-    monkeypatch.setattr(peak, "_SIDE", 8)
-    rate = peak.peak_flops_per_second(torch.device("cpu"), torch.float32, None)
-    assert rate == pytest.approx(2 * 8**3 / 2.0)
+CPU = torch.device("cpu")
 
 
 def test_a_configured_peak_is_taken_as_it_is() -> None:
-    assert peak.peak_flops_per_second(torch.device("cpu"), torch.float32, 0.5) == 0.5e12
+    assert known_peak(CPU, torch.float32, 0.5) == 0.5e12
+
+
+def test_nothing_is_measured_where_nobody_knows_the_peak() -> None:
+    assert known_peak(CPU, torch.float32, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_data_sheets(name: str, peak: float | None) -> None:
+    assert datasheet_peak(name) == peak

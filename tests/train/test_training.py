@@ -78,7 +78,8 @@ def test_metrics_and_run_folder(corpus: Path, tmp_path: Path) -> None:
     for line in lines:
         assert line["num_tokens"] <= 640
         assert line["tokens_per_second"] > 0
-        assert line["mfu"] > 0
+        assert line["model_flops_per_second"] > 0
+        assert line["mfu"] is None  # nobody knows the peak of this CPU
         assert line["imbalance"] >= 1
         assert 0 <= line["waiting_share"] <= 1
     assert sorted(path.name for path in (folder / "plans").iterdir()) == [f"step-{n:06d}.npz" for n in (1, 2, 3, 4)]
@@ -91,7 +92,9 @@ def test_metrics_and_run_folder(corpus: Path, tmp_path: Path) -> None:
 def test_tensorboard_events_hold_the_losses(corpus: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(small_run(corpus, tmp_path / "run", steps=3, tensorboard=True))
+    run(small_run(corpus, tmp_path / "run", steps=3, tensorboard=True, peak_tflops=0.5))
+    for line in metrics(tmp_path / "run"):
+        assert line["mfu"] == pytest.approx(line["model_flops_per_second"] / 0.5e12)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
     np.testing.assert_allclose([event.value for event in events.Scalars("loss")], losses(tmp_path / "run"), rtol=1e-6)

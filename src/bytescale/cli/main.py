@@ -15,7 +15,8 @@ from bytescale.config.load import nearest
 
 # name: (module with `run(arguments) -> exit code`, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("bytescale.cli.train", "train a model: bytescale train CONFIG.toml [--section.key value ...]"),
+    "train": ("bytescale.cli.train", "train a model: bytescale train CONFIG [--section.key value ...]"),
+    "init": ("bytescale.cli.init", "write a commented config to start from"),
     "plan": ("bytescale.cli.plan", "plan one batch for any number of ranks and compare planners"),
     "simulate": ("bytescale.cli.simulate", "simulate a training step on a modelled cluster of up to 16,384 GPUs"),
     "profile": ("bytescale.cli.profile", "measure a model's layers and links on this machine, for planning"),
@@ -104,6 +105,6 @@ def usage() -> str:
             "commands:",
             *lines,
             "",
-            "`bytescale COMMAND --help` lists its options. A first run: bytescale train configs/stdlib-tiny.toml",
+            "`bytescale COMMAND --help` lists its options. A first run: bytescale train stdlib-tiny",
         ]
     )

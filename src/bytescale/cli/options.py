@@ -14,6 +14,7 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import parse_count
 from bytescale.config import Config
 from bytescale.config.load import nearest
+from bytescale.config.shipped import find_config
 
 Options = TypeVar("Options")
 
@@ -52,9 +53,12 @@ def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -
 
 
 def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The config file, which comes before all options, and the rest."""
+    """The config file, which comes before all options, and the rest. A name alone finds a config that ships.
+
+    Raises ``ConfigError`` where there is no such config.
+    """
     if arguments and not arguments[0].startswith("-"):
-        return Path(arguments[0]), list(arguments[1:])
+        return find_config(arguments[0]), list(arguments[1:])
     return None, list(arguments)
 
 

@@ -19,9 +19,10 @@ from bytescale.config import Config, ModelConfig, config_to_toml, load_config, v
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a model: bytescale train CONFIG.toml [options], or bytescale train --resume RUN_FOLDER [options].
+    """Train a model: bytescale train CONFIG [options], or bytescale train --resume RUN_FOLDER [options].
 
-    CONFIG.toml comes first. Every setting in it can be changed here: --optimizer.lr 1e-3 --data.batch-tokens 64K.
+    CONFIG comes first: a TOML file, or the name of a config that comes with bytescale (stdlib-tiny). Every setting in
+    it can be changed here: --optimizer.lr 1e-3 --data.batch-tokens 64K.
     """
 
     resume: Path | None = None
@@ -83,7 +84,10 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     options = parse(TrainOptions, rest, prog="bytescale train", default=default)
     if path is None:
         raise ConfigError(
-            problem("no config file is given", fix="bytescale train configs/stdlib-tiny.toml, or see --help")
+            problem(
+                "no config file is given",
+                fix="bytescale train stdlib-tiny, a config that comes with bytescale, or see --help",
+            )
         )
     if resumed is not None and options.init is not None:
         raise ConfigError(problem(f"both --resume and --init {options.init} are given", fix="leave one of them out"))
@@ -117,7 +121,9 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.fit import fit_to_gpus
     from bytescale.train.run_folder import check_is_new
     from bytescale.train.supervise import supervise
+    from bytescale.train.trackers import check_trackers
 
+    check_trackers(options.config.trainer)
     config = fit_to_gpus(options.config)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))

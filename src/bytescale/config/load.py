@@ -22,7 +22,9 @@ def load_config(path: Path) -> Config:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(problem(f"{path} does not exist", fix="name a TOML file such as configs/*.toml")) from error
+        raise ConfigError(
+            problem(f"{path} does not exist", fix="name a TOML file; `bytescale init` writes one")
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(problem(f"{path} is not TOML: {error}", fix="mend the line that it names")) from error
     return config_from_dict(content, where=str(path))

@@ -221,8 +221,13 @@ class TrainerConfig:
     """Write every step's plan to the run folder (some KB a step)."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`."""
+    wandb_project: str = "bytescale"
+    """Project that Weights & Biases files the run under."""
     peak_tflops: float | None = None
-    """Peak TFLOP/s of one rank's device, for MFU; unset: a table of GPUs, or a matrix product timed at start."""
+    """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
+    shows the FLOP/s that it reaches instead of MFU."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import DataError, problem
-from bytescale.common.units import format_si
+from bytescale.common.units import format_count
 from bytescale.data.facts import FactsGatherer, TokenFacts
 from bytescale.data.indexed import IndexedDataset, IntArray
 from bytescale.data.indexed_writer import IndexedWriter, token_dtype
@@ -174,7 +174,7 @@ def report_progress(
         done_bytes += unit.num_bytes
         num_documents += len(unit.lengths)
         num_tokens += len(unit.tokens)
-        note = f"{format_si(num_documents)} documents, {format_si(num_tokens)} tokens"
+        note = f"{num_documents} documents, {format_count(num_tokens)} tokens"
         progress(Progress(stage="tokenising", done_bytes=done_bytes, total_bytes=total_bytes, note=note))
         yield unit
 

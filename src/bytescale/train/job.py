@@ -28,7 +28,7 @@ from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.memory import MemoryBudget, memory_budget
 from bytescale.train.own_model import build_own_model
-from bytescale.train.peak import device_name, peak_flops_per_second
+from bytescale.train.peak import device_name, known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
 
@@ -50,7 +50,7 @@ class Job:
     kernel: AttentionKernel
     memory: MemoryBudget
     planner: Planner
-    peak_flops_per_second: float  # of one rank's device
+    peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
     def open_loader(self) -> Loader:
@@ -95,9 +95,8 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     if config.trainer.init:
         load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
 
-    # 2. Speed: the peak, measured by all ranks at once, is for MFU; planning takes only what all ranks know alike.
-    ranks.world.share([0.0])
-    peak = peak_flops_per_second(ranks.device, ranks.dtype, config.trainer.peak_tflops)
+    # 2. Speed: the peak is for MFU alone; planning takes only what all ranks know alike.
+    peak = known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops)
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
     if ranks.is_first:
         warn_of_bad_fits(profile)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Sequence
 
 import torch
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -54,6 +55,14 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
         monitor_interval=0.1,
         shutdown_timeout=math.ceil(stop_seconds),
     )
+    try:
+        _launch(config, arguments, run_dir)
+    finally:
+        if sys.stdout.isatty():
+            Console().show_cursor()  # a rank that was killed while it drew its bar has left it hidden
+
+
+def _launch(config: LaunchConfig, arguments: Sequence[str], run_dir: str) -> None:
     try:
         elastic_launch(config, entrypoint=sys.executable)("-u", "-m", "bytescale", *arguments)
     except ChildFailedError as error:

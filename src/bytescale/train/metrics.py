@@ -1,4 +1,4 @@
-"""What a step says of itself: one console line, one line of metrics.jsonl, TensorBoard if asked for."""
+"""What a step says of itself: one row on the console, one line of metrics.jsonl, and the trackers asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import resource
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bytescale.common.errors import BytescaleError, ConfigError, problem
-from bytescale.common.units import format_bytes, format_count, format_seconds
+from bytescale.common.errors import BytescaleError, problem
 from bytescale.train.run_folder import RunFolder
 
 
@@ -30,7 +28,8 @@ class StepMetrics:
     num_sequences: int
     step_seconds: float
     tokens_per_second: float
-    mfu: float  # model FLOPs (sum of s_i^2 counted) over peak FLOPs of all ranks
+    model_flops_per_second: float  # of all ranks together; the model's own, sum of s_i^2 counted, nothing recomputed
+    mfu: float | None  # model_flops_per_second over the peak of all ranks; None where the peak is not known
     memory_bytes: int  # largest of any rank: peak allocated on GPU, peak resident on CPU
     imbalance: float  # compute time of the slowest rank over the mean
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
@@ -44,42 +43,24 @@ class StepMetrics:
     attention_bytes_sent: int  # by all ranks together
     group_sizes: dict[str, int]  # degree -> slice groups ("1": ranks' local packs)
 
-    def line(self, total_steps: int) -> str:
-        """For the console."""
-        groups = " ".join(f"{degree}x{count}" for degree, count in self.group_sizes.items())
-        balance = f"balance {self.batch_loss:.4f}  " if self.batch_loss else ""
-        data = f"{format_bytes(max(self.data_bytes_read))} read"
-        if received := max(self.data_bytes_received):
-            data += f", {format_bytes(received)} sent"
-        restarts = f"  loader restarts {self.data_restarts}" if self.data_restarts else ""
-        return (
-            f"step {self.step:>{len(str(total_steps))}}/{total_steps}  loss {self.loss:.4f}  {balance}"
-            f"grad {self.grad_norm:.2f}  {format_count(self.tokens_per_second)} tok/s  MFU {self.mfu:.1%}  "
-            f"mem {format_bytes(self.memory_bytes)}  imbalance {self.imbalance:.2f}  waiting {self.waiting_share:.0%}  "
-            f"data wait {format_seconds(self.data_wait_seconds)}, {self.data_steps_ready} ready, "
-            f"plan {format_seconds(self.planning_seconds)}, {data} a rank{restarts}  groups {groups}"
-        )
+    def scalars(self) -> dict[str, float]:
+        """The fields that are single numbers, by name, without the step's."""
+        named = asdict(self).items()
+        return {name: value for name, value in named if isinstance(value, int | float) and name != "step"}
 
 
 class MetricsFile:
-    """metrics.jsonl, and TensorBoard events if asked for."""
+    """metrics.jsonl."""
 
-    def __init__(self, run: RunFolder, *, tensorboard: bool) -> None:
+    def __init__(self, run: RunFolder) -> None:
         self._file = run.metrics.open("a", encoding="utf-8")
-        self._board = _tensorboard_writer(run.tensorboard) if tensorboard else None
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(json.dumps(asdict(metrics)) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in asdict(metrics).items():
-                if isinstance(value, int | float) and name != "step":
-                    self._board.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def drop_metrics_after(path: Path, step: int) -> None:
@@ -132,16 +113,3 @@ def _step_of(line: str) -> int:
         return int(json.loads(line)["step"])
     except (json.JSONDecodeError, KeyError):  # the last line of a killed run may be cut off
         return 1 << 62
-
-
-def _tensorboard_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            problem(
-                "trainer.tensorboard is set but TensorBoard is not installed",
-                fix="pip install 'bytescale[tensorboard]'",
-            )
-        ) from error
-    return SummaryWriter(str(folder))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 # Dense bf16 tensor-core rates in TFLOP/s from the vendors' data sheets, by a part of the device's name.
@@ -18,8 +16,6 @@ _DATASHEET_BF16_TFLOPS = {
     "L40S": 362.0,
     "B200": 2250.0,
 }
-_SIDE = 768
-_SECONDS = 0.3
 
 
 def device_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -28,32 +24,23 @@ def device_name(device: torch.device, dtype: torch.dtype) -> str:
     return f"{name}, {str(dtype).removeprefix('torch.')}"
 
 
-def peak_flops_per_second(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float:
-    """Floating-point operations per second: configured, from the data sheet (bf16 on a known GPU), or measured.
+def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float | None:
+    """FLOP/s of one rank's device, from ``trainer.peak_tflops`` or from the data sheet (bf16 on a listed GPU).
 
-    The measurement is of matrix products one after the other, all of them over all their time: ranks which share cores
-    and measure at the same moment so share the rate, though the one or the other product has a core to itself.
+    None where neither knows it: the run then reports the FLOP/s that it reaches, and no MFU. A peak measured by timing
+    matrix products at start was dropped. Cores that other work shares at that moment make it too low, and utilisation
+    then came out at up to 129 % (docs/LOG.md).
     """
     if configured_tflops is not None:
         return configured_tflops * 1e12
     if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for part, tflops in _DATASHEET_BF16_TFLOPS.items():
-            if part in name:
-                return tflops * 1e12
-    return _measured(device, dtype)
+        return datasheet_peak(torch.cuda.get_device_name(device))
+    return None
 
 
-def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    side = _SIDE if device.type == "cpu" else 8192
-    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    products, started, elapsed = -1, 0.0, 0.0  # the first one warms up
-    while products < 3 or elapsed < _SECONDS:
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        products += 1
-        if products == 0:
-            started = time.perf_counter()
-        elapsed = time.perf_counter() - started
-    return products * 2 * side**3 / elapsed
+def datasheet_peak(gpu_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it, or None for one that is not listed."""
+    for part, tflops in _DATASHEET_BF16_TFLOPS.items():
+        if part in gpu_name:
+            return tflops * 1e12
+    return None

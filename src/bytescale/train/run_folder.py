@@ -49,6 +49,10 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def wandb_id(self) -> Path:
+        return self.path / "wandb-id.txt"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import mean
@@ -18,24 +17,32 @@ from bytescale.plan.io import save_plan
 from bytescale.train.job import Job
 from bytescale.train.metrics import MetricsFile, StepMetrics, drop_metrics_after
 from bytescale.train.run_folder import RunFolder
+from bytescale.train.screen import Screen
+from bytescale.train.step_row import ROW_COLUMNS, remarks, step_header, step_row
+from bytescale.train.trackers import Tracker, open_trackers
+
+_HEADER_EVERY = 20
+"""Rows after which the columns' names are printed again."""
 
 
 class RunLog:
     """Context manager: opened files are closed whatever happens."""
 
-    def __init__(self, run: RunFolder, config: Config, print_line: Callable[[str], None] | None) -> None:
-        """``print_line`` is None on ranks that keep silent."""
+    def __init__(self, run: RunFolder, config: Config, screen: Screen | None) -> None:
+        """``screen`` is None on ranks that keep silent."""
         self.run = run
         self.config = config
-        self._print = print_line
+        self._screen = screen
         self._lock = ExitStack()
         self._text: TextIO | None = None
         self._metrics: MetricsFile | None = None
+        self._trackers: list[Tracker] = []
         self._introduced = False
         self._first: StepMetrics | None = None
         self._last: StepMetrics | None = None
         self._last_losses: deque[float] = deque(maxlen=5)  # one batch's loss depends on its documents
         self._seconds = 0.0
+        self._rows = 0
 
     def __enter__(self) -> RunLog:
         return self
@@ -43,18 +50,22 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._screen is not None:
+            self._screen.close()
         if error is not None:
             with suppress(OSError):  # the disk may be full; the error itself goes on to the terminal
                 self._to_file(f"stopped by {type(error).__name__}: {error}")
         if self._metrics is not None:
             self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self._text is not None:
             self._text.close()
         self._lock.close()
 
     def open(self, *, resume: bool) -> None:
         """Create the run folder (or find it, when resuming)."""
-        if self._print is None:
+        if self._screen is None:
             return
         self._lock.enter_context(self.run.lock())
         self.run.create(self.config, resume=resume)
@@ -62,7 +73,7 @@ class RunLog:
 
     def resumed(self, checkpoint: Path | None, steps_done: int) -> None:
         """Say where the run continues, and forget metrics of steps that will be taken again."""
-        if self._print is None:
+        if self._screen is None:
             return
         drop_metrics_after(self.run.metrics, steps_done)
         if checkpoint is None:
@@ -72,10 +83,11 @@ class RunLog:
 
     def introduce(self, job: Job, data: StepData) -> None:
         """Once, before the first step: the model, the data, the ranks, and how the first batch is laid out."""
-        if self._introduced or self._print is None:
+        if self._introduced or self._screen is None:
             return
         self._introduced = True
-        self._metrics = MetricsFile(self.run, tensorboard=self.config.trainer.tensorboard)
+        self._metrics = MetricsFile(self.run)
+        self._trackers = open_trackers(self.run, self.config)
         shape, mesh = job.architecture, job.ranks.mesh.shape
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
@@ -88,27 +100,42 @@ class RunLog:
         self.say(
             f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
-            f"{format_count(job.config.data.context_length)}; peak {format_si(job.peak_flops_per_second)}FLOP/s a rank"
+            f"{format_count(job.config.data.context_length)}{_peak(job)}"
         )
         for line in job.memory.lines():
             self.say(line)
         self.say(f"plan    {data.summary.gist}")
+        self._screen.progress(data.step, self.config.trainer.steps)
 
     def step(self, metrics: StepMetrics, data: StepData) -> None:
-        """One line for people, one for programs, and the plan."""
-        self._first = self._first or metrics
-        self._last = metrics
+        """One row for people, one line for programs, and the plan."""
+        before, self._first, self._last = self._last, self._first or metrics, metrics
         self._last_losses.append(metrics.loss)
         self._seconds += metrics.step_seconds
-        if self._metrics is None:
+        if self._metrics is None or self._screen is None:
             return
-        self.say(metrics.line(self.config.trainer.steps))
+        self._print_row(metrics, before, self._screen)
+        self._screen.progress(metrics.step, self.config.trainer.steps)
         self._metrics.write(metrics)
+        for tracker in self._trackers:
+            tracker.log(metrics.step, metrics.scalars())
         if self.config.trainer.save_plans and data.plan is not None:
             save_plan(data.plan, self.run.plan(metrics.step))
 
+    def _print_row(self, metrics: StepMetrics, before: StepMetrics | None, screen: Screen) -> None:
+        steps = self.config.trainer.steps
+        if self._rows % _HEADER_EVERY == 0:
+            self.say(step_header(steps, mfu=metrics.mfu is not None))
+        self._rows += 1
+        screen.line(step_row(metrics, steps, min(ROW_COLUMNS, screen.width)))
+        self._to_file(step_row(metrics, steps))
+        for line in remarks(metrics, before):
+            self.say(line)
+
     def farewell(self, *, stopped: bool = False) -> None:
         """Where everything is and what to try next; ``stopped``: before the last step, by SIGTERM."""
+        if self._screen is not None:
+            self._screen.close()
         if self._first is None or self._last is None:
             self.say(f"nothing to do: step {self.config.trainer.steps} is done already, raise trainer.steps")
             return
@@ -133,14 +160,19 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """To the console and to log.txt."""
-        if self._print is not None:
-            self._print(line)
+        if self._screen is not None:
+            self._screen.line(line)
             self._to_file(line)
 
     def _to_file(self, line: str) -> None:
         if self._text is not None:
             self._text.write(line + "\n")
             self._text.flush()
+
+
+def _peak(job: Job) -> str:
+    peak = job.peak_flops_per_second
+    return "" if peak is None else f"; peak {format_si(peak)}FLOP/s a rank"
 
 
 def _active(shape: Architecture) -> str:

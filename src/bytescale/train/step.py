@@ -147,7 +147,7 @@ def step_metrics(
     model_flops = flops.training_flops(
         job.architecture, num_tokens=summary.num_tokens, sum_of_squares=summary.sum_of_squares
     )
-    busy = [report.busy_seconds for report in reports]
+    busy, peak = [report.busy_seconds for report in reports], job.peak_flops_per_second
     mean_busy = sum(busy) / len(busy)
     return StepMetrics(
         step=step,
@@ -159,7 +159,8 @@ def step_metrics(
         num_sequences=summary.num_sequences,
         step_seconds=seconds,
         tokens_per_second=summary.num_tokens / seconds,
-        mfu=model_flops / seconds / (len(reports) * job.peak_flops_per_second),
+        model_flops_per_second=model_flops / seconds,
+        mfu=None if peak is None else model_flops / seconds / (len(reports) * peak),
         memory_bytes=int(max(report.memory_bytes for report in reports)),
         imbalance=max(busy) / mean_busy,
         waiting_share=max(0.0, 1.0 - mean_busy / seconds),

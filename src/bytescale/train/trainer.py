@@ -13,12 +13,15 @@ from bytescale.train.job import Job, build_job
 from bytescale.train.ranks import open_ranks, ranks_of_torchrun
 from bytescale.train.run_folder import RunFolder
 from bytescale.train.run_log import RunLog
+from bytescale.train.screen import PlainScreen, screen_of_stdout
 from bytescale.train.step import train_step
 from bytescale.train.stop import StopRequest
 
 
-def train(config: Config, print_line: Callable[[str], None] = print, *, stop: StopRequest | None = None) -> Path:
+def train(config: Config, print_line: Callable[[str], None] | None = None, *, stop: StopRequest | None = None) -> Path:
     """Train as ``config`` says and return the run folder. Every rank calls it; the first one prints.
+
+    Lines go to ``print_line``, or, where that is None, to standard output, on a terminal with a live bar below them.
 
     SIGTERM, or a ``stop`` that is told, ends the run after the step under way, with a checkpoint.
 
@@ -30,9 +33,10 @@ def train(config: Config, print_line: Callable[[str], None] = print, *, stop: St
     validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
     resume = config.trainer.resume or restarted_by_torchrun()
+    screen = screen_of_stdout() if print_line is None else PlainScreen(print_line)
     with (
         open_ranks(config) as ranks,
-        RunLog(run, config, print_line if ranks.is_first else None) as log,
+        RunLog(run, config, screen if ranks.is_first else None) as log,
         open_feed(config, ranks, log.say) as feed,
         stop or StopRequest() as stop,
     ):

@@ -1,0 +1,120 @@
+"""Where a run's numbers go beside metrics.jsonl: TensorBoard and Weights & Biases, behind one interface."""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import Config
+from bytescale.config.schema import TrainerConfig
+from bytescale.train.run_folder import RunFolder
+
+
+class Tracker(Protocol):
+    """Takes one step's numbers after the other. Only the first rank has trackers."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the numbers of one step, by their names in metrics.jsonl."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+def check_trackers(trainer: TrainerConfig) -> None:
+    """Raise ``ConfigError`` if a tracker is asked for whose package is not installed."""
+    for setting, wanted, module, extra in (
+        ("trainer.tensorboard", trainer.tensorboard, "tensorboard", "tensorboard"),
+        ("trainer.wandb", trainer.wandb != "off", "wandb", "wandb"),
+    ):
+        if wanted and not _is_installed(module):
+            raise ConfigError(
+                problem(
+                    f"{setting} is set but the package {module} is not installed",
+                    so="the run could not be tracked there",
+                    fix=f"pip install 'bytescale[{extra}]', or leave {setting} out",
+                )
+            )
+
+
+def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
+    """The trackers that the config asks for.
+
+    Raises:
+        ConfigError: a package is missing, or Weights & Biases refuses the run (not logged in, for example).
+    """
+    check_trackers(config.trainer)
+    trackers: list[Tracker] = []
+    if config.trainer.tensorboard:
+        trackers.append(TensorBoardTracker(run))
+    if config.trainer.wandb != "off":
+        trackers.append(WandbTracker(run, config))
+    return trackers
+
+
+class TensorBoardTracker:
+    """Event files in the run folder's ``tensorboard/``."""
+
+    def __init__(self, run: RunFolder) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.tensorboard))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases named after the run folder. A resumed run goes on under the same id."""
+
+    def __init__(self, run: RunFolder, config: Config) -> None:
+        import wandb
+
+        online = config.trainer.wandb == "online"
+        settings = wandb.Settings(silent=True, console="off")
+        try:
+            self._run: Any = wandb.init(
+                project=config.trainer.wandb_project,
+                name=run.path.name,
+                id=_run_id(run),
+                resume="allow" if online else None,
+                dir=str(run.path),
+                config=asdict(config),
+                mode="online" if online else "offline",
+                settings=settings,
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                problem(
+                    f"Weights & Biases did not accept the run: {error}",
+                    so="nothing would be tracked",
+                    fix='run `wandb login`, or set trainer.wandb to "offline" or "off"',
+                )
+            ) from error
+        self._run.define_metric("*", step_metric="step")  # a resumed run may take steps again
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(run: RunFolder) -> str:
+    """The id that this run folder has at Weights & Biases: made once, then kept in the folder."""
+    if not run.wandb_id.exists():
+        run.wandb_id.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
+    return run.wandb_id.read_text(encoding="ascii").strip()
+
+
+def _is_installed(module: str) -> bool:
+    """Whether the package can be imported. A plain folder of that name, such as ``wandb/``, is no package."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,99 @@
+"""TensorBoard and Weights & Biases take a run's numbers; a missing package is one clear error."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config, TrainerConfig
+from bytescale.train import trackers
+from bytescale.train.run_folder import RunFolder
+from bytescale.train.trackers import _run_id, check_trackers, open_trackers
+
+
+def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    folder = RunFolder(tmp_path / "first-run")
+    folder.path.mkdir()
+    (tracker,) = open_trackers(folder, Config(trainer=TrainerConfig(wandb="offline", wandb_project="trial")))
+    tracker.log(7, {"loss": 5.5, "num_tokens": 12})
+    tracker.log(8, {"loss": 5.25, "num_tokens": 13})
+    tracker.close()
+    wandb.teardown()  # W&B's own process may still be writing; it ends with the process that started it
+    (file,) = (folder.path / "wandb").glob("offline-run-*/run-*.wandb")
+    header, history = read_wandb(file)
+    assert (header.project, header.display_name) == ("trial", "first-run")
+    assert header.run_id == _run_id(folder)  # a resumed run goes on under the same id
+    logged = [{name: row[name] for name in ("step", "loss", "num_tokens")} for row in history]
+    assert logged == [{"step": 7, "loss": 5.5, "num_tokens": 12}, {"step": 8, "loss": 5.25, "num_tokens": 13}]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (TrainerConfig(wandb="offline"), r"trainer\.wandb is set but the package wandb .*bytescale\[wandb\]"),
+        (TrainerConfig(tensorboard=True), r"trainer\.tensorboard is set but .*bytescale\[tensorboard\]"),
+    ],
+)
+def test_a_missing_package_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, trainer: TrainerConfig, message: str
+) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=message):
+        check_trackers(trainer)
+    check_trackers(TrainerConfig())
+
+
+def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tracked").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("tracked") is not None
+    assert not trackers._is_installed("tracked")
+
+
+def test_what_wandb_refuses_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**settings: object) -> None:
+        raise wandb.errors.UsageError("api_key not configured (no-tty)")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login"):
+        open_trackers(RunFolder(tmp_path), Config(trainer=TrainerConfig(wandb="online")))
+
+
+def read_wandb(path: Path) -> tuple:
+    """The run's record and the logged rows of a .wandb file."""
+    from wandb.proto import wandb_internal_pb2
+
+    header, history = None, []
+    for data in log_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.HasField("run"):
+            header = record.run
+        if record.HasField("history"):
+            items = record.history.item
+            history.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+    return header, history
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log: blocks of 32 KiB, parts with a header of checksum, length and kind."""
+    place, record, block = 7, b"", 1 << 15  # after W&B's own header
+    while place + 7 <= len(content):
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        if not kind or block - place % block < 7:  # the rest of a block is empty
+            place = (place // block + 1) * block
+            continue
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
