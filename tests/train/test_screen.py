@@ -145,6 +145,17 @@ def test_lines_are_shown_as_they_are() -> None:
         assert output() == "[data] 12 of [1, 2] :smile: /a/b\r\n"
 
 
+def test_long_lines_are_broken_between_words_and_commands_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "          bytescale train --resume runs/some-name --trainer.steps 90"
+    with terminal() as (file, output):
+        shown = LiveScreen(console_of(file))
+        shown.line("plan    5 sequences of 13K tokens (longest 4K) on 4 ranks")
+        shown.line(command)
+        plan = "plan    5 sequences of 13K tokens\r\n        (longest 4K) on 4 ranks\r\n"
+        assert output() == plan + command + "\r\n"
+
+
 @contextmanager
 def terminal() -> Iterator[tuple]:
     """A terminal's file to write to, and a function that tells what arrived there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
@@ -92,7 +93,16 @@ class LiveScreen:
         return self._console.width
 
     def line(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(self._wrapped(text))
+
+    def _wrapped(self, text: str) -> str:
+        """Long text broken between words. Indented lines are commands: broken by us, they could not be copied."""
+        if text.startswith(" "):
+            return text
+        lines = textwrap.wrap(
+            text, self.width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(lines)
 
     def progress(self, steps_done: int, total_steps: int) -> None:
         if self._task is None:
