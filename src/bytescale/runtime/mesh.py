@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from bytescale.runtime.group import RankGroup
@@ -77,6 +78,26 @@ class Mesh:
     def pipeline_groups(self) -> list[RankGroup]:
         """All of both directions."""
         return [*self.forward, *self.backward]
+
+    def connect(self) -> None:
+        """Send one number across every boundary between stages, in both directions; called once, by all ranks.
+
+        Under NCCL the first message between two ranks blocks the host until its peer has posted its side. Here nobody
+        waits for anything else. All ranks take the boundaries in rising order, so that no circle can close.
+        """
+        for direction, groups in enumerate((self.forward, self.backward)):
+            for boundary in range(self.shape.pp if groups else 0):
+                before, behind = boundary, (boundary + 1) % self.shape.pp
+                if self.stage not in (before, behind) or boundary_colour(boundary, self.shape.pp) >= len(groups):
+                    continue
+                exchange = self.across(groups, boundary).exchange
+                number = torch.zeros(1, device=self.world.device)
+                if self.stage == (behind if direction else before):
+                    peer = before if direction else behind
+                    exchange.start(send=number, to=peer, receive=None, source=peer, tag=0).wait()
+                else:
+                    peer = behind if direction else before
+                    exchange.start(send=None, to=peer, receive=number, source=peer, tag=0).wait()
 
     @staticmethod
     def of(world: RankGroup, shape: MeshShape, make_group: GroupMaker, *, interleaved: bool = False) -> Mesh:

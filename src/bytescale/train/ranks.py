@@ -119,7 +119,9 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 
     parallel = config.parallel
     shape = MeshShape(hdp=world.size // (parallel.tp * parallel.pp), tp=parallel.tp, pp=parallel.pp)
-    return Mesh.of(world, shape, make_group, interleaved=parallel.virtual_stages > 1)
+    mesh = Mesh.of(world, shape, make_group, interleaved=parallel.virtual_stages > 1)
+    mesh.connect()
+    return mesh
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

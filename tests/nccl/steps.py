@@ -1,0 +1,82 @@
+"""Whole training steps of a small model, for the recorder: every plan, mesh and mode that the runtime knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bytescale.config import Architecture, OptimizerConfig
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.tensor_parallel import row_wise_parts
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import Mesh, ModelPart, ShardedAdamW, run_rank_plan
+from bytescale.runtime.activations import Activations
+from bytescale.train.own_model import build_own_model
+from tests.helpers.steps import random_batch, slice_batch, small_shape
+from tests.nccl.recorder import ZeroKernel
+
+
+def tiny(num_layers: int, **changes: object) -> Architecture:
+    """A model that costs next to nothing: what it posts depends on the plan, the mesh and the number of layers."""
+    numbers = {"num_layers": num_layers, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
+    return small_shape(**{**numbers, "ffn_hidden_size": 8, "vocab_size": 16, **changes})
+
+
+def training_step(
+    plan: Plan,
+    architecture: Architecture,
+    *,
+    num_chunks: int = 1,
+    checkpointing: str = "none",
+    head_groups: int = 1,
+) -> Callable[[Mesh], None]:
+    """What one rank does in one step, all its collectives included."""
+    batch = random_batch(plan.lengths.tolist(), architecture.vocab_size, 0, masked_share=0.0)
+
+    def step(mesh: Mesh) -> None:
+        mesh.connect()
+        own = build_own_model(architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0)
+        optimizer = ShardedAdamW(own.parameters, OptimizerConfig(), mesh, own.tied_head)
+        rank_plan = RankPlan.of(plan, mesh.hdp.rank)
+        mesh.world.agree("the plan", rank_plan.digest)
+        own.parameters.zero_gradients()
+        parts = []
+        for chunk in own.chunks:
+            for layer in chunk.layers:
+                apply_head_groups(layer.self_attn, head_groups)
+            activations = Activations(
+                list(chunk.layers),
+                checkpointing=checkpointing,  # type: ignore[arg-type]
+                tp=mesh.tp,
+                row_wise=row_wise_parts(chunk, mesh.tp.size),
+                chunk_rows=8,
+            )
+            parts.append(ModelPart(model=chunk, activations=activations))
+        run_rank_plan(
+            parts,
+            rank_plan,
+            [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
+            num_global_targets=batch.num_targets,
+            kernel=ZeroKernel(),
+            mesh=mesh,
+        )
+        norm = optimizer.reduce_gradients()
+        mesh.world.share([norm])
+        optimizer.update(1e-3, 1.0)
+
+    return step
+
+
+def uneven(counts: Sequence[int], lengths: Sequence[int]) -> Plan:
+    """Rank r runs ``counts[r]`` micro-batches; those at an index that all have are shared by all, the rest are local."""
+    shared = min(counts)
+    groups = [GroupSpec(sequences=[n], ranks=list(range(len(counts)))) for n in range(shared)]
+    schedule: list[list[list[int]]] = [[[n] for n in range(shared)] for _ in counts]
+    for rank, count in enumerate(counts):
+        for _ in range(count - shared):
+            schedule[rank].append([len(groups)])
+            groups.append(GroupSpec(sequences=[len(groups)], ranks=[rank]))
+    sizes = [lengths[n % len(lengths)] for n in range(len(groups))]
+    return Plan.build(lengths=sizes, capacity_tokens=[max(sizes)] * len(counts), groups=groups, schedule=schedule)

@@ -1,0 +1,233 @@
+"""Every step that the real executor posts comes to its end under NCCL's rules, and planted faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bytescale.attention import Exchange
+from bytescale.config import PlannerConfig
+from bytescale.cost import Cluster, CostModel
+from bytescale.plan import Plan
+from bytescale.plan.verify import verify
+from bytescale.planner import align, make_planner
+from bytescale.runtime import Mesh, MeshShape
+from bytescale.runtime.pipeline import StageLinks
+from tests.helpers.plans import random_plan
+from tests.nccl.recorder import Event, Post, record
+from tests.nccl.replay import ALL_RULES, EVERYTHING, STREAMS_ONLY, Mismatch, Replay, Rules
+from tests.nccl.steps import tiny, training_step, uneven
+
+NO_SHRINKING = (Phase.explicit, Phase.generate)  # it would take minutes
+COST = CostModel.from_work(linear_per_square=40)
+
+
+def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, num_chunks: int = 1, seed: int = 0) -> Plan:
+    """A verified plan, of a planner or drawn at random."""
+    room = sum(lengths) if planner == "random" else -(-max(lengths) // mesh.hdp) + seed % 8
+    cluster = Cluster.uniform(mesh.hdp, room)
+    if planner == "random":
+        plan = random_plan(lengths, mesh.hdp, seed)
+        plan = align(plan, cluster=cluster, cost=COST) if mesh.pp > 1 else plan
+    else:
+        name = planner if planner in ("static", "naive") else "balanced"
+        balance = {} if name != "balanced" else {"balance": planner}
+        config = PlannerConfig(name=name, **balance)  # type: ignore[arg-type]
+        plan = make_planner(config, cluster, COST, num_stages=mesh.pp)(lengths)
+    verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
+    return plan
+
+
+def recorded(plan: Plan, mesh: MeshShape, *, num_chunks: int = 1, **options: object) -> list[list[Event]]:
+    """All ranks' programs of a step over two layers a part (one where there are chunks)."""
+    layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
+    own = {key: options.pop(key) for key in ("checkpointing", "head_groups") if key in options}
+    architecture = tiny(layers, **options)
+    step = training_step(plan, architecture, num_chunks=num_chunks, **own)  # type: ignore[arg-type]
+    return record(mesh, step, interleaved=num_chunks > 1)
+
+
+def assert_finishes(programs: list[list[Event]]) -> None:
+    for rules in ALL_RULES:
+        stuck = Replay(programs, rules).run()
+        assert not stuck, f"{rules}:\n" + "\n".join(stuck)
+
+
+@settings(max_examples=25, phases=NO_SHRINKING)
+@given(
+    planner=st.sampled_from(["static", "naive", "paper", "adaptive", "random"]),
+    mesh=st.sampled_from(
+        [
+            *(MeshShape(hdp=hdp) for hdp in (1, 2, 3, 5, 8)),
+            *(MeshShape(pp=pp, hdp=hdp) for pp, hdp in ((2, 1), (2, 3), (3, 2), (4, 2), (8, 1))),
+            *(MeshShape(pp=2, hdp=2, tp=2), MeshShape(pp=1, hdp=2, tp=4)),
+        ]
+    ),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10),
+    checkpointing=st.sampled_from(["none", "full", "attention"]),
+    head_groups=st.sampled_from([1, 2]),
+    tied=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_a_step_finishes_under_nccls_rules(
+    planner: str,
+    mesh: MeshShape,
+    lengths: list[int],
+    checkpointing: str,
+    head_groups: int,
+    tied: bool,
+    seed: int,
+) -> None:
+    plan = plan_of(planner, lengths, mesh, seed=seed)
+    groups = 1 if mesh.tp > 1 else head_groups
+    assert_finishes(
+        recorded(plan, mesh, checkpointing=checkpointing, head_groups=groups, tie_embeddings=tied)
+    )
+
+
+@settings(max_examples=12, phases=NO_SHRINKING)
+@given(
+    planner=st.sampled_from(["paper", "adaptive", "random"]),
+    mesh=st.sampled_from([MeshShape(pp=2, hdp=2), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1)]),
+    num_chunks=st.sampled_from([2, 3]),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
+    seed=st.integers(0, 10**6),
+)
+def test_interleaved_stages_finish_under_nccls_rules(
+    planner: str, mesh: MeshShape, num_chunks: int, lengths: list[int], seed: int
+) -> None:
+    plan = plan_of(planner, lengths, mesh, num_chunks=num_chunks, seed=seed)
+    assert_finishes(recorded(plan, mesh, num_chunks=num_chunks))
+
+
+PIPELINE = MeshShape(pp=2, hdp=2)
+
+
+def pipeline_step(num_chunks: int = 1) -> list[list[Event]]:
+    return recorded(uneven([3, 5], [9, 4, 7]), PIPELINE, num_chunks=num_chunks)
+
+
+def test_a_receive_posted_one_action_ahead_is_caught() -> None:
+    """What this project did once: right under gloo, a hang as soon as a launch waits for the whole device."""
+    exchange = StageLinks.exchange
+
+    def ahead(self: StageLinks, place: int, made: Tensor | None = None) -> None:
+        self._due[place] = self._due.pop(place, []) + self._due.pop(place + 1, [])
+        exchange(self, place, made)
+
+    assert_finishes(pipeline_step())
+    with patch.object(StageLinks, "exchange", ahead):
+        programs = pipeline_step()
+    assert not Replay(programs, STREAMS_ONLY).run()
+    stuck = Replay(programs, Rules(device_waits=True)).run()
+    assert any("everything that its device has been given" in words for words in stuck)
+    assert any("has not started its side of it, of the" in words for words in stuck)
+
+
+def test_a_buffer_allocated_after_a_send_is_posted_is_caught() -> None:
+    """The allocation may wait for the send, and the peer may be in the same place."""
+
+    def unguarded(self: StageLinks, place: int, made: Tensor | None = None) -> None:
+        due = self._due.pop(place, [])
+        exchange(self, place, made)
+        self._due[place] = due
+        exchange(self, place)
+
+    exchange = StageLinks.exchange
+    with patch.object(StageLinks, "exchange", unguarded):
+        programs = pipeline_step()
+    assert not Replay(programs, STREAMS_ONLY).run()
+    assert Replay(programs, Rules(device_waits=True)).run()
+
+
+def test_one_group_for_both_directions_is_caught() -> None:
+    """Its operations run one by one, so that a receive that waits holds up the send that its peer needs."""
+    of = Mesh.of
+
+    def one_group(*arguments: object, **options: object) -> Mesh:
+        mesh = of(*arguments, **options)  # type: ignore[arg-type]
+        object.__setattr__(mesh, "backward", mesh.forward)
+        return mesh
+
+    with patch.object(Mesh, "of", staticmethod(one_group)):
+        programs = recorded(uneven([4, 4], [9, 4, 7]), MeshShape(pp=4, hdp=2))
+    assert Replay(programs, STREAMS_ONLY).run()
+
+
+def lone_messages(order: list[str]) -> Callable:
+    """An ``Exchange._post`` that posts each direction as an operation of its own, in ``order``."""
+
+    def post(self: Exchange, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list:
+        works = []
+        for kind in order:
+            if kind == "receive" and receive is not None:
+                works.append(self.group.recv([receive], source, tag))  # type: ignore[union-attr]
+            if kind == "send" and send is not None:
+                works.append(self.group.send([send], to, tag))  # type: ignore[union-attr]
+        return works
+
+    return post
+
+
+@pytest.mark.parametrize("order", [["receive", "send"], ["send", "receive"]])
+def test_lone_messages_around_a_ring_are_caught(order: list[str]) -> None:
+    """Everybody's receive waits for a send that stands behind a receive, or the other way round."""
+    with patch.object(Exchange, "_post", lone_messages(order)):
+        programs = recorded(uneven([2, 2, 2], [9]), MeshShape(hdp=3))
+    assert Replay(programs, STREAMS_ONLY).run()
+
+
+def test_swapped_ring_messages_are_caught() -> None:
+    """A member that posts a step's gradients where its neighbours post the next keys."""
+    programs = recorded(uneven([2, 2, 2], [13]), MeshShape(hdp=3))
+    places = [n for n, event in enumerate(programs[1]) if isinstance(event, Post) and event.ends]
+    swapped = 0
+    for first, second in pairwise(places):
+        one, other = programs[1][first], programs[1][second]
+        assert isinstance(one, Post)
+        assert isinstance(other, Post)
+        if one.ends != other.ends:
+            mutated = list(programs[1])
+            mutated[first], mutated[second] = replace(one, ends=other.ends), replace(other, ends=one.ends)
+            with pytest.raises((Mismatch, AssertionError), match="bytes"):
+                assert_finishes([programs[0], mutated, programs[2]])
+            swapped += 1
+    assert swapped > 2
+
+
+def test_a_collective_that_one_rank_leaves_out_is_caught() -> None:
+    programs = recorded(uneven([2, 2], [9]), MeshShape(hdp=2))
+    last = max(n for n, event in enumerate(programs[1]) if getattr(event, "collective", ""))
+    programs[1] = programs[1][:last]
+    with pytest.raises(Mismatch, match="different numbers of collectives"):
+        Replay(programs, STREAMS_ONLY)
+
+
+def test_first_uses_that_wait_in_a_circle_are_caught() -> None:
+    """Rank 0 connects to 1, 1 to 2 and 2 to 0, each blocked until its peer's host comes: nobody's does."""
+
+    def lone(self: Exchange, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list:
+        return lone_messages(["send", "receive"])(self, send, to, receive, source, tag)
+
+    with patch.object(Exchange, "_post", lone):
+        programs = recorded(uneven([1, 1, 1], [9]), MeshShape(hdp=3))
+    stuck = Replay(programs, Rules(first_use=True)).run()
+    assert any("connected to for the first time" in words for words in stuck)
+
+
+def test_what_a_host_waits_for_is_worse_than_streams_alone() -> None:
+    """More waiting never lets more programs finish."""
+    for seed in range(4):
+        plan = plan_of("random", [9, 5, 17, 3], MeshShape(hdp=3), seed=seed)
+        programs = recorded(plan, MeshShape(hdp=3))
+        finished = [not Replay(programs, rules).run() for rules in (STREAMS_ONLY, EVERYTHING)]
+        assert finished[0] >= finished[1]
+        assert np.all(finished)
