@@ -2,15 +2,21 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+JOBS   ?= 2
 READY  := $(VENV)/.ready
 
-.PHONY: train test lint setup clean
+.PHONY: train test test-rest test-all lint setup clean
 
 train: setup  ## train a small Llama on Python's standard library, on 4 ranks
 	$(BIN)/bytescale train stdlib-tiny
 
-test: setup  ## all tests (about 18 minutes on 2 cores)
-	$(BIN)/pytest
+test: setup  ## every claim once (under 5 minutes on 2 cores)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
+
+test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many examples, long runs
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --rest
+
+test-all: test test-rest  ## all of it (under 30 minutes on 2 cores)
 
 lint: setup  ## formatter, linter, types, and the floors
 	$(BIN)/ruff format --check .

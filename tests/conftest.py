@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "default", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+    "default", deadline=None, derandomize=True, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("default")
 
@@ -23,11 +23,28 @@ MISSING = [name for name in NEEDED_BY if importlib.util.find_spec(name) is None]
 collect_ignore = [path for name in MISSING for path in NEEDED_BY[name]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rest", action="store_true", help="run what `make test` leaves out (tests/helpers/effort.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--rest"):
+        os.environ["BYTESCALE_TESTS"] = "rest"  # read when tests are imported, in the workers of xdist too
+
+
 def pytest_report_header() -> list[str]:
     return [f"not collected: tests/{path}, {name} is not installed" for name in MISSING for path in NEEDED_BY[name]]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--rest"):
+        kept = [item for item in items if {"exhaustive", "more_examples"} & set(item.keywords)]
+    elif config.getoption("markexpr") or any("::" in argument for argument in config.args):
+        kept = list(items)  # whoever names a test or a mark wants to see it run
+    else:
+        kept = [item for item in items if "exhaustive" not in item.keywords]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

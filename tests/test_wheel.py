@@ -64,7 +64,6 @@ def test_the_wheel_trains_by_name_and_writes_a_config(command: Path, tmp_path: P
     assert "[parallel]" in (tmp_path / "bytescale.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_first_run_keeps_its_promises(command: Path, tmp_path: Path) -> None:

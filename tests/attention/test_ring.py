@@ -12,6 +12,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 
@@ -73,6 +74,7 @@ def reference(sequence: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
 
 
+@examples(10, 40)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     num_ranks=st.integers(1, 8),

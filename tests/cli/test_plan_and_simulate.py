@@ -191,5 +191,5 @@ def test_a_reader_that_stops_reading_ends_the_command_quietly() -> None:
         assert running.stderr is not None
         running.stdout.close()
         said = running.stderr.read().decode()
-        assert running.wait(timeout=60) == 141
+        assert running.wait(timeout=600) == 141
     assert said == ""

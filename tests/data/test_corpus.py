@@ -166,7 +166,7 @@ def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
     processes = [context.Process(target=_prepare_in_a_process, args=(settings, results)) for _ in range(3)]
     for process in processes:
         process.start()
-    outcomes = [results.get(timeout=60) for _ in processes]
+    outcomes = [results.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
     assert len({fingerprint for fingerprint, _ in outcomes}) == 1
@@ -262,7 +262,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     sampler = make_sampler(later.index, settings)
     assert 1 < later.index.facts.num_parts_read < 12
     assert {progress.stage for progress in calls} == {"tokenising"}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(tokens.rglob("*.idx"))) == later.index.facts.num_parts_read:  # the next window follows by itself
         assert time.monotonic() < deadline
         time.sleep(0.05)

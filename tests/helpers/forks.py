@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def run_forked(num_ranks: int, work: Callable[[int], Any], *, timeout_seconds: float = 120.0) -> list[Any]:
+def run_forked(num_ranks: int, work: Callable[[int], Any], *, timeout_seconds: float = 300.0) -> list[Any]:
     """Run ``work(rank)`` in ``num_ranks`` processes with torchrun's environment; its results in rank order.
 
     Raises ``AssertionError`` with the stack trace of every rank that failed, or that still ran at the end.

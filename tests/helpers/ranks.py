@@ -21,7 +21,7 @@ from bytescale.runtime import Mesh, MeshShape, RankGroup
 Result = TypeVar("Result")
 
 
-def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_seconds: float = 60.0) -> list[Result]:
+def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_seconds: float = 300.0) -> list[Result]:
     """Run ``work`` once per rank, at the same time; its results in rank order. Any rank's error fails the test."""
     store = dist.HashStore()
     results: dict[int, Result] = {}
@@ -47,7 +47,7 @@ def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_se
 
 
 def run_mesh(
-    shape: MeshShape, work: Callable[[Mesh], Result], *, interleaved: bool = False, timeout_seconds: float = 60.0
+    shape: MeshShape, work: Callable[[Mesh], Result], *, interleaved: bool = False, timeout_seconds: float = 300.0
 ) -> list[Result]:
     """Run ``work`` once per rank of a mesh; its results in rank order."""
     store = dist.HashStore()

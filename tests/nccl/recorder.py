@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,9 +192,7 @@ def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], in
     def make_group(name: str, ranks: Sequence[int]) -> RecordedGroup:
         return RecordedGroup(log, name, ranks)
 
-    mesh = Mesh.of(
-        RankGroup(make_group("world", range(shape.size))), shape, make_group, interleaved=interleaved
-    )
+    mesh = Mesh.of(RankGroup(make_group("world", range(shape.size))), shape, make_group, interleaved=interleaved)
     for group in [mesh.world, mesh.hdp, mesh.tp, *mesh.pipeline_groups()]:
         if group.group is not None:
             group.exchange = Exchange(group.group, group.rank, batched=True, name=group.name)

@@ -2,8 +2,8 @@
 
 A rank is a host, a compute stream, and a stream for each communicator. The rules, from NCCL's and PyTorch's sources:
 
-1. An operation is put on its communicator's stream, behind everything that the compute stream has been given. Operations
-   of one communicator run one after the other, in the order of posting.
+1. An operation is put on its communicator's stream, behind everything that the compute stream has been given.
+   Operations of one communicator run one after the other, in the order of posting.
 2. A batch of messages is one operation. Nothing is buffered, and tags do not count: the k-th send from a to b meets the
    k-th receive that b has posted from a. The operation ends when the matching operation of every peer has started. A
    collective ends when all members have started theirs of the same number.

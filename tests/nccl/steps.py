@@ -70,7 +70,7 @@ def training_step(
 
 
 def uneven(counts: Sequence[int], lengths: Sequence[int]) -> Plan:
-    """Rank r runs ``counts[r]`` micro-batches; those at an index that all have are shared by all, the rest are local."""
+    """Rank r runs ``counts[r]`` micro-batches; all ranks share those at an index that all have, the rest are local."""
     shared = min(counts)
     groups = [GroupSpec(sequences=[n], ranks=list(range(len(counts)))) for n in range(shared)]
     schedule: list[list[list[int]]] = [[[n] for n in range(shared)] for _ in counts]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import Mesh, MeshShape
 from bytescale.runtime.pipeline import StageLinks
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.nccl.recorder import Event, Post, record
 from tests.nccl.replay import ALL_RULES, EVERYTHING, STREAMS_ONLY, Mismatch, Replay, Rules
@@ -61,7 +62,7 @@ def assert_finishes(programs: list[list[Event]]) -> None:
         assert not stuck, f"{rules}:\n" + "\n".join(stuck)
 
 
-@settings(max_examples=25, phases=NO_SHRINKING)
+@examples(9, 60, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["static", "naive", "paper", "adaptive", "random"]),
     mesh=st.sampled_from(
@@ -88,12 +89,10 @@ def test_a_step_finishes_under_nccls_rules(
 ) -> None:
     plan = plan_of(planner, lengths, mesh, seed=seed)
     groups = 1 if mesh.tp > 1 else head_groups
-    assert_finishes(
-        recorded(plan, mesh, checkpointing=checkpointing, head_groups=groups, tie_embeddings=tied)
-    )
+    assert_finishes(recorded(plan, mesh, checkpointing=checkpointing, head_groups=groups, tie_embeddings=tied))
 
 
-@settings(max_examples=12, phases=NO_SHRINKING)
+@examples(5, 30, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["paper", "adaptive", "random"]),
     mesh=st.sampled_from([MeshShape(pp=2, hdp=2), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import PlanError
@@ -13,6 +13,7 @@ from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.schedule import action_times, messages, stage_actions
 from bytescale.plan.verify import verify
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 
 
@@ -136,7 +137,7 @@ def _to_do(plan: Plan, rank: int, stage: int, num_stages: int, num_chunks: int, 
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     num_sequences=st.integers(1, 10),
     num_ranks=st.integers(1, 4),

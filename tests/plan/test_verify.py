@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import PlanError
@@ -14,6 +14,7 @@ from bytescale.plan import Plan
 from bytescale.plan.layout import member_tokens
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 
 
@@ -179,7 +180,7 @@ def test_capacity_follows_weights() -> None:
     refused(plan([1, 2]), "micro-batch 0 of rank 0 holds 8 tokens, the rank's capacity is 6")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     num_ranks=st.integers(1, 6),
@@ -210,7 +211,7 @@ def test_order() -> None:
     refused(plan, "rule 'order'", "rank 2 meets the shared group 1 before 0", level="cheap")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=12),
     num_ranks=st.integers(1, 6),

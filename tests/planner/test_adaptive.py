@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
@@ -14,6 +14,7 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive, adaptive_plan, align, evaluate, paper_plan, static_plan
 from bytescale.planner.pipeline import pack_sizes
+from tests.helpers.effort import examples
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
 SHORT = CostModel.from_work(linear_per_square=192)
@@ -70,7 +71,7 @@ def test_groups_that_fit_into_a_node_stay_in_one() -> None:
             assert not LINKS.leaves_node(ranks[0], len(ranks))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(case=cases(max_ranks=24, max_sequences=40), cost=st.sampled_from(sorted(COSTS)))
 def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], cost: str) -> None:
     """With modelled links never; with free communication, where the mesh is always balanced, by 1 % at most."""
@@ -86,7 +87,7 @@ def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], co
     assert ours <= best * (1.0101 if cost == "ideal" else 1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(
     case=cases(max_ranks=20, max_sequences=40),
     more=st.integers(0, 20),
@@ -129,7 +130,7 @@ def test_whole_sequences_run_between_shared_groups_where_time_is_short() -> None
     assert followed.any()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(13, 40)
 @given(case=cases(max_ranks=24, max_sequences=40), num_stages=st.integers(2, 6), cost=st.sampled_from(sorted(COSTS)))
 def test_a_pipeline_s_plan_is_never_later_there_than_the_others(
     case: tuple[list[int], Cluster], num_stages: int, cost: str
@@ -187,7 +188,7 @@ def mixed_cases(draw: st.DrawFn) -> tuple[list[int], Cluster]:
     return lengths, Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(case=mixed_cases(), cost=st.sampled_from(sorted(COSTS)))
 def test_mixed_ranks_get_plans_that_pass(case: tuple[list[int], Cluster], cost: str) -> None:
     lengths, cluster = case

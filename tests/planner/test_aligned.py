@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, align, is_aligned, naive_plan, paper_plan
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, IDEAL, cases, heavy_tailed
 
@@ -24,7 +25,7 @@ ALIGNED = {
 
 
 @pytest.mark.parametrize("name", list(ALIGNED))
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(case=cases(), cost=st.sampled_from(sorted(COSTS)))
 def test_aligned_planners_cannot_hang(name: str, case: tuple[list[int], Cluster], cost: str) -> None:
     lengths, cluster = case
@@ -36,7 +37,7 @@ def test_aligned_planners_cannot_hang(name: str, case: tuple[list[int], Cluster]
             assert find_cycle(plan, num_stages, num_chunks) == []
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(count=st.integers(1, 12), num_ranks=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_aligning_keeps_the_groups_of_any_plan(count: int, num_ranks: int, seed: int) -> None:
     plan = random_plan([7] * count, num_ranks, seed)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, PlanError
@@ -16,6 +16,7 @@ from bytescale.plan import Plan
 from bytescale.plan.verify import verify
 from bytescale.planner import evaluate, make_planner
 from bytescale.planner.evaluate import evaluate_slowly
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, LINKS, PLANNERS, cases, heavy_tailed
 
@@ -23,7 +24,7 @@ EVERY_PLANNER = pytest.mark.parametrize("name", list(PLANNERS))
 
 
 @EVERY_PLANNER
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(case=cases(), cost=st.sampled_from(sorted(COSTS)))
 def test_every_plan_passes_verify(name: str, case: tuple[list[int], Cluster], cost: str) -> None:
     lengths, cluster = case
@@ -37,7 +38,7 @@ def test_every_plan_passes_verify(name: str, case: tuple[list[int], Cluster], co
 
 
 @pytest.mark.parametrize("name", [name for name in PLANNERS if name != "naive"])
-@settings(max_examples=30, deadline=None)
+@examples(10, 30)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_the_order_of_the_input_changes_only_names(name: str, case: tuple[list[int], Cluster], seed: int) -> None:
     lengths, cluster = case
@@ -118,7 +119,7 @@ def test_static_refuses_a_mesh_with_holes() -> None:
         PLANNERS["static"]([25], cluster=Cluster.uniform(8, 10), cost=LINKS, cp=2)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=14),
     num_ranks=st.integers(1, 7),

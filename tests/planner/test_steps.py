@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
@@ -22,6 +22,7 @@ from bytescale.planner.packing import best_fit
 from bytescale.planner.placement import Placement
 from bytescale.planner.target import block_seconds, degrees_within, target_seconds
 from bytescale.planner.trial import Batch
+from tests.helpers.effort import examples
 from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
 
 LINEAR = CostModel(attention_seconds_per_pair=0.0, token_seconds=1.0)
@@ -37,7 +38,7 @@ def test_best_fit_takes_the_fullest_bin_that_holds_the_item() -> None:
     assert best_fit(np.array([6, 5, 4, 3, 2]), 10).tolist() == [0, 1, 0, 1, 1]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=60),
     num_ranks=st.integers(1, 6),
@@ -76,7 +77,7 @@ def earliest_start(placed: list[tuple[float, float, int]], num_ranks: int, degre
     return next(start for start in moments if has_room(start))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(
     items=st.lists(st.tuples(st.integers(2, 20), st.integers(1, 6000)), min_size=1, max_size=40),
     num_ranks=st.integers(2, 30),
@@ -147,7 +148,7 @@ def test_backfilling_grows_what_is_late_and_no_more() -> None:
     assert found.placement.free_at.max() == pytest.approx(10.0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     items=st.lists(st.tuples(st.integers(2, 20), st.integers(1, 6000)), min_size=1, max_size=60),
     num_ranks=st.integers(2, 45),
@@ -226,7 +227,7 @@ def longest_processing_time(seconds: np.ndarray, free_at: np.ndarray) -> float:
     return max(heap)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(count=st.integers(1, 300), num_ranks=st.integers(1, 40), seed=st.integers(0, 10**6))
 def test_dealing_in_bulk_is_close_to_dealing_one_by_one(count: int, num_ranks: int, seed: int) -> None:
     """Not later than one by one by more than a fifth of one sequence, the spread inside a chunk (``CHUNK_RATIO``)."""
@@ -260,7 +261,7 @@ def test_dealing_follows_speed_and_capacity() -> None:
     assert ends.tolist() == [30.0, 30.0, 0.0]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     count=st.integers(1, 30),
     num_ranks=st.integers(1, 70),
@@ -306,7 +307,7 @@ def test_the_scalar_timer_says_what_the_cost_model_says() -> None:
             assert seconds_on(work, length, degree) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(length=st.integers(1, 2_000_000), num_ranks=st.integers(1, 300), factor=st.floats(0.2, 3.0))
 def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: float) -> None:
     """By trying all of them. Where the formula has to fall back on a grid, one step of it more (5 %)."""
@@ -337,7 +338,7 @@ def test_the_target_is_never_below_the_longest_on_its_best_degree() -> None:
     assert best <= target <= 1.01 * best
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33, 100)
 @given(data=st.data(), count=st.integers(1, 12))
 def test_shares_follow_speed_within_capacity(data: st.DataObject, count: int) -> None:
     capacity = np.array(data.draw(st.lists(st.integers(1, 60), min_size=count, max_size=count)))

@@ -124,4 +124,4 @@ def kill_minus_9(actor: Any) -> None:
     """The process of an actor, gone without a word."""
     import ray
 
-    os.kill(ray.get(actor.pid.remote(), timeout=60), 9)
+    os.kill(ray.get(actor.pid.remote(), timeout=600), 9)

@@ -138,7 +138,7 @@ def test_an_object_store_that_is_really_full(tmp_path: Path) -> None:
         small_disk(Path(short) / "d", 40 * 1024**2) as disk,
     ):
         told = subprocess.run(
-            [sys.executable, "-c", READ_TOO_MUCH, str(disk), str(tmp_path)], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", READ_TOO_MUCH, str(disk), str(tmp_path)], capture_output=True, text=True, timeout=600
         )
         assert told.returncode == 0, told.stderr
         assert "Ray has no room left for what data server 0 sent" in told.stdout

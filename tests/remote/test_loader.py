@@ -165,6 +165,6 @@ def test_closing_ends_the_actors(tmp_path: Path, corpus: int) -> None:
         assert isinstance(first, RemoteFeed)
         pids = ray.get([actor.pid.remote() for actor in first.actors])
         processes = [psutil.Process(pid) for pid in pids]
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=600)
     assert not alive
     assert np.unique(pids).size == 3

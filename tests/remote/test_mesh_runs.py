@@ -13,7 +13,7 @@ from tests.remote.test_runs import ray_config, started
 from tests.train.runs import losses, on_ranks, run, small_run, write_corpus
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launch", ["torchrun", "ray"])
 def test_a_mesh_fed_by_ray_has_the_losses_of_one_fed_locally(tmp_path: Path, ray_address: str, launch: str) -> None:
     write_corpus(tmp_path / "corpus")
@@ -24,7 +24,7 @@ def test_a_mesh_fed_by_ray_has_the_losses_of_one_fed_locally(tmp_path: Path, ray
     remote = replace(remote, parallel=local.parallel, trainer=replace(remote.trainer, steps=4))
     expected = run(local)
     with started(remote, ray_address, "--launch", launch) as launcher:
-        output, _ = launcher.communicate(timeout=150)
+        output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, output
     assert "2 stages x 1 HDP x 2 TP" in output
     assert losses(tmp_path / "remote") == expected

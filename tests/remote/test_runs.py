@@ -72,7 +72,7 @@ def started(config: Config, ray_address: str, *options: str) -> Iterator[subproc
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -102,7 +102,7 @@ def assert_every_token_was_given_once(config: Config, steps: int) -> None:
     assert times_given(folder, corpus, steps) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_another_loader_goes_on(
     folder: Path, tmp_path: Path, ray_address: str, undisturbed: list[float]
 ) -> None:
@@ -111,7 +111,7 @@ def test_sigterm_saves_and_another_loader_goes_on(
     with started(config, ray_address) as launcher:
         wait_until(lambda: steps_done(config) >= 4)
         launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 128 + signal.SIGTERM, output
     assert "stopped by SIGTERM" in output
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -120,7 +120,7 @@ def test_sigterm_saves_and_another_loader_goes_on(
     np.testing.assert_allclose(run(on_ranks(local, 2, 128)), undisturbed, rtol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_that_ray_starts_survive_a_kill_and_hear_sigterm(
     folder: Path, tmp_path: Path, ray_address: str, undisturbed: list[float]
 ) -> None:
@@ -132,7 +132,7 @@ def test_ranks_that_ray_starts_survive_a_kill_and_hear_sigterm(
         actors("RankActor")[0].kill()
         wait_until(lambda: steps_done(config) >= before + 3)
         launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 128 + signal.SIGTERM, output
     assert output.count("died (killed, or out of memory)") == 1
     assert "restarting on 3 ranks; 0 restarts are left" in output
@@ -140,4 +140,4 @@ def test_ranks_that_ray_starts_survive_a_kill_and_hear_sigterm(
     assert max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == f"step-{len(done):06d}"
     np.testing.assert_allclose(done, undisturbed[: len(done)], rtol=TOLERANCE)
     assert_every_token_was_given_once(config, len(done))
-    wait_until(lambda: not actors("RankActor") and not actors("PlannerActor"), 20)
+    wait_until(lambda: not actors("RankActor") and not actors("PlannerActor"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.pipeline import StageLinks
 from bytescale.runtime.replicas import sum_replicas
+from tests.helpers.effort import a_third, examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import (
@@ -122,7 +123,7 @@ def mesh_step(
         gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}
         return mesh.hdp.rank, result, gradients
 
-    outcomes = run_mesh(mesh_shape, one_rank, interleaved=num_chunks > 1, timeout_seconds=40)
+    outcomes = run_mesh(mesh_shape, one_rank, interleaved=num_chunks > 1)
     loss = sum(result.loss_sum for _, result, _ in outcomes) / batch.num_targets
     # Every stage's ranks know their layers' share of the balance loss.
     balance = sum(result.batch_loss for _, result, _ in outcomes) / (mesh_shape.hdp * mesh_shape.tp)
@@ -174,8 +175,9 @@ def runnable_plan(lengths: list[int], mesh: MeshShape, seed: int, num_chunks: in
     return plan
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"pp{mesh.pp}-hdp{mesh.hdp}-tp{mesh.tp}")
+@pytest.mark.parametrize(
+    ("mesh", "family"), a_third([(mesh, family) for mesh in MESHES for family in ("llama", "mixtral")])
+)
 def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape, family: str) -> None:
     experts = MIXTURE if family == "mixtral" else {}
     lengths = [33, 5, 18, 1, 9, 27, 2]
@@ -183,7 +185,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape,
     assert_parity(mesh, plan, lengths, torch.float64, **experts)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(8, 40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mesh=st.sampled_from(MESHES),
     family=st.sampled_from(["llama", "mixtral"]),
@@ -240,7 +242,7 @@ def test_any_mesh_any_plan(
     )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(4, 15)
 @given(
     planner=st.sampled_from(["naive", "paper", "adaptive"]),
     mesh=st.sampled_from([MeshShape(pp=2, hdp=4), MeshShape(pp=4, hdp=2), MeshShape(pp=2, hdp=2, tp=2)]),
@@ -258,7 +260,7 @@ def test_plans_of_every_planner_run_through_a_pipeline(
     assert_parity(mesh, plan, lengths, torch.float64, seed=slack)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(5, 15)
 @given(
     mesh=st.sampled_from([MeshShape(pp=2, hdp=1), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1, tp=2)]),
     num_chunks=st.sampled_from([2, 3]),

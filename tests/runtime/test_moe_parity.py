@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import FlatParameters, Mesh, ModelPart, RankGroup, run_rank_plan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import reference_cross_entropy
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape, worst_relative_error
@@ -117,7 +118,7 @@ def assert_parity(plan: Plan, lengths: list[int], dtype: torch.dtype, *, seed: i
     assert worst_relative_error({name: our_gradients[name] for name in used}, used) <= TOLERANCE[dtype]
 
 
-@settings(max_examples=20)
+@examples(6, 20)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=8),
     num_ranks=st.integers(1, 8),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.attention import PackedAttention, select_kernel
@@ -29,6 +29,7 @@ from bytescale.runtime import (
 )
 from bytescale.runtime.host_pool import PageWriter
 from bytescale.runtime.offload import offloaded_tokens
+from tests.helpers.effort import examples
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
@@ -88,7 +89,7 @@ def same_bits(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, reference, strict=True))
 
 
-@settings(max_examples=12)
+@examples(4, 12)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     num_ranks=st.integers(1, 4),
@@ -242,6 +243,7 @@ def test_interleaved_micro_batches(
     assert pool.bytes_in_use == 0
 
 
+@pytest.mark.exhaustive
 def test_two_hundred_steps_neither_leak_nor_grow() -> None:
     lengths, plan = [30, 17], local_plan([30, 17], [1.0, 0.4])
     batch = random_batch(lengths, 61, 0)

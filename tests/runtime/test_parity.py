@@ -15,6 +15,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
+from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.steps import (
     make_model,
@@ -40,6 +41,7 @@ def assert_parity(plan: Plan, lengths: list[int], dtype: torch.dtype, *, seed: i
     assert worst_relative_error(ours.gradients, reference.gradients) <= TOLERANCE[dtype]
 
 
+@examples(8, 60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
     num_ranks=st.integers(1, 8),
@@ -64,6 +66,7 @@ def test_any_plan_gives_the_loss_and_gradients_of_one_process(
     assert_parity(plan, lengths, dtype, seed=seed, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
+@examples(6, 40)
 @given(
     planner=st.sampled_from([static_plan, naive_plan, paper_plan, adaptive_plan]),
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=12),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, Profile
@@ -12,6 +12,7 @@ from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.planner import adaptive_plan, evaluate, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate
+from tests.helpers.effort import examples
 from tests.simulator.plans import local_plan, profile
 
 PLANNERS = {"static": static_plan, "naive": naive_plan, "paper": paper_plan, "adaptive": adaptive_plan}
@@ -30,7 +31,7 @@ def in_proportion(*, links: Links) -> Profile:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(26, 80)
 @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=8), num_stages=st.integers(2, 4))
 def test_the_bubbles_of_one_pipeline(lengths: list[int], num_stages: int) -> None:
     """The planner's formula is never below 1F1B as simulated, exact for equal micro-batches, within 20 % for falls."""
@@ -46,7 +47,7 @@ def test_the_bubbles_of_one_pipeline(lengths: list[int], num_stages: int) -> Non
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=25, deadline=None)
+@examples(8, 25)
 @given(lengths=st.lists(st.integers(1, RANKS * CAPACITY), min_size=1, max_size=20))
 def test_equal_ends_with_ideal_links_and_no_later_ones_with_real(planner: str, lengths: list[int]) -> None:
     """With real links the simulator may end earlier: it hides the first transfer behind local attention as well."""

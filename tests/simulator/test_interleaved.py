@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -21,6 +21,7 @@ from bytescale.simulator.draw import raster
 from bytescale.simulator.engine import run_events
 from bytescale.simulator.events import events_of
 from bytescale.simulator.trace import save_trace
+from tests.helpers.effort import examples
 from tests.simulator.plans import deadlocking_plan, local_plan, profile
 from tests.simulator.test_outputs import random_plans
 from tests.simulator.test_simulate import check_books
@@ -53,7 +54,7 @@ def test_a_last_round_that_is_not_full_waits() -> None:
     assert ideal < five < eight
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(plan=random_plans(), stages=st.integers(2, 4))
 def test_work_is_conserved_and_every_second_is_accounted_for(plan: Plan, stages: int) -> None:
     model = profile(num_layers=12, quadratic=0.1, ring_bytes=3.0)
@@ -72,7 +73,7 @@ def test_work_is_conserved_and_every_second_is_accounted_for(plan: Plan, stages:
     assert step.traffic.pipeline * (stages - 1) == pytest.approx(plain.traffic.pipeline * (2 * stages - 1))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, 150)
 @given(plan=random_plans(), stages=st.integers(1, 4), chunks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_the_engine_against_a_slow_twin(plan: Plan, stages: int, chunks: int, seed: int) -> None:
     """Random durations: equal to the last bit, as both only add and take the latest; a deadlock where there is a cycle.

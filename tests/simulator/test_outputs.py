@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.plan import Plan
@@ -14,6 +14,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.draw import draw_steps, raster
 from bytescale.simulator.trace import save_trace, trace_events
+from tests.helpers.effort import examples
 from tests.simulator.plans import deadlocking_plan, local_plan, profile
 from tests.simulator.test_simulate import check_books
 
@@ -61,7 +62,7 @@ def random_plans(draw: st.DrawFn) -> Plan:
     return Plan.build(lengths=lengths, capacity_tokens=[1000] * num_ranks, groups=groups, schedule=schedule)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, 150)
 @given(plan=random_plans(), stages=st.integers(1, 4))
 def test_the_aligned_schedule_finishes_every_plan_and_accounts_for_every_second(plan: Plan, stages: int) -> None:
     model = profile(num_layers=4, quadratic=0.1, ring_bytes=3.0)

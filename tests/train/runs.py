@@ -43,7 +43,7 @@ def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
         data=DataConfig(
             sources=(str(corpus),), context_length=256, batch_tokens=640, cache_dir=str(corpus.parent / "cache")
         ),
-        parallel=ParallelConfig(capacity_tokens=256, timeout_seconds=30.0),
+        parallel=ParallelConfig(capacity_tokens=256, timeout_seconds=100.0),
         planner=PlannerConfig(verify="full"),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
         trainer=TrainerConfig(**{"steps": 8, "dtype": "fp32", "run_dir": str(run_dir), "device": "cpu", **trainer}),  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("disk", [3 * MIB], indirect=True)
 def test_checkpoints_until_the_disk_is_full(tmp_path: Path, disk: Path) -> None:
     """Each takes 0.5 MiB: after some, one message; those before load, and once there is room the run goes on."""
@@ -41,7 +41,7 @@ def test_checkpoints_until_the_disk_is_full(tmp_path: Path, disk: Path) -> None:
         [sys.executable, "-m", "bytescale", "train", str(path)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=600,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -1,0 +1,45 @@
+"""How much of the tests runs: ``make test`` proves every claim once, ``make test-rest`` goes through the rest.
+
+A test marked ``exhaustive`` belongs to the rest alone: another value of something that ``make test`` has tried
+already, or a run of many processes whose parts are tested one by one. A property test is in both, with more examples
+in the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+REST = os.environ.get("BYTESCALE_TESTS") == "rest"
+"""Whether this is the rest; set by ``pytest --rest`` before tests are imported."""
+
+
+def examples(quick: int, rest: int, **options: Any) -> Callable[[Test], Test]:
+    """Hypothesis settings: ``quick`` examples in ``make test``, ``rest`` in ``make test-rest``."""
+
+    def decorate(test: Test) -> Test:
+        chosen = settings(max_examples=rest if REST else quick, deadline=None, **options)
+        return pytest.mark.more_examples(chosen(test))  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def a_third(values: Sequence[Any]) -> list[Any]:
+    """Parameters of a test, one in three of them in ``make test`` and the others in the rest.
+
+    Which ones is decided by the place, so that of a product of few values every value is tried in ``make test``.
+    """
+    return [
+        value if place % 3 == 0 else pytest.param(*_tuple(value), marks=pytest.mark.exhaustive)
+        for place, value in enumerate(values)
+    ]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
