@@ -9,14 +9,15 @@ vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bytescale.common.cut import Cut
 from bytescale.config import Architecture
+from bytescale.models.initial_values import initial_values
 from bytescale.models.rope import Rotation, apply_rope, rope_rotation
 
 AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -77,7 +78,7 @@ class Llama(nn.Module):
         """Fill every parameter with ``initial_values``."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                parameter.copy_(initial_values(name, tuple(parameter.shape), self.shape, seed))
+                parameter.copy_(initial_values(name, Cut(shape=tuple(parameter.shape)), self.shape, seed))
 
 
 class Layers(nn.Module):
@@ -97,21 +98,6 @@ class Layers(nn.Module):
     def __getitem__(self, number: int) -> Layer:
         """The layer that has this number in the whole model."""
         return self._modules[str(number)]  # type: ignore[return-value]
-
-
-def initial_values(name: str, size: tuple[int, ...], shape: Architecture, seed: int) -> Tensor:
-    """A parameter's initial values in fp32, a function of the seed and its name alone: not of ranks or stages.
-
-    Matrices are normal with ``init_std``; those that write to the residual stream are scaled down by
-    ``sqrt(2 * layers)``, so that its variance does not grow with depth (GPT-2). Norms are ones.
-    """
-    if len(size) == 1:
-        return torch.ones(size)
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))  # the last: of experts
-    std = shape.init_std / (2 * shape.num_layers) ** 0.5 if residual else shape.init_std
-    return torch.empty(size).normal_(0.0, std, generator=generator)
 
 
 class Layer(nn.Module):

@@ -11,7 +11,7 @@ from bytescale.common.cut import Cut
 from bytescale.config import Architecture
 from bytescale.cost.split import stage_chunks
 from bytescale.models import Llama, build_model
-from bytescale.models.llama import initial_values
+from bytescale.models.initial_values import initial_values
 from bytescale.models.tensor_parallel import apply_tensor_parallelism
 from bytescale.runtime import FlatParameters, Mesh, TiedHead, TokenShards
 
@@ -59,10 +59,9 @@ def build_own_model(
     shared = [entry for entry in lent.entries if borrows and entry.name in (_HEAD, _EMBEDDING)]
     tied_head = TiedHead(mesh, lent.value_of(shared[0]), lent.gradient_of(shared[0])) if shared else None
 
-    # 3. Initial values, parameter by parameter: no rank ever holds more than one whole.
+    # 3. Initial values of what is here.
     for entry in parameters.entries:
-        whole = initial_values(entry.name, entry.cut.shape, architecture, seed)
-        parameters.value_of(entry).copy_(entry.cut.of(whole))
+        parameters.value_of(entry).copy_(initial_values(entry.name, entry.cut, architecture, seed))
     if tied_head is not None:
         tied_head.lend()
     return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)
