@@ -211,14 +211,14 @@ def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], in
     with (
         patch.object(_Run, "forward", labelled(_Run.forward)),
         patch.object(_Run, "backward", labelled(_Run.backward)),
-        patch("bytescale.attention.exchange.dist", _batching(log)),
+        patch("bytescale.attention.exchange.dist", batching()),
         _Launches(log),
     ):
         step(mesh)
     return log.events
 
 
-def _batching(log: Log) -> SimpleNamespace:
+def batching() -> SimpleNamespace:
     """Stands in for ``torch.distributed`` where messages are posted: a batch is one operation."""
 
     def batch_isend_irecv(operations: list[tuple[str, Tensor, RecordedGroup, int]]) -> list[RecordedWork]:

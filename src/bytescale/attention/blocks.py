@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bytescale.attention.copies import to_device
+
 Rows = slice | torch.Tensor
 
 
@@ -115,9 +117,9 @@ def _rows_of(ranges: list[tuple[int, int]], device: torch.device) -> Rows:
     touching = all(left[1] == right[0] for left, right in pairwise(ranges))
     if touching:
         return slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0)
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
+    return to_device(torch.cat([torch.arange(start, stop) for start, stop in ranges]), device)
 
 
 def _offsets(ranges: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     counts = torch.tensor([0] + [stop - start for start, stop in ranges], dtype=torch.int64)
-    return counts.cumsum(0).to(device=device, dtype=torch.int32)
+    return to_device(counts.cumsum(0).to(torch.int32), device)

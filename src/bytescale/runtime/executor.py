@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.attention.copies import to_device
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
@@ -167,7 +168,7 @@ class _Run:
         loss_sum = linear_cross_entropy(
             hidden,
             weight,
-            self._to_device(data.labels),
+            torch.as_tensor(data.labels),
             z_loss=self.z_loss,
             group=self.mesh.tp.group,
         )
@@ -179,4 +180,4 @@ class _Run:
         return self.mesh.is_last_stage and chunk == len(self.parts) - 1
 
     def _to_device(self, array: NDArray[np.int64] | Tensor) -> Tensor:
-        return torch.as_tensor(array).to(self.mesh.hdp.device, non_blocking=True)
+        return to_device(torch.as_tensor(array), self.mesh.hdp.device)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
 
@@ -42,7 +43,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[T, C]``; weight: ``[V, C]``, same dtype.
-        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target.
+        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. In CPU memory, whatever the
+            device of ``hidden``: which tokens have a target is found out there, where nobody waits for a GPU.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
         group: tensor-parallel ranks that hold one V-word shard each, in rank order; hidden states and labels (of the
             whole vocabulary) are the same on all of them. None: this rank has all words.
@@ -124,8 +126,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
         first_word = 0 if group is None else group.rank() * weight.shape[0]
         with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        for chosen in with_target.split(loss_chunk_tokens(weight.shape[0], hidden.device.type)):
-            chunk, targets = hidden[chosen], labels[chosen] - first_word
+        chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
+        # One copy for all chunks: which rows have a target, and their targets.
+        on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
+        for chosen, targets in zip(*(half.split(chunk_tokens) for half in on_device), strict=True):
+            chunk = hidden[chosen]
             logits = chunk @ weight.T
             if isinstance(rows, TorchRows):
                 logits = logits.to(wide)

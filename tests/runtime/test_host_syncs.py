@@ -1,0 +1,127 @@
+"""Nothing between a step's first and last kernel makes the host wait for its GPU.
+
+The runtime works on the meta device, whose tensors have no numbers: whatever needs one (``item``, ``nonzero``, a mask as
+an index, a copy to the host) raises there. Copies to the device are allowed in one place, where memory is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import bytescale.runtime.executor as executor
+from bytescale.attention import Exchange, blocks, copies
+from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
+from bytescale.models import build_model
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.tensor_parallel import row_wise_parts
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import Activations, FlatParameters, Mesh, ModelPart, RankGroup, linear_cross_entropy, loss
+from tests.helpers.steps import random_batch, slice_batch, small_shape
+from tests.nccl.recorder import Log, RecordedGroup, ZeroKernel, batching
+
+META = torch.device("meta")
+
+
+class NoPageableCopies(TorchDispatchMode):
+    """Raises where a tensor moves between host and device by any other way than ``to_device``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            devices = {leaf.device for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)}
+            assert len(devices) == 1, f"{func} copies between {devices}: the host waits for the device"
+        return result
+
+
+@pytest.fixture
+def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Yields the sizes of what ``to_device`` has copied."""
+    copied: list[int] = []
+
+    def to_device(host: Tensor, device: torch.device) -> Tensor:
+        assert host.device.type == "cpu", "what is on the device already must not come back"
+        copied.append(host.numel())
+        return torch.empty(host.shape, dtype=host.dtype, device=device)
+
+    for module in (blocks, copies, executor, loss):
+        monkeypatch.setattr(module, "to_device", to_device)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "meta", 200)
+    monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "meta", 500)
+    yield copied
+
+
+def two_micro_batches() -> Plan:
+    """A shared group of two sequences, so that a ring's rows are not contiguous, then whole sequences."""
+    return Plan.build(
+        lengths=[30, 17, 9, 4, 6],
+        capacity_tokens=[40, 40],
+        groups=[
+            GroupSpec(sequences=[0, 1], ranks=[0, 1]),
+            GroupSpec(sequences=[2, 3], ranks=[0]),
+            GroupSpec(sequences=[4], ranks=[1]),
+        ],
+        schedule=[[[0], [1]], [[0], [2]]],
+    )
+
+
+def run_on_meta(monkeypatch: pytest.MonkeyPatch, *, checkpointing: str, head_groups: int, **changes: object) -> None:
+    plan, shape = two_micro_batches(), small_shape(**changes)
+    batch = random_batch(plan.lengths.tolist(), shape.vocab_size, 0)
+    log = Log(0)
+    hdp = RankGroup(RecordedGroup(log, "HDP", [0, 1]), device=META)
+    hdp.exchange = Exchange(hdp.group, 0, batched=True)
+    monkeypatch.setattr("bytescale.attention.exchange.dist", batching())
+    monkeypatch.setattr(executor._Run, "result", lambda self: None)  # the one place where the host reads a number
+    with META:
+        model = build_model(shape).to(torch.bfloat16)
+    FlatParameters(model.named_parameters(), 2)
+    for layer in model.layers:
+        apply_head_groups(layer.self_attn, head_groups)
+    activations = Activations(
+        list(model.layers),
+        checkpointing=checkpointing,  # type: ignore[arg-type]
+        row_wise=row_wise_parts(model, 1),
+        chunk_rows=8,
+    )
+    rank_plan = RankPlan.of(plan, 0)
+    with NoPageableCopies():
+        executor.run_rank_plan(
+            [ModelPart(model=model, activations=activations)],
+            rank_plan,
+            [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
+            num_global_targets=batch.num_targets,
+            kernel=ZeroKernel(),
+            mesh=Mesh.of_hdp(hdp),
+        )
+
+
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5}
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+@pytest.mark.parametrize(("checkpointing", "head_groups"), [("none", 1), ("full", 1), ("attention", 2)])
+def test_a_step_never_waits_for_the_device(
+    checkpointing: str, head_groups: int, mixture: bool, on_meta: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {**(MIXTURE if mixture else {}), "ffn_hidden_size": 32, "hidden_size": 32, "head_dim": 8}
+    run_on_meta(monkeypatch, checkpointing=checkpointing, head_groups=head_groups, **changes)
+    assert on_meta, "tokens were copied"
+
+
+def test_what_the_meta_device_catches(on_meta: list[int]) -> None:
+    """The checks themselves: a wait that comes back fails the test above."""
+    hidden = torch.empty(5, 4, device=META, requires_grad=True)
+    with pytest.raises(Exception, match="meta"):
+        hidden.sum().item()
+    with pytest.raises(NotImplementedError), NoPageableCopies():
+        linear_cross_entropy(hidden, torch.empty(7, 4, device=META), torch.empty(5, dtype=torch.int64, device=META))
+    with NoPageableCopies(), pytest.raises(AssertionError, match="the host waits"):
+        torch.arange(3).to(META)
