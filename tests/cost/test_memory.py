@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from bytescale.runtime import (
 )
 from bytescale.runtime.token_shards import num_own_rows
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
+from tests.helpers.effort import a_third
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_mesh, run_ranks
 from tests.helpers.steps import make_model, random_batch, slice_batch
@@ -204,9 +206,9 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("mode", ["full", "attention"])
-@pytest.mark.parametrize("head_groups", [2, 4])
+@pytest.mark.parametrize(
+    ("head_groups", "mode", "num_ranks"), a_third(list(product((2, 4), ("full", "attention"), (1, 2))))
+)
 def test_peak_with_attention_in_groups_of_heads(
     head_groups: int, mode: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,14 +284,16 @@ def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
     assert float(whole.limits().device_peak(tokens, 0, 0)) == float(unchunked.limits().device_peak(tokens, 0, 0))
 
 
-@pytest.mark.parametrize(("num_ranks", "ratio"), [(1, 0.0), (1, 1.0), (2, 0.0)])
+CUDA_CASES = [
+    *((heads, mode, 1) for heads in (1, 4) for mode in ("none", "full", "attention")),
+    *((4, mode, groups) for mode in ("full", "attention") for groups in (2, 4)),
+    (2, "full", 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_kv_heads", "mode", "head_groups"),
-    [
-        *((heads, mode, 1) for heads in (1, 4) for mode in ("none", "full", "attention")),
-        *((4, mode, groups) for mode in ("full", "attention") for groups in (2, 4)),
-        (2, "full", 2),
-    ],
+    ("num_kv_heads", "mode", "head_groups", "num_ranks", "ratio"),
+    a_third([(*case, *ranks) for case, ranks in zip(CUDA_CASES * 3, [(1, 0.0), (1, 1.0), (2, 0.0)] * 11, strict=True)]),
 )
 def test_peak_with_cudas_kernels(
     num_kv_heads: int, mode: str, head_groups: int, num_ranks: int, ratio: float, monkeypatch: pytest.MonkeyPatch

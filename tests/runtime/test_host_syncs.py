@@ -1,12 +1,11 @@
 """Nothing between a step's first and last kernel makes the host wait for its GPU.
 
-The runtime works on the meta device, whose tensors have no numbers: whatever needs one (``item``, ``nonzero``, a mask as
-an index, a copy to the host) raises there. Copies to the device are allowed in one place, where memory is pinned.
+The runtime works on the meta device, whose tensors have no numbers: whatever needs one (``item``, ``nonzero``, a mask
+as an index, a copy to the host) raises there. Copies to the device are allowed in one place, where memory is pinned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,8 +41,8 @@ class NoPageableCopies(TorchDispatchMode):
 
 
 @pytest.fixture
-def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yields the sizes of what ``to_device`` has copied."""
+def on_meta(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the sizes of what ``to_device`` has copied."""
     copied: list[int] = []
 
     def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -55,7 +54,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         monkeypatch.setattr(module, "to_device", to_device)
     monkeypatch.setitem(LOGITS_PER_CHUNK, "meta", 200)
     monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "meta", 500)
-    yield copied
+    return copied
 
 
 def two_micro_batches() -> Plan:

@@ -43,8 +43,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[T, C]``; weight: ``[V, C]``, same dtype.
-        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. In CPU memory, whatever the
-            device of ``hidden``: which tokens have a target is found out there, where nobody waits for a GPU.
+        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. In CPU memory, whatever
+            the device of ``hidden``: which tokens have a target is found out there, where nobody waits for a GPU.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
         group: tensor-parallel ranks that hold one V-word shard each, in rank order; hidden states and labels (of the
             whole vocabulary) are the same on all of them. None: this rank has all words.
