@@ -23,6 +23,8 @@ def test_nothing_is_measured_where_nobody_knows_the_peak() -> None:
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 of a kind that came later", None),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H20", 148e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),

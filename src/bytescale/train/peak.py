@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import torch
 
-# Dense bf16 tensor-core rates in TFLOP/s from the vendors' data sheets, by a part of the device's name.
+# Dense bf16 tensor-core rates in TFLOP/s, from NVIDIA's data sheets (where these give rates with sparsity, half of them),
+# by the whole name that CUDA gives the device: boards of one chip differ by a third.
 _DATASHEET_BF16_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "B200": 2250.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A800-SXM4-80GB": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H800": 989.0,
+    "NVIDIA H20": 148.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA H200 NVL": 835.0,
+    "NVIDIA GH200 480GB": 989.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40S": 362.0,
 }
 
 
@@ -40,7 +48,5 @@ def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: floa
 
 def datasheet_peak(gpu_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it, or None for one that is not listed."""
-    for part, tflops in _DATASHEET_BF16_TFLOPS.items():
-        if part in gpu_name:
-            return tflops * 1e12
-    return None
+    tflops = _DATASHEET_BF16_TFLOPS.get(gpu_name)
+    return None if tflops is None else tflops * 1e12

@@ -6,6 +6,7 @@ Under torchrun its environment is used as found; otherwise the process is a grou
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from bytescale.runtime import Mesh, MeshShape, RankGroup
 
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Set by our launcher: it may be gone before its ranks have imported torch."""
+FILES_BESIDE_SOCKETS = 256
+"""Open files that a rank needs beside one socket for each other rank: libraries' handles, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -87,6 +90,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    prepare_gloo(int(os.environ.get("WORLD_SIZE", "1")))
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if under_torchrun():
@@ -106,6 +110,30 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         )
     finally:
         dist.destroy_process_group()
+
+
+def prepare_gloo(num_ranks: int) -> None:
+    """Make room for the sockets of gloo groups over ``num_ranks`` ranks. Raises ``ConfigError`` where there is none.
+
+    Gloo connects every rank to every other one when a group is made: 1024 open files, the usual limit, are gone at
+    1000 ranks. Asked to be lazy (since torch 2.8) it connects two ranks when they first meet. Then only the first
+    rank, to which checkpoints are announced, has a socket for each of the others.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    needed = num_ranks + FILES_BESIDE_SOCKETS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            problem(
+                f"this process may open {hard} files, and a gloo group over {num_ranks} ranks needs up to {needed}",
+                so="ranks could not connect to each other, and the run would stop at its first checkpoint",
+                fix=f"raise the limit before the launch (ulimit -Hn {needed}, or LimitNOFILE of the service), "
+                "or train on fewer ranks",
+            )
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:

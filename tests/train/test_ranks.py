@@ -1,0 +1,60 @@
+"""What a rank prepares before it joins the others."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bytescale.common.errors import ConfigError
+from bytescale.train import ranks
+from bytescale.train.ranks import FILES_BESIDE_SOCKETS, prepare_gloo
+from tests.helpers.forks import run_forked
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(ranks.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(ranks.resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    prepare_gloo(512)
+    assert limits == [(1024, 4096)]
+    prepare_gloo(2000)
+    assert limits[-1] == (2000 + FILES_BESIDE_SOCKETS, 4096)
+    with pytest.raises(ConfigError, match=r"may open 4096 files, and a gloo group over 4096 ranks needs up to 4352"):
+        prepare_gloo(4096)
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    prepare_gloo(100_000)
+
+
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_ranks_that_do_not_meet_have_no_socket(lazy: str) -> None:
+    """Ten ranks, a ring and a sum: each knows its neighbours, and not all nine others in both of two groups."""
+
+    def sockets() -> int:
+        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+        return sum(os.readlink(link).startswith("socket:") for link in links if os.path.exists(link))
+
+    def one_rank(rank: int) -> int:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+        before = sockets()
+        dist.init_process_group("gloo")
+        group = dist.new_group(backend="gloo")
+        received, sent = torch.empty(4), torch.full((4,), float(rank))
+        works = [group.recv([received], (rank - 1) % 10, 0), group.send([sent], (rank + 1) % 10, 0)]
+        for work in works:
+            work.wait()
+        assert received[0] == (rank - 1) % 10
+        total = torch.ones(8)
+        dist.all_reduce(total, group=group)
+        assert total[0] == 10
+        made = sockets() - before
+        dist.barrier()
+        dist.destroy_process_group()
+        return made
+
+    most = max(run_forked(10, one_rank))
+    assert (most < 18) == (lazy == "1"), most
