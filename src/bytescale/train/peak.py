@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Dense bf16 tensor-core rates in TFLOP/s, from NVIDIA's data sheets (where these give rates with sparsity, half of them),
+# Dense bf16 tensor-core rates in TFLOP/s, from NVIDIA's data sheets (half of the rates that these give with sparsity),
 # by the whole name that CUDA gives the device: boards of one chip differ by a third.
 _DATASHEET_BF16_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,

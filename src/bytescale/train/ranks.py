@@ -25,7 +25,7 @@ from bytescale.runtime import Mesh, MeshShape, RankGroup
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Set by our launcher: it may be gone before its ranks have imported torch."""
 FILES_BESIDE_SOCKETS = 256
-"""Open files that a rank needs beside one socket for each other rank: libraries' handles, the corpus, the run folder."""
+"""Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
