@@ -47,7 +47,12 @@ def run_ranks(num_ranks: int, work: Callable[[RankGroup], Result], *, timeout_se
 
 
 def run_mesh(
-    shape: MeshShape, work: Callable[[Mesh], Result], *, interleaved: bool = False, timeout_seconds: float = 300.0
+    shape: MeshShape,
+    work: Callable[[Mesh], Result],
+    *,
+    interleaved: bool = False,
+    overlapped: bool = False,
+    timeout_seconds: float = 300.0,
 ) -> list[Result]:
     """Run ``work`` once per rank of a mesh; its results in rank order."""
     store = dist.HashStore()
@@ -57,7 +62,7 @@ def run_mesh(
             own = dist.PrefixStore(name, store)
             return _process_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
 
-        return work(Mesh.of(world, shape, make_group, interleaved=interleaved))
+        return work(Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped))
 
     return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)
 

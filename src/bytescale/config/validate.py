@@ -219,6 +219,11 @@ def _at_least_one(config: Config) -> None:
     for name, number in positive:
         if not number > 0:
             raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
+    bucket_mib = config.trainer.gradient_bucket_mib
+    if not 0 <= bucket_mib < math.inf:
+        raise ConfigError(
+            problem(f"trainer.gradient_bucket_mib is {bucket_mib}", fix="use 0 (one reduction a step) or a size in MiB")
+        )
     if config.optimizer.z_loss < 0:
         raise ConfigError(problem(f"optimizer.z_loss is {config.optimizer.z_loss}", fix="use 0 (off) or more"))
     if config.optimizer.clip_grad_norm < 0:

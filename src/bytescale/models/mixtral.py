@@ -5,6 +5,8 @@ Shape letters: T tokens, C hidden size, E experts, F feed-forward width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from bytescale.config import Architecture
@@ -40,3 +42,7 @@ class Mixtral(Llama):
         if self._balance is None:
             raise RuntimeError("batch_loss() of a model whose router_aux_loss_weight is 0")
         return self._balance.loss(total)
+
+    def batch_parameters(self) -> Sequence[nn.Parameter]:
+        """The routers' weights, which alone the load-balancing loss acts on."""
+        return [] if self._balance is None else [router.weight for _, router in self._balance.layers]

@@ -5,6 +5,7 @@ Works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imp
 
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
+from bytescale.runtime.buckets import Chunk
 from bytescale.runtime.executor import ModelPart, StepResult, TrainableModel, run_rank_plan
 from bytescale.runtime.flat import FlatParameters
 from bytescale.runtime.group import RankGroup
@@ -18,6 +19,7 @@ from bytescale.runtime.zero import ShardedAdamW
 __all__ = [
     "IGNORE_INDEX",
     "Activations",
+    "Chunk",
     "FlatParameters",
     "HasBatchLoss",
     "HostMemoryError",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bytescale.runtime.mesh import Mesh
 
 
 @runtime_checkable
 class HasBatchLoss(Protocol):
-    """What a model with such a loss offers beside ``TrainableModel``. Every rank calls all three once a step.
+    """What a model with such a loss offers beside ``TrainableModel``. Every rank calls the first three once a step.
 
     The model gathers whatever it needs of its tokens during forward and backward; the runtime adds up ``batch_sums``
     over ranks in one collective after the last backward. Gradients that ``batch_loss`` makes are this rank's part, and
@@ -28,6 +29,10 @@ class HasBatchLoss(Protocol):
 
     def batch_loss(self, total: Tensor) -> Tensor:
         """Scalar, the same on every rank, from the sum of all ranks' ``batch_sums``."""
+        ...
+
+    def batch_parameters(self) -> Sequence[nn.Parameter]:
+        """All parameters that ``batch_loss`` has a gradient for; none when there is no such loss."""
         ...
 
 

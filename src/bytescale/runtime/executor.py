@@ -5,7 +5,7 @@ Without a pipeline that order is forward, backward, forward, backward, ...; with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,6 +84,7 @@ def run_rank_plan(
     kernel: AttentionKernel,
     mesh: Mesh,
     z_loss: float = 0.0,
+    after_last_message: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
@@ -92,6 +93,8 @@ def run_rank_plan(
         micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
         z_loss: see ``linear_cross_entropy``.
+        after_last_message: called when this rank has sent and received everything, before the first collective of the
+            step's end.
 
     A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
@@ -111,6 +114,7 @@ def run_rank_plan(
         made = run.backward(action, received) if action[0] else run.forward(action, received)
         links.exchange(place + 1, made)
     links.finish()
+    after_last_message()
     return run.result()
 
 

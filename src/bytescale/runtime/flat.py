@@ -1,14 +1,26 @@
 """All parameters of a rank in one flat buffer and all gradients in another, so that sharding is a matter of slicing.
 
-Weights that decay (matrices) come first, the rest (norms) behind them; each starts at a multiple of 64 elements, which
-keeps matrix products on aligned memory. The layout depends on the model alone, never on the number of ranks: only the
+Parameters lie in the order in which a forward needs them, so that backward finishes their gradients from the end of the
+buffer to its start. Those whose gradients are finished only after the last backward come first of all: norms and
+replicated parameters, and those that the caller names. Each parameter starts at a multiple of 64 elements, which keeps
+matrix products on aligned memory. This layout depends on the model alone, never on the number of ranks: only the
 padding at the end of the buffer does. Gradients are summed over micro-batches in at least fp32.
+
+Ranks share the buffers out by *buckets*, contiguous ranges that need not begin or end with a parameter. Every rank owns
+one equal part of every bucket::
+
+    buffer    | late | embedding |   layer 0   |   layer 1   |    head     | padding |
+    buckets   |  0  |       1       |       2       |       3       |       4        |
+    of rank   | 0 1 |   0   .   1   |   0   .   1   |   0   .   1   |   0    .   1   |
+
+The first bucket is the one that may be smaller: nothing is left to hide its reduction behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +48,42 @@ class Entry:
         return self.start + int(torch.Size(self.shape).numel())
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the flat buffers that is reduced, or gathered, by one collective over ``num_shards`` ranks."""
+
+    start: int
+    stop: int
+    num_shards: int
+
+    def own(self, rank: int) -> slice:
+        """The part of the flat buffers that belongs to ``rank``."""
+        size = (self.stop - self.start) // self.num_shards
+        return slice(self.start + rank * size, self.start + (rank + 1) * size)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """This range of a ``[padded]`` buffer, a view."""
+        return buffer[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one parameter inside a range of the flat buffers, in elements of the buffers."""
+
+    entry: Entry
+    start: int
+    stop: int
+
+
 class FlatParameters:
     """Moves parameters into flat memory, in place, and gathers their gradients beside it.
 
     Attributes:
         values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
         gradients: ``[padded]`` in fp32 or wider; sums of all backwards since ``zero_gradients``.
-        num_decayed: elements of the leading part that weight decay applies to.
+        entries: where each parameter lies, in the buffers' order.
+        buckets: in the buffers' order; together they are the buffers.
+        late_stop: end of the leading part whose gradients are finished after the last backward.
     """
 
     def __init__(
@@ -50,33 +91,46 @@ class FlatParameters:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         num_shards: int,
         cuts: Mapping[str, Cut] | None = None,
+        *,
+        bucket_bytes: int = 0,
+        late: Collection[str] = (),
     ) -> None:
-        """``cuts``: which part of the whole parameter each of them is, by name; without: they are whole."""
+        """Take over all parameters that require a gradient.
+
+        Args:
+            named_parameters: in the order in which a forward needs them.
+            num_shards: ranks that share the buffers out.
+            cuts: which part of the whole parameter each of them is, by name; without: they are whole.
+            bucket_bytes: gradients in one bucket; 0: there is a single bucket.
+            late: names of parameters whose gradients are finished only after the last backward, beside norms and
+                replicated parameters.
+        """
         parameters = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not parameters:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         dtypes = {p.dtype for _, p in parameters}
         if len(dtypes) > 1:
             raise ValueError(f"parameters have several dtypes, {sorted(map(str, dtypes))}: cast the model to one")
-        decayed = [(name, p) for name, p in parameters if p.dim() >= 2]
-        others = [(name, p) for name, p in parameters if p.dim() < 2]
         self.entries: list[Entry] = []
-        self.num_decayed = 0
+        self.late_stop = 0
         stop = 0
-        for name, parameter in decayed + others:
-            cut = Cut(shape=tuple(parameter.shape)) if cuts is None else cuts[name]
-            self.entries.append(Entry(name, cut, stop))
+        whole = {name: Cut(shape=tuple(p.shape)) for name, p in parameters} if cuts is None else cuts
+        is_late = {name: p.dim() < 2 or whole[name].replicas > 1 or name in late for name, p in parameters}
+        parameters.sort(key=lambda item: not is_late[item[0]])  # stable: otherwise in the order given
+        for name, parameter in parameters:
+            self.entries.append(Entry(name, whole[name], stop))
             stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            if parameter.dim() >= 2:
-                self.num_decayed = stop
-        self.shard_size = -(-stop // num_shards)
+            if is_late[name]:
+                self.late_stop = stop
+        self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
-        device = parameters[0][1].device
-        padded = self.shard_size * num_shards
+        device, wide = parameters[0][1].device, _master_dtype(dtype)
+        self.buckets = _buckets(stop, num_shards, bucket_bytes // wide.itemsize)
+        padded = self.buckets[-1].stop
         self.values = torch.zeros(padded, dtype=dtype, device=device)
-        self.gradients = torch.zeros(padded, dtype=_master_dtype(dtype), device=device)
-        for (_, parameter), entry in zip(decayed + others, self.entries, strict=True):
+        self.gradients = torch.zeros(padded, dtype=wide, device=device)
+        for (_, parameter), entry in zip(parameters, self.entries, strict=True):
             self._adopt(parameter, entry)
 
     @property
@@ -84,9 +138,22 @@ class FlatParameters:
         """Dtype of gradients sums, master weights and optimizer states."""
         return self.gradients.dtype
 
-    def shard(self, buffer: Tensor, index: int) -> Tensor:
-        """Shard ``index`` of a ``[padded]`` buffer, a view ``[shard_size]``."""
-        return buffer[index * self.shard_size : (index + 1) * self.shard_size]
+    def shards(self, rank: int) -> list[slice]:
+        """What ``rank`` owns of the buffers: one range of every bucket, in order."""
+        return [bucket.own(rank) for bucket in self.buckets]
+
+    def pieces(self, place: slice) -> Iterator[Piece]:
+        """The parts of parameters inside a range of the buffers, in order."""
+        for entry in self.entries:
+            low, high = max(entry.start, place.start), min(entry.stop, place.stop)
+            if low < high:
+                yield Piece(entry, low, high)
+
+    def extent(self, module: nn.Module) -> tuple[int, int] | None:
+        """Where the parameters of ``module`` begin and end, those that are late left out; None without any."""
+        starts = {self._start_of[id(p)] for p in module.parameters() if id(p) in self._start_of}
+        own = [entry for entry in self.entries if entry.start in starts and entry.start >= self.late_stop]
+        return (own[0].start, own[-1].stop) if own else None
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the step before."""
@@ -120,6 +187,15 @@ def _move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return hook
+
+
+def _buckets(num_elements: int, num_shards: int, bucket_elements: int) -> list[Bucket]:
+    """Equal buckets up to the end of the buffer, the first with what remains; all parts multiples of the alignment."""
+    quantum = num_shards * ALIGNMENT
+    padded = -(-num_elements // quantum) * quantum
+    size = max(bucket_elements // quantum, 1) * quantum if bucket_elements and num_shards > 1 else padded
+    bounds = [0, *range(padded % size or size, padded + 1, size)]
+    return [Bucket(start, stop, num_shards) for start, stop in pairwise(bounds)]
 
 
 def _master_dtype(dtype: torch.dtype) -> torch.dtype:

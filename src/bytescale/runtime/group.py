@@ -1,15 +1,17 @@
 """A group of ranks: every collective and every message of training goes through one of these.
 
-One HDP group is all there is without tensor and pipeline parallelism (``runtime.mesh`` has the others). Inside a step
-it sees exactly four collectives, none of them between micro-batches: agreement before the first forward, reduce-scatter
-of gradients and one sum of statistics after the last backward, all-gather of parameters. A model whose experts are kept
-in balance adds one of a few KB after the last backward.
+Without tensor and pipeline parallelism there is one HDP group for messages and sums, and a second one of the same ranks
+for gradients and parameters (``runtime.mesh`` has the others). No collective lies between micro-batches: ranks agree
+before the first forward and share statistics after the last backward; ``runtime.buckets`` says when gradients are
+reduced and parameters gathered. A model whose experts are kept in balance adds one sum of a few KB after the last
+backward.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,20 @@ from bytescale.common.errors import RankFailure, problem
 # torch 2.13 renamed these two and warns about the old names; 2.11 knows only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class PendingCollective:
+    """A collective under way, on tensors that nobody may touch before ``wait``."""
+
+    group: RankGroup
+    work: dist.Work | None  # None: there is a single rank
+
+    def wait(self) -> None:
+        """Block (CPU) or order the current stream (CUDA) until the result is there. Raises ``RankFailure``."""
+        work, self.work = self.work, None
+        if work is not None:
+            self.group.timed(work.wait)
 
 
 class RankGroup:
@@ -43,7 +59,7 @@ class RankGroup:
         if self.group is None:
             return full
         shard = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
-        self._timed(lambda: _reduce_scatter(shard, full, group=self.group))
+        self.timed(lambda: _reduce_scatter(shard, full, group=self.group))
         return shard
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
@@ -52,12 +68,30 @@ class RankGroup:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return
-        self._timed(lambda: _all_gather(full, shard, group=self.group))
+        self.timed(lambda: _all_gather(full, shard, group=self.group))
+
+    def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
+        """Begin to sum ``full [size * n]`` over ranks, in place: this rank's part ``[n]`` of it will hold the sum.
+
+        What the other parts hold afterwards is undefined.
+        """
+        if self.group is None:
+            return PendingCollective(self, None)
+        if self.device.type == "cuda":
+            return self._start(lambda: _reduce_scatter(self._own(full), full, group=self.group, async_op=True))
+        # gloo's reduce-scatter is this all-reduce on a copy, which it makes before it returns (torch 2.13).
+        return self._start(lambda: dist.all_reduce(full, group=self.group, async_op=True))
+
+    def start_all_gather(self, full: Tensor) -> PendingCollective:
+        """Begin to fill ``full [size * n]`` with every rank's own part of it, in place."""
+        if self.group is None:
+            return PendingCollective(self, None)
+        return self._start(lambda: _all_gather(full, self._own(full), group=self.group, async_op=True))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum ``values`` over ranks, in place; the same bits on every rank."""
         if self.group is not None:
-            self._timed(lambda: dist.all_reduce(values, group=self.group))
+            self.timed(lambda: dist.all_reduce(values, group=self.group))
         return values
 
     def share(self, values: list[float]) -> list[list[float]]:
@@ -66,7 +100,7 @@ class RankGroup:
             return [values]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         rows = own.new_empty(self.size * len(values))
-        self._timed(lambda: _all_gather(rows, own, group=self.group))
+        self.timed(lambda: _all_gather(rows, own, group=self.group))
         return rows.view(self.size, -1).tolist()
 
     def agree(self, what: str, value: int) -> None:
@@ -74,7 +108,7 @@ class RankGroup:
         if self.group is None:
             return
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
-        self._timed(lambda: dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group))
+        self.timed(lambda: dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group))
         largest, smallest = int(extremes[0]), -int(extremes[1])
         if largest != smallest:
             raise RankFailure(
@@ -85,16 +119,29 @@ class RankGroup:
                 )
             )
 
-    def _timed(self, collective: Callable[[], object]) -> None:
+    def timed(self, collective: Callable[[], object]) -> None:
+        """Run a collective or wait for one: counts the seconds, and raises ``RankFailure`` when a rank is gone."""
         started = time.perf_counter()
         try:
             collective()
         except RuntimeError as error:
-            raise RankFailure(
-                problem(
-                    f"{self.name} rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
-                    so="the step cannot be finished, every rank stops",
-                    fix="look for the first error in the other ranks' output, then resume",
-                )
-            ) from error
+            raise self._lost(error) from error
         self.collective_seconds += time.perf_counter() - started
+
+    def _start(self, collective: Callable[[], dist.Work | None]) -> PendingCollective:
+        try:
+            return PendingCollective(self, collective())
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _own(self, full: Tensor) -> Tensor:
+        return full.view(self.size, -1)[self.rank]
+
+    def _lost(self, error: RuntimeError) -> RankFailure:
+        return RankFailure(
+            problem(
+                f"{self.name} rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
+                so="the step cannot be finished, every rank stops",
+                fix="look for the first error in the other ranks' output, then resume",
+            )
+        )

@@ -51,7 +51,9 @@ class Mesh:
 
     Attributes:
         world: all ranks, for agreement and statistics.
-        hdp: the ranks with the same weights: rings, and reduction of gradients.
+        hdp: the ranks with the same weights: rings, and sums at the end of a step.
+        gradients: the same ranks, for gradients and parameters. With ``overlapped`` a group of its own: under NCCL the
+            operations of one group are done in order, so that a reduction under way would hold up a ring.
         tp: the ranks that hold one another's parts of this stage.
         forward, backward: the ranks of this pipeline, stage by stage, for what travels in each direction; one group for
             every second boundary between stages. Under NCCL the messages of one group are done in order, so that a
@@ -63,6 +65,7 @@ class Mesh:
     stage: int
     world: RankGroup
     hdp: RankGroup
+    gradients: RankGroup
     tp: RankGroup
     forward: Sequence[RankGroup]
     backward: Sequence[RankGroup]
@@ -100,13 +103,19 @@ class Mesh:
                     exchange.start(send=None, to=peer, receive=number, source=peer, tag=0).wait()
 
     @staticmethod
-    def of(world: RankGroup, shape: MeshShape, make_group: GroupMaker, *, interleaved: bool = False) -> Mesh:
+    def of(
+        world: RankGroup,
+        shape: MeshShape,
+        make_group: GroupMaker,
+        *,
+        interleaved: bool = False,
+        overlapped: bool = False,
+    ) -> Mesh:
         """The mesh over ``world``, whose size is the shape's; called by every rank of it.
 
-        ``interleaved``: the last stage also sends to the first.
+        ``interleaved``: the last stage also sends to the first. ``overlapped``: gradients are reduced while ranks
+        compute (``runtime.buckets``), and need a group of their own.
         """
-        if shape.tp == shape.pp == 1:
-            return Mesh.of_hdp(world)
         if world.size != shape.size:
             raise ValueError(f"a mesh of {shape.pp} x {shape.hdp} x {shape.tp} ranks, but there are {world.size}")
         stage, hdp, tp = shape.coordinates(world.rank)
@@ -116,6 +125,7 @@ class Mesh:
             "pipeline": [shape.rank(other, hdp, tp) for other in range(shape.pp)],
         }
 
+        overlapped = overlapped and shape.hdp > 1
         boundaries = range(shape.pp - 1 + int(interleaved))
         colours = sorted({boundary_colour(boundary, shape.pp) for boundary in boundaries})
 
@@ -128,11 +138,13 @@ class Mesh:
             made = make_group(f"{dimension}{direction} {ranks[0]}", ranks)
             return RankGroup(made, device=world.device, name=dimension)
 
+        hdp_group = world if shape.tp == shape.pp == 1 else group("HDP")
         return Mesh(
             shape=shape,
             stage=stage,
             world=world,
-            hdp=group("HDP"),
+            hdp=hdp_group,
+            gradients=group("HDP", " gradients") if overlapped else hdp_group,
             tp=group("TP"),
             forward=[group("pipeline", f" forward {colour}") for colour in colours],
             backward=[group("pipeline", f" backward {colour}") for colour in colours],
@@ -143,7 +155,7 @@ class Mesh:
         """The mesh without tensor and pipeline parallelism: one group for everything."""
         alone = RankGroup(device=hdp.device)
         shape = MeshShape(hdp=hdp.size)
-        return Mesh(shape=shape, stage=0, world=hdp, hdp=hdp, tp=alone, forward=(), backward=())
+        return Mesh(shape=shape, stage=0, world=hdp, hdp=hdp, gradients=hdp, tp=alone, forward=(), backward=())
 
 
 def boundary_colour(boundary: int, num_stages: int) -> int:

@@ -1,22 +1,65 @@
-"""ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of one slice of the flat buffer.
+"""ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of its part of every bucket.
 
 Ranks of one HDP group hold the same parameters: all of the model, or a pipeline stage's, or a tensor-parallel part.
 
-A step is: reduce-scatter the gradient sums, agree on the global norm, update the own slice in fp32, all-gather the
-parameters. No collective lies inside forward or backward, hence ranks may run any number of micro-batches.
+A step is: reduce-scatter the gradient sums, agree on the global norm, update the own parts in fp32, all-gather the
+parameters. With ``overlap_with`` the reductions begin during the last backward and the gathers end during the next
+forward (``runtime.buckets``). Without it all of this lies between two steps: the slow twin, with the same numbers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bytescale.config import OptimizerConfig
-from bytescale.runtime.flat import FlatParameters
+from bytescale.plan import RankPlan
+from bytescale.runtime.buckets import BucketCollectives, Chunk, Overlap
+from bytescale.runtime.flat import Bucket, FlatParameters
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.replicas import TiedHead, sum_replicas
 
 _SQUARES_AT_A_TIME = 2**22
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's part of one bucket.
+
+    Attributes:
+        master: ``[n]`` weights in at least fp32, with the reduced gradient ``[n]`` as ``master.grad``.
+        value: ``[n]`` of the parameters' buffer; the master weights themselves where the dtypes are the same.
+        decayed: the ranges of it that weight decay applies to (matrices).
+        counted: ranges of it, with the number of ranks that hold the same parameters.
+    """
+
+    master: Tensor
+    value: Tensor
+    decayed: Sequence[slice]
+    counted: Sequence[tuple[slice, int]]
+
+    @staticmethod
+    def of(parameters: FlatParameters, place: slice) -> _Shard:
+        """The range ``place`` of the flat buffers."""
+        value = parameters.values[place]
+        master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
+        master.grad = parameters.gradients[place]  # reduced in place
+        decayed: list[tuple[slice, int]] = []
+        counted: list[tuple[slice, int]] = []
+        for piece in parameters.pieces(place):
+            own = slice(piece.start - place.start, piece.stop - place.start)
+            _extend(decayed, own, int(len(piece.entry.shape) >= 2))
+            _extend(counted, own, piece.entry.cut.replicas)
+        return _Shard(master, value, [own for own, decays in decayed if decays], counted)
+
+    def add_squares(self, total: Tensor) -> None:
+        """Add the gradient's sum of squares to ``total`` (fp64); what several ranks hold counts once over all."""
+        assert self.master.grad is not None, "set when the shard was made"
+        for own, replicas in self.counted:
+            total += _sum_of_squares(self.master.grad[own]) / replicas
 
 
 class ShardedAdamW:
@@ -29,88 +72,114 @@ class ShardedAdamW:
         self.parameters = parameters
         self.config = config
         self.mesh = mesh
-        self.hdp = hdp = mesh.hdp
+        self.hdp = mesh.hdp
         self.tied_head = tied_head
-        own = parameters.shard(parameters.values, hdp.rank)
-        # With fp32 parameters the master weights are the parameters themselves.
-        same_dtype = own.dtype == parameters.master_dtype
-        self.master = own if same_dtype else own.to(parameters.master_dtype)
-        self.master.grad = torch.zeros_like(self.master)
+        self.collectives = BucketCollectives(parameters, mesh.gradients)
+        self._overlap: Overlap | None = None
+        self._shards = [_Shard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
+        self._shard_of: dict[Bucket, _Shard] = dict(zip(parameters.buckets, self._shards, strict=True))
         self._adam = torch.optim.AdamW(
-            [self.master],
+            [shard.master for shard in self._shards],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            weight_decay=0.0,  # applied in `update`, to the slice's matrices only
+            weight_decay=0.0,  # applied in `update`, to matrices only
             fused=True,
         )
-        start = hdp.rank * parameters.shard_size
-        self._num_decayed = min(max(parameters.num_decayed - start, 0), parameters.shard_size)
-        self._counted = _slices_by_replicas(parameters, start)
+
+    def overlap_with(self, chunks: Sequence[Chunk]) -> None:
+        """From now on, reduce during backward and gather during forward of ``chunks``, the parts of the model."""
+        late_stop = self.parameters.late_stop
+        self._overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop)
+
+    def begin_step(self, rank_plan: RankPlan) -> None:
+        """Before the step's first forward: forget the gradients of the step before."""
+        self.parameters.zero_gradients()
+        if self._overlap is not None:
+            self._overlap.begin_step(rank_plan)
+
+    def after_last_message(self) -> None:
+        """To be called by ``run_rank_plan``: this rank has sent and received everything."""
+        if self._overlap is not None:
+            self._overlap.after_last_message()
 
     def reduce_gradients(self) -> float:
         """Sum gradients over ranks; returns this rank's share of the squared norm: every parameter counts once."""
         if self.tied_head is not None:
             self.tied_head.bring_gradient_home()
         sum_replicas(self.parameters, self.mesh.tp)
-        shard = self.hdp.reduce_scatter(self.parameters.gradients)
-        self.master.grad = shard
-        return sum(_sum_of_squares(shard[own]) / replicas for own, replicas in self._counted)
+        self.collectives.wait_for_parameters()  # a rank without micro-batches has not needed them
+        total = torch.zeros((), dtype=torch.float64, device=self.hdp.device)
+        for bucket in self.collectives.reduced():
+            self._shard_of[bucket].add_squares(total)
+        return float(total)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
-        assert self.master.grad is not None, "update() before reduce_gradients()"
         clip = self.config.clip_grad_norm
-        if clip > 0 and grad_norm > clip:
-            self.master.grad.mul_(clip / (grad_norm + 1e-6))
-        with torch.no_grad():
-            self.master[: self._num_decayed].mul_(1.0 - learning_rate * self.config.weight_decay)
+        for shard in self._shards:
+            assert shard.master.grad is not None, "set when the shard was made"
+            if clip > 0 and grad_norm > clip:
+                shard.master.grad.mul_(clip / (grad_norm + 1e-6))
+            with torch.no_grad():
+                for matrices in shard.decayed:
+                    shard.master[matrices].mul_(1.0 - learning_rate * self.config.weight_decay)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
         self._publish()
 
-    def states(self) -> dict[str, Tensor]:
-        """This rank's slices ``[shard_size]``: master weights and both moments, to be read or filled in place."""
-        state = self._adam.state[self.master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
-            state["exp_avg"] = torch.zeros_like(self.master)
-            state["exp_avg_sq"] = torch.zeros_like(self.master)
-        return {"master": self.master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    def wait_for_parameters(self) -> None:
+        """After an update, until this rank has all parameters; with ``overlap_with``, forward waits by itself."""
+        self.collectives.wait_for_parameters()
+
+    def states(self) -> dict[str, list[Tensor]]:
+        """Master weights and both moments, to be read or filled in place.
+
+        Of each a list of this rank's parts, in the order of ``parameters.shards``.
+        """
+        states = [self._adam.state[shard.master] for shard in self._shards]
+        for state, shard in zip(states, self._shards, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.master.device)
+                state["exp_avg"] = torch.zeros_like(shard.master)
+                state["exp_avg_sq"] = torch.zeros_like(shard.master)
+        return {
+            "master": [shard.master.data for shard in self._shards],
+            "exp_avg": [state["exp_avg"] for state in states],
+            "exp_avg_sq": [state["exp_avg_sq"] for state in states],
+        }
 
     def restore(self, num_updates: int) -> None:
         """Call after ``states()`` have been filled in place: sets the update count and publishes the parameters."""
         self.states()
-        self._adam.state[self.master]["step"].fill_(num_updates)
+        for shard in self._shards:
+            self._adam.state[shard.master]["step"].fill_(num_updates)
         self._publish()
+        self.wait_for_parameters()
 
     def _publish(self) -> None:
-        own = self.parameters.shard(self.parameters.values, self.hdp.rank)
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)
-        self.hdp.all_gather(self.parameters.values, own)
+        for shard in self._shards:
+            if shard.value.data_ptr() != shard.master.data_ptr():
+                shard.value.copy_(shard.master)
+        self.collectives.gather()
+        if self._overlap is None:
+            self.collectives.wait_for_parameters()
         if self.tied_head is not None:
+            self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is among what is late
             self.tied_head.lend()
 
 
-def _sum_of_squares(values: Tensor) -> float:
-    """In fp64, some at a time: whole, the two copies would be as large as all states of the optimizer."""
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """Scalar. In fp64, some at a time: whole, the two copies would be as large as all states of the optimizer."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for piece in values.split(_SQUARES_AT_A_TIME):
         total += piece.double().square().sum()
-    return float(total)
+    return total
 
 
-def _slices_by_replicas(parameters: FlatParameters, start: int) -> list[tuple[slice, int]]:
-    """The slice that begins at ``start``, in pieces of parameters with equally many replicas."""
-    pieces: list[tuple[slice, int]] = []
-    for entry in parameters.entries:
-        low = max(entry.start - start, 0)
-        high = min(entry.stop - start, parameters.shard_size)
-        if low >= high:
-            continue
-        if pieces and pieces[-1][1] == entry.cut.replicas:
-            low = pieces.pop()[0].start  # what lies between two parameters is zero
-        pieces.append((slice(low, high), entry.cut.replicas))
-    return pieces
+def _extend(ranges: list[tuple[slice, int]], own: slice, kind: int) -> None:
+    """Add a range, as a part of the one before where that is of the same kind: what lies between them is zero."""
+    if ranges and ranges[-1][1] == kind:
+        own = slice(ranges.pop()[0].start, own.stop)
+    ranges.append((own, kind))

@@ -159,11 +159,14 @@ def load_states(
     """Fill this rank's slices from a checkpoint of any mesh; ``only`` some of the states (``optimizer.states``)."""
     own = optimizer.states()
     loaded = {
-        name: torch.zeros_like(values, device="cpu") for name, values in own.items() if only is None or name in only
+        name: [torch.zeros_like(values, device="cpu") for values in parts]
+        for name, parts in own.items()
+        if only is None or name in only
     }
     dcp.load(stored_pieces(optimizer, loaded), checkpoint_id=str(path), planner=PieceReader(), process_group=group)
-    for name, values in loaded.items():
-        own[name].copy_(values)
+    for name, parts in loaded.items():
+        for values, read in zip(own[name], parts, strict=True):
+            values.copy_(read)
 
 
 def check_same_model(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:

@@ -48,8 +48,7 @@ def load_initial_weights(
         optimizer.restore(0)
         return
     entries = {entry.name: entry for entry in parameters.entries}
-    first = optimizer.hdp.rank * parameters.shard_size
-    master = optimizer.states()["master"]
+    shards = list(zip(parameters.shards(optimizer.hdp.rank), optimizer.states()["master"], strict=True))
     pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
     for piece, tensor in read_pieces(folder_of(source), pieces):
         entry = entries[piece.name]
@@ -57,9 +56,10 @@ def load_initial_weights(
         flat = cut.of(tensor).flatten()
         start = entry.start + (piece.expert or 0) * len(flat)
         parameters.values[start : start + len(flat)] = flat.to(parameters.values)
-        low, high = max(start, first), min(start + len(flat), first + parameters.shard_size)
-        if low < high:
-            master[low - first : high - first] = flat[low - start : high - start].to(master)
+        for place, master in shards:
+            low, high = max(start, place.start), min(start + len(flat), place.stop)
+            if low < high:
+                master[low - place.start : high - place.start] = flat[low - start : high - start].to(master)
     if optimizer.tied_head is not None:
         optimizer.tied_head.lend()
 

@@ -23,7 +23,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, FlatParameters, ModelPart, ShardedAdamW
+from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.memory import MemoryBudget, memory_budget
@@ -89,9 +89,16 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
     parallel, mesh = config.parallel, ranks.mesh
     check_mesh(parallel, architecture, ranks.world.size)
     model = build_own_model(
-        architecture, mesh, virtual_stages=parallel.virtual_stages, dtype=ranks.dtype, seed=config.trainer.seed
+        architecture,
+        mesh,
+        virtual_stages=parallel.virtual_stages,
+        dtype=ranks.dtype,
+        seed=config.trainer.seed,
+        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
     )
     optimizer = ShardedAdamW(model.parameters, config.optimizer, mesh, model.tied_head)
+    if config.trainer.gradient_bucket_mib:
+        optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
     if config.trainer.init:
         load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
 

@@ -13,7 +13,7 @@ from bytescale.cost.split import stage_chunks
 from bytescale.models import Llama, build_model
 from bytescale.models.initial_values import initial_values
 from bytescale.models.tensor_parallel import apply_tensor_parallelism
-from bytescale.runtime import FlatParameters, Mesh, TiedHead, TokenShards
+from bytescale.runtime import FlatParameters, HasBatchLoss, Mesh, TiedHead, TokenShards
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -34,9 +34,18 @@ class OwnModel:
 
 
 def build_own_model(
-    architecture: Architecture, mesh: Mesh, *, virtual_stages: int, dtype: torch.dtype, seed: int
+    architecture: Architecture,
+    mesh: Mesh,
+    *,
+    virtual_stages: int,
+    dtype: torch.dtype,
+    seed: int,
+    bucket_bytes: int = 0,
 ) -> OwnModel:
-    """Make this rank's part and nothing else of the model, with the initial values that belong to ``seed``."""
+    """Make this rank's part and nothing else of the model, with the initial values that belong to ``seed``.
+
+    ``bucket_bytes``: of gradients that are reduced at once; 0: all of them.
+    """
     # 1. Layers of this stage, without memory, cut for this rank, then made.
     ranges = stage_chunks(architecture, mesh.shape.pp, mesh.stage, virtual_stages)
     chunks: list[Llama] = []
@@ -53,8 +62,11 @@ def build_own_model(
     # 2. Flat buffers. A borrowed head is not among them: the first stage keeps it up to date.
     named = [item for chunk in chunks for item in chunk.named_parameters()]
     borrows = architecture.tie_embeddings and mesh.shape.pp > 1
-    borrowed = [item for item in named if borrows and item[0] == _HEAD]
-    parameters = FlatParameters([item for item in named if item not in borrowed], mesh.hdp.size, cuts)
+    borrowed = [(name, parameter) for name, parameter in named if borrows and name == _HEAD]
+    own = [(name, parameter) for name, parameter in named if not (borrows and name == _HEAD)]
+    at_the_end = {id(p) for chunk in chunks if isinstance(chunk, HasBatchLoss) for p in chunk.batch_parameters()}
+    late = {name for name, parameter in own if id(parameter) in at_the_end or (borrows and name == _EMBEDDING)}
+    parameters = FlatParameters(own, mesh.hdp.size, cuts, bucket_bytes=bucket_bytes, late=late)
     lent = FlatParameters(borrowed, 1, cuts) if borrowed else parameters
     shared = [entry for entry in lent.entries if borrows and entry.name in (_HEAD, _EMBEDDING)]
     tied_head = TiedHead(mesh, lent.value_of(shared[0]), lent.gradient_of(shared[0])) if shared else None

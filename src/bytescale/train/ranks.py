@@ -147,7 +147,13 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 
     parallel = config.parallel
     shape = MeshShape(hdp=world.size // (parallel.tp * parallel.pp), tp=parallel.tp, pp=parallel.pp)
-    mesh = Mesh.of(world, shape, make_group, interleaved=parallel.virtual_stages > 1)
+    mesh = Mesh.of(
+        world,
+        shape,
+        make_group,
+        interleaved=parallel.virtual_stages > 1,
+        overlapped=config.trainer.gradient_bucket_mib > 0,
+    )
     mesh.connect()
     return mesh
 

@@ -1,4 +1,4 @@
-"""One training step on one rank: agree, run the plan, reduce once, update, publish. All its collectives are here."""
+"""One training step on one rank: agree, run the plan, reduce, update, publish."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     # 2. Forward and backward of this rank's micro-batches; ranks wait only for members of a slice group
     # and, in a pipeline, for the stage before or after.
     waited, sent, started = seconds_waited(mesh), exchange.bytes_sent, watch.elapsed()
-    job.parameters.zero_gradients()
+    job.optimizer.begin_step(data.rank_plan)
     sums = run_rank_plan(
         job.parts,
         data.rank_plan,
@@ -43,10 +43,11 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         kernel=job.kernel,
         mesh=mesh,
         z_loss=config.optimizer.z_loss,
+        after_last_message=job.optimizer.after_last_message,
     )
     busy_seconds = watch.elapsed() - started - (seconds_waited(mesh) - waited)
 
-    # 3. One reduction of the gradients, one exchange of sums: loss, norm, and what each rank's time went to.
+    # 3. The gradients' reductions that are left, one exchange of sums: loss, norm, and what each rank's time went to.
     report = RankReport.of(
         sums,
         batch_loss=sums.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
@@ -65,7 +66,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     batch_loss = sum(other.batch_loss for other in reports)
     check_finite(step, loss + batch_loss, grad_norm, checkpoints.latest())
 
-    # 4. Each rank updates its slice of the weights, then all gather them.
+    # 4. Each rank updates its part of the weights, then all gather them, if need be during the next forward.
     rate = learning_rate(step, config.trainer.steps, config.optimizer)
     job.optimizer.update(rate, grad_norm)
 
@@ -127,7 +128,8 @@ class RankReport:
 def seconds_waited(mesh: Mesh) -> float:
     """So far, for other ranks' messages."""
     groups = (mesh.hdp, *mesh.pipeline_groups())
-    return sum(group.exchange.wait_seconds for group in groups) + mesh.tp.collective_seconds
+    collectives = mesh.tp.collective_seconds + mesh.gradients.collective_seconds
+    return sum(group.exchange.wait_seconds for group in groups) + collectives
 
 
 def step_metrics(

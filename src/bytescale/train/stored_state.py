@@ -1,14 +1,15 @@
 """Optimizer state as torch.distributed.checkpoint (DCP) stores it: whole tensors under the model's own names.
 
-What a rank holds is a slice of a flat buffer of its parts of its stage's parameters. In the checkpoint there is none of
-that: ``master.layers.3.mlp.up_proj.weight`` and so on, in their full shapes. A slice of a part is a few rectangles of
-the whole tensor, and DCP moves rectangles: hence a checkpoint of any (tp, pp, hdp) loads into any other.
+What a rank holds are some ranges of a flat buffer of its parts of its stage's parameters. In the checkpoint there is
+none of that: ``master.layers.3.mlp.up_proj.weight`` and so on, in their full shapes. A range of a part is a few
+rectangles of the whole tensor, and DCP moves rectangles: hence a checkpoint of any (tp, pp, hdp) and of any size of
+buckets loads into any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,32 +24,37 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
 
 
-def host_copies(optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    """This rank's slice of each state, ``[shard_size]``, in host memory: training may go on while it is written."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimizer.states().items()}
+def host_copies(optimizer: ShardedAdamW) -> dict[str, list[Tensor]]:
+    """This rank's parts of each state in host memory: training may go on while they are written."""
+    return {
+        name: [tensor.detach().to("cpu", copy=True) for tensor in parts] for name, parts in optimizer.states().items()
+    }
 
 
-def stored_pieces(optimizer: ShardedAdamW, slices: dict[str, Tensor]) -> dict[str, StoredPieces]:
-    """What DCP is given: by name, the pieces of every parameter that lie in ``slices``, as views of them."""
-    flat, rank = optimizer.parameters, optimizer.hdp.rank
-    first = rank * flat.shard_size
-    pieces: dict[str, StoredPieces] = {}
-    for entry in flat.entries:
-        low, high = max(entry.start, first), min(entry.stop, first + flat.shard_size)
-        if low >= high:
-            continue
-        offset = [0] * len(entry.shape)
-        offset[entry.cut.dim] = entry.cut.start
-        boxes = list(boxes_of(entry.shape, low - entry.start, high - entry.start))
-        places = [tuple(a + b for a, b in zip(offsets, offset, strict=True)) for offsets, _ in boxes]
-        for state, values in slices.items():
-            parts = values[low - first : high - first].split([math.prod(sizes) for _, sizes in boxes])
-            pieces[f"{state}.{entry.name}"] = StoredPieces(
-                whole=torch.Size(entry.cut.shape),
-                pieces={place: part.view(sizes) for place, part, (_, sizes) in zip(places, parts, boxes, strict=True)},
-                is_writer=entry.cut.replica == 0,
-            )
-    return pieces
+def stored_pieces(optimizer: ShardedAdamW, states: Mapping[str, Sequence[Tensor]]) -> dict[str, StoredPieces]:
+    """What DCP is given: by name, the pieces of every parameter that lie in ``states``, as views of them.
+
+    ``states``: as of ``optimizer.states()``.
+    """
+    flat = optimizer.parameters
+    stored: dict[str, StoredPieces] = {}
+    for number, place in enumerate(flat.shards(optimizer.hdp.rank)):
+        for piece in flat.pieces(place):
+            entry = piece.entry
+            offset = [0] * len(entry.shape)
+            offset[entry.cut.dim] = entry.cut.start
+            boxes = list(boxes_of(entry.shape, piece.start - entry.start, piece.stop - entry.start))
+            places = [tuple(a + b for a, b in zip(offsets, offset, strict=True)) for offsets, _ in boxes]
+            for state, parts in states.items():
+                values = parts[number][piece.start - place.start : piece.stop - place.start]
+                of_parameter = stored.setdefault(
+                    f"{state}.{entry.name}",
+                    StoredPieces(torch.Size(entry.cut.shape), {}, is_writer=entry.cut.replica == 0),
+                )
+                rows = values.split([math.prod(sizes) for _, sizes in boxes])
+                for where, row, (_, sizes) in zip(places, rows, boxes, strict=True):
+                    of_parameter.pieces[where] = row.view(sizes)
+    return stored
 
 
 def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:

@@ -55,6 +55,7 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
                     checkpoints.save(job.state_after(step, data), job.optimizer)
                 if stop.agreed:
                     break
+        job.optimizer.wait_for_parameters()
         checkpoints.finish()
         log.farewell(stopped=stop.agreed)
     return run.path

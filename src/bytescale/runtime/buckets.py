@@ -1,0 +1,147 @@
+"""ZeRO-1's collectives, bucket by bucket, while ranks compute.
+
+::
+
+    backward   head | layer 3 | layer 2 | layer 1 | layer 0 | embedding |            next step's forward
+    reduce           bucket 4 | bucket 3 | bucket 2 | bucket 1 | | bucket 0 | update | embedding | layer 0 | layer 1
+    gather                                                                    bucket 0 | bucket 1 | bucket 2 | ...
+
+A bucket of the flat buffers (``runtime.flat``) is reduced when the step's last gradient in it is there, from the last
+bucket to the first: the order in which backward ends its layers. Updated parameters are gathered from the first bucket
+to the last, and a layer's forward waits for its own. Both orders are fixed, so they are the same on all ranks, whatever
+each of them has to compute. The sums of a bucket do not depend on when they are made.
+
+A rank starts to reduce behind its last point-to-point message, and not before: ``plan.last_message`` has the rule and
+the proof that nothing hangs. Hence
+
+* a rank whose last micro-batch holds whole sequences reduces during that micro-batch's backward, layer by layer;
+* every other rank, one without micro-batches too, posts all of these buckets behind its last message;
+* the first buckets (norms, replicas, routers, the embedding) come at the step's end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from bytescale.plan import RankPlan
+from bytescale.plan.last_message import last_backward_is_silent
+from bytescale.runtime.flat import Bucket, FlatParameters
+from bytescale.runtime.group import PendingCollective, RankGroup
+
+
+class BucketCollectives:
+    """One rank's reductions and gathers of all buckets, in their two orders."""
+
+    def __init__(self, parameters: FlatParameters, group: RankGroup) -> None:
+        self.parameters = parameters
+        self.group = group
+        self._to_reduce = list(parameters.buckets)  # in this step; the next is at the end
+        self._reducing: deque[tuple[Bucket, PendingCollective]] = deque()
+        self._gathering: deque[tuple[Bucket, PendingCollective]] = deque()
+
+    def reduce_from(self, start: int) -> None:
+        """Start to reduce the buckets that lie at ``start`` or behind it, as far as that has not been done."""
+        while self._to_reduce and self._to_reduce[-1].start >= start:
+            bucket = self._to_reduce.pop()
+            pending = self.group.start_reduce_scatter(bucket.of(self.parameters.gradients))
+            self._reducing.append((bucket, pending))
+
+    def reduced(self) -> Iterator[Bucket]:
+        """Start what is left, then wait for one bucket after the other. Ends the step."""
+        self.reduce_from(0)
+        while self._reducing:
+            bucket, pending = self._reducing.popleft()
+            pending.wait()
+            yield bucket
+        self._to_reduce = list(self.parameters.buckets)
+
+    def gather(self) -> None:
+        """Start to gather all buckets."""
+        assert not self._gathering, "parameters are gathered once, after an update"
+        for bucket in self.parameters.buckets:
+            self._gathering.append((bucket, self.group.start_all_gather(bucket.of(self.parameters.values))))
+
+    def wait_for_parameters(self, stop: int | None = None) -> None:
+        """Until the parameters in front of ``stop`` (None: all) are gathered."""
+        while self._gathering and (stop is None or self._gathering[0][0].start < stop):
+            self._gathering.popleft()[1].wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A part of the model with its layers in order, whose parameters lie one after the other in the flat buffers."""
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    """Each takes hidden states first, and everything else in the model is in front of them or behind them."""
+
+
+class Overlap:
+    """Starts reductions from within backward, and makes forward wait for parameters, by hooks on a model's layers."""
+
+    def __init__(self, collectives: BucketCollectives, chunks: Sequence[Chunk], *, stage: int, late_stop: int) -> None:
+        """``chunks``: of this stage, in order. ``late_stop``: gradients before it are finished at the step's end."""
+        self.collectives = collectives
+        self.stage = stage
+        self.late_stop = late_stop
+        self._num_micro_batches = 0
+        self._num_forwards = 0  # of the first chunk, in this step
+        self._silent = False
+        for chunk in chunks:
+            self._hook_parameters(chunk)
+        self._hook_gradients(chunks[0])
+
+    def begin_step(self, rank_plan: RankPlan) -> None:
+        """Before the step's first forward."""
+        self._num_micro_batches = len(rank_plan.micro_batches)
+        self._num_forwards = 0
+        self._silent = last_backward_is_silent(rank_plan, self.stage)
+
+    def after_last_message(self) -> None:
+        """All backwards are done, and the collectives of the step's end are yet to come."""
+        self.collectives.reduce_from(self.late_stop)
+
+    def _hook_parameters(self, chunk: Chunk) -> None:
+        extent = self.collectives.parameters.extent
+        of_layers = [extent(layer) for layer in chunk.layers]
+        whole = extent(chunk.model)
+        # The first bucket holds what is late; the chunk's own modules in front of its layers come next.
+        in_front = min([place[0] for place in of_layers if place] or [whole[1] if whole else 1])
+        chunk.model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1)))
+        for layer, place in zip(chunk.layers, of_layers, strict=True):
+            if place is not None:
+                layer.register_forward_pre_hook(self._waiting_hook(place[1]))
+        if chunk.layers and whole is not None:
+            chunk.layers[-1].register_forward_hook(self._waiting_hook(whole[1]))
+
+    def _hook_gradients(self, chunk: Chunk) -> None:
+        """Only the first chunk's: when its last backward begins, every other chunk has done its own."""
+        chunk.model.register_forward_pre_hook(self._count)
+        for layer in chunk.layers:
+            place = self.collectives.parameters.extent(layer)
+            if place is not None:
+                layer.register_forward_pre_hook(self._finishing_hook(place[0]))
+
+    def _count(self, *_: object) -> None:
+        self._num_forwards += 1
+
+    def _waiting_hook(self, stop: int) -> Callable[..., None]:
+        """A hook before or after a module's forward."""
+        return lambda *_: self.collectives.wait_for_parameters(stop)
+
+    def _finishing_hook(self, start: int) -> Callable[..., None]:
+        """A hook for a layer's forward: when the gradient of its input is there, all of the layer's own are.
+
+        The input's gradient depends on every operation of the layer, and autograd accumulates a parameter's gradient
+        before it takes any other operation that is ready.
+        """
+
+        def forward(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if self._silent and self._num_forwards == self._num_micro_batches and args[0].requires_grad:
+                args[0].register_hook(lambda _: self.collectives.reduce_from(start))
+
+        return forward

@@ -1,0 +1,329 @@
+"""Gradients that are reduced while ranks compute: the numbers of one reduction, in an order that cannot hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bytescale.attention import select_kernel
+from bytescale.attention.exchange import Exchange, Transfer
+from bytescale.config import Architecture, OptimizerConfig
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.last_message import last_backward_is_silent, silent_last_backwards
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import Activations, Chunk, FlatParameters, Mesh, MeshShape, ModelPart, RankGroup, ShardedAdamW
+from bytescale.runtime import run_rank_plan as run_plan
+from bytescale.runtime.buckets import BucketCollectives, Overlap
+from bytescale.runtime.flat import ALIGNMENT
+from bytescale.runtime.group import PendingCollective
+from bytescale.train.own_model import build_own_model
+from tests.helpers.plans import random_plan
+from tests.helpers.ranks import run_mesh
+from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
+from tests.runtime.test_mesh_parity import MIXTURE, mesh_shape, runnable_plan
+
+LENGTHS = [33, 5, 18, 1, 9, 27, 2]
+CLIPPING = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad_norm=1e-3)
+SEVERAL_BUCKETS = 6 * 1024  # bytes; a stage has 30 to 150 KB of gradients
+FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": MIXTURE}
+
+
+@dataclass
+class Steps:
+    """What some steps of training left behind, parameters by (stage, tp index, name)."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[tuple[int, int, str], Tensor]] = field(default_factory=list)  # of each step, summed over ranks
+    parameters: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+
+
+def train(
+    mesh_of: MeshShape,
+    shape: Architecture,
+    plans: list[Plan],
+    batch: Batch,
+    *,
+    bucket_bytes: int,
+    num_chunks: int = 1,
+    checkpointing: str = "none",
+    dtype: torch.dtype = torch.float32,
+) -> Steps:
+    """One step per plan on a mesh of threads; ``bucket_bytes`` 0 is the slow twin."""
+
+    def one_rank(mesh: Mesh) -> tuple[list, list, list, dict]:
+        model = build_own_model(shape, mesh, virtual_stages=num_chunks, dtype=dtype, seed=0, bucket_bytes=bucket_bytes)
+        optimizer = ShardedAdamW(model.parameters, CLIPPING, mesh, model.tied_head)
+        if bucket_bytes:
+            assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 3
+            optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
+        parts = [
+            ModelPart(
+                model=chunk,
+                activations=Activations(list(chunk.layers), checkpointing=checkpointing),  # type: ignore[arg-type]
+            )
+            for chunk in model.chunks
+        ]
+        losses, norms, gradients = [], [], []
+        for plan in plans:
+            own = RankPlan.of(plan, mesh.hdp.rank)
+            optimizer.begin_step(own)
+            result = run_plan(
+                parts,
+                own,
+                [slice_batch(batch, micro_batch) for micro_batch in own.micro_batches],
+                num_global_targets=batch.num_targets,
+                kernel=select_kernel("auto", torch.device("cpu"), dtype),
+                mesh=mesh,
+                after_last_message=optimizer.after_last_message,
+            )
+            rows = mesh.world.share([optimizer.reduce_gradients(), result.loss_sum])
+            norms.append(sum(row[0] for row in rows) ** 0.5)
+            losses.append(sum(row[1] for row in rows) / batch.num_targets)
+            gradients.append(own_pieces(model.parameters, mesh))
+            optimizer.update(CLIPPING.lr, norms[-1])
+        optimizer.wait_for_parameters()
+        values = {
+            (mesh.stage, mesh.tp.rank, entry.name): model.parameters.value_of(entry).clone()
+            for entry in model.parameters.entries
+        }
+        return losses, norms, gradients, values
+
+    outcomes = run_mesh(mesh_of, one_rank, interleaved=num_chunks > 1, overlapped=bucket_bytes > 0)
+    steps = Steps(losses=outcomes[0][0], norms=outcomes[0][1])
+    for number in range(len(plans)):
+        flat: dict[tuple[int, int, str], list[tuple[int, Tensor]]] = {}
+        for _, _, gradients, _ in outcomes:
+            for key, pieces in gradients[number].items():
+                flat.setdefault(key, []).extend(pieces)
+        steps.gradients.append(
+            {key: torch.cat([piece for _, piece in sorted(p, key=lambda item: item[0])]) for key, p in flat.items()}
+        )
+    for _, _, _, values in outcomes:
+        for key, value in values.items():
+            assert torch.equal(steps.parameters.setdefault(key, value), value), "ranks of one HDP group differ"
+    return steps
+
+
+def own_pieces(parameters: FlatParameters, mesh: Mesh) -> dict[tuple[int, int, str], list[tuple[int, Tensor]]]:
+    """The reduced gradients that this rank owns, with the place of each piece."""
+    pieces: dict[tuple[int, int, str], list[tuple[int, Tensor]]] = {}
+    for place in parameters.shards(mesh.hdp.rank):
+        for piece in parameters.pieces(place):
+            values = parameters.gradients[piece.start : piece.stop].clone()
+            pieces.setdefault((mesh.stage, mesh.tp.rank, piece.entry.name), []).append((piece.start, values))
+    return pieces
+
+
+def assert_same(ours: Steps, twin: Steps, num_ranks: int) -> None:
+    """To the last bit on two ranks. On more, the first step's sums differ by their order alone."""
+    first, reference = ours.gradients[0], twin.gradients[0]
+    assert first.keys() == reference.keys()
+    if num_ranks <= 2:
+        assert ours.losses == twin.losses
+        assert all(torch.equal(first[key], reference[key]) for key in reference)
+        assert all(torch.equal(ours.parameters[key], twin.parameters[key]) for key in twin.parameters)
+        return
+    all_ours = torch.cat([first[key] for key in reference]).double()
+    all_twin = torch.cat([reference[key] for key in reference]).double()
+    assert float((all_ours - all_twin).norm() / all_twin.norm()) <= 1e-7
+    np.testing.assert_allclose(ours.losses, twin.losses, rtol=1e-5)  # updates in between
+
+
+def plans_of(mesh: MeshShape, num_chunks: int = 1) -> list[Plan]:
+    """Three steps whose ranks end at different times, some of them without a micro-batch."""
+    return [runnable_plan(LENGTHS, mesh, seed, num_chunks) for seed in (1, 5, 11)]
+
+
+MESHES = [
+    MeshShape(hdp=2),
+    MeshShape(hdp=3),
+    MeshShape(hdp=2, tp=2),
+    MeshShape(hdp=2, pp=2),
+    MeshShape(hdp=2, tp=4),
+]
+
+
+def check(mesh: MeshShape, family: str, *, num_chunks: int = 1, checkpointing: str = "none") -> None:
+    shape = mesh_shape(**FAMILIES[family])
+    batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
+    options: dict[str, Any] = {"num_chunks": num_chunks, "checkpointing": checkpointing}
+    plans = plans_of(mesh, num_chunks)
+    twin = train(mesh, shape, plans, batch, bucket_bytes=0, **options)
+    with late_results():
+        ours = train(mesh, shape, plans, batch, bucket_bytes=SEVERAL_BUCKETS, **options)
+    assert_same(ours, twin, mesh.hdp)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES[:4], ids=str)
+def test_buckets_give_the_numbers_of_one_reduction(mesh: MeshShape, family: str) -> None:
+    check(mesh, family)
+
+
+def test_interleaved_stages_and_recomputation() -> None:
+    check(MeshShape(hdp=2, pp=2), "tied", num_chunks=2, checkpointing="full")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", [*MESHES, MeshShape(hdp=4), MeshShape(hdp=4, pp=2), MeshShape(hdp=3, pp=2)], ids=str)
+def test_every_mesh_and_family(mesh: MeshShape, family: str, num_chunks: int, checkpointing: str) -> None:
+    if num_chunks > 1 and mesh.pp == 1:
+        pytest.skip("interleaving needs stages")
+    check(mesh, family, num_chunks=num_chunks, checkpointing=checkpointing)
+
+
+def test_the_same_bits_in_every_run() -> None:
+    shape, mesh = mesh_shape(), MeshShape(hdp=3)
+    batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
+    first, second = (train(mesh, shape, plans_of(mesh), batch, bucket_bytes=SEVERAL_BUCKETS) for _ in range(2))
+    assert first.losses == second.losses
+    assert all(torch.equal(first.parameters[key], second.parameters[key]) for key in first.parameters)
+
+
+@contextmanager
+def late_results() -> Iterator[None]:
+    """A collective's input is read when it is posted, and its result is there after ``wait`` and no earlier.
+
+    Until then parameters that are being gathered are NaN, so that nobody can use them by good luck.
+    """
+
+    def start(group: RankGroup, full: Tensor, post: Any, *, hide: bool) -> PendingCollective:
+        scratch = full.clone()
+        pending = post(group, scratch)
+        if hide:
+            own = full.view(group.size, -1)[group.rank].clone()
+            full.fill_(torch.nan)
+            full.view(group.size, -1)[group.rank] = own
+        wait = pending.wait
+
+        def late_wait() -> None:
+            wait()
+            full.copy_(scratch)
+
+        pending.wait = late_wait
+        return pending
+
+    reduce_scatter, all_gather = RankGroup.start_reduce_scatter, RankGroup.start_all_gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "start_reduce_scatter", lambda g, t: start(g, t, reduce_scatter, hide=False))
+        patch.setattr(RankGroup, "start_all_gather", lambda g, t: start(g, t, all_gather, hide=True))
+        yield
+
+
+@contextmanager
+def recorded_events() -> Iterator[dict[int, list[tuple[str, Any]]]]:
+    """What each thread posts and waits for, in order: messages, buckets (by their start), the end of its messages."""
+    events: dict[int, list[tuple[str, Any]]] = {}
+
+    def note(kind: str, what: Any = None) -> None:
+        events.setdefault(threading.get_ident(), []).append((kind, what))
+
+    start, wait, after = Exchange.start, Transfer.wait, Overlap.after_last_message
+    reduce, gather = BucketCollectives.reduce_from, BucketCollectives.gather
+
+    def noted_reduce(self: BucketCollectives, first: int) -> None:
+        before = list(self._to_reduce)
+        reduce(self, first)
+        for bucket in reversed(before[len(self._to_reduce) :]):
+            note("reduce", bucket.start)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "start", lambda self, **named: (note("message"), start(self, **named))[1])
+        patch.setattr(Transfer, "wait", lambda self: (note("message"), wait(self))[1])
+        patch.setattr(Overlap, "after_last_message", lambda self: (note("end"), after(self))[1])
+        patch.setattr(BucketCollectives, "reduce_from", noted_reduce)
+        patch.setattr(BucketCollectives, "gather", lambda self: (note("gather"), gather(self))[1])
+        yield events
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_chunks"), [(MeshShape(hdp=3), 1), (MeshShape(hdp=2, tp=2), 1), (MeshShape(hdp=2, pp=2), 2)], ids=str
+)
+def test_no_reduction_before_the_last_message_and_one_order_on_all_ranks(mesh: MeshShape, num_chunks: int) -> None:
+    shape = mesh_shape()
+    batch = random_batch(LENGTHS, shape.vocab_size, seed=3)
+    for plan in plans_of(mesh, num_chunks):
+        with recorded_events() as events:
+            train(mesh, shape, [plan], batch, bucket_bytes=SEVERAL_BUCKETS, num_chunks=num_chunks)
+        orders = set()
+        early = 0
+        for own in events.values():
+            kinds = [kind for kind, _ in own]
+            if "reduce" in kinds:
+                assert "message" not in kinds[kinds.index("reduce") :]
+            orders.add(tuple(what for kind, what in own if kind == "reduce"))
+            early += int("reduce" in kinds[: kinds.index("end")])
+        assert len(orders) <= mesh.pp, "ranks of one HDP group reduce in different orders"
+        assert all(a > b for order in orders for a, b in pairwise(order))
+        silent = sum(last_backward_is_silent(RankPlan.of(plan, rank)) for rank in range(mesh.hdp))
+        assert early == silent * mesh.tp  # on the first stage
+
+
+def test_the_rule_by_plan_and_by_rank() -> None:
+    plans = [random_plan([7, 3, 9, 2, 5], 4, seed) for seed in range(30)]
+    for plan in plans:
+        by_rank = [last_backward_is_silent(RankPlan.of(plan, rank)) for rank in range(4)]
+        assert silent_last_backwards(plan).tolist() == by_rank
+    assert {True, False} == {bool(silent) for plan in plans for silent in silent_last_backwards(plan)}
+    alone = Plan.build(
+        lengths=[4], capacity_tokens=[4, 4], groups=[GroupSpec(sequences=[0], ranks=[0])], schedule=[[[0]], []]
+    )
+    assert silent_last_backwards(alone).tolist() == [True, False]
+    assert not last_backward_is_silent(RankPlan.of(alone, 0), stage=1)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("bucket_bytes", [0, 1, 4096, 10**9])
+def test_buckets_cut_the_buffers_into_equal_parts(num_shards: int, bucket_bytes: int) -> None:
+    flat = FlatParameters(
+        make_model(small_shape(), torch.float32).named_parameters(), num_shards, bucket_bytes=bucket_bytes
+    )
+    sizes = [bucket.stop - bucket.start for bucket in flat.buckets]
+    assert [bucket.start for bucket in flat.buckets] == np.cumsum([0, *sizes[:-1]]).tolist()
+    assert sum(sizes) == len(flat.values) == len(flat.gradients)
+    assert len(flat.values) - flat.entries[-1].stop < num_shards * ALIGNMENT + ALIGNMENT
+    owned = [place for rank in range(num_shards) for place in flat.shards(rank)]
+    assert sum(place.stop - place.start for place in owned) == len(flat.values)
+    assert all(place.start % ALIGNMENT == 0 for place in owned)
+    if bucket_bytes == 0:
+        assert len(sizes) == 1
+    else:
+        assert all(size == sizes[-1] for size in sizes[1:])
+        assert sizes[0] <= sizes[-1]
+
+
+def test_more_ranks_than_elements() -> None:
+    """Ranks whose part of every bucket is padding take part all the same."""
+
+    def one_rank(mesh: Mesh) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        flat = FlatParameters(model.named_parameters(), mesh.hdp.size, bucket_bytes=1)
+        optimizer = ShardedAdamW(flat, CLIPPING, mesh)
+        optimizer.overlap_with([Chunk(model=model, layers=[])])
+        for _ in range(2):
+            optimizer.begin_step(RankPlan.of(random_plan([1], mesh.hdp.size, 0), mesh.hdp.rank))
+            flat.gradients.fill_(1.0)
+            optimizer.after_last_message()
+            norm = sum(row[0] for row in mesh.world.share([optimizer.reduce_gradients()])) ** 0.5
+            assert norm == pytest.approx(5 * 8**0.5)  # five ranks, eight weights
+            optimizer.update(CLIPPING.lr, norm)
+        optimizer.wait_for_parameters()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    results = run_mesh(MeshShape(hdp=5), one_rank, overlapped=True)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.isfinite(results[0]).all()
