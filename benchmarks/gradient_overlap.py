@@ -1,0 +1,231 @@
+"""How much of the gradients' reduction and the parameters' gathering is hidden behind computation, on slow links?
+
+    python benchmarks/gradient_overlap.py [--micro-batches 1 2 4] [--bucket-mib 0.5 1 2 4] [--share 0.3]
+
+Two ranks in network namespaces of their own, joined by a virtual cable whose speed `tc` limits so that the sync is the
+wanted share of a step. Needs root, `ip` and `tc`; namespaces and cable are removed at the end. Every setting trains in
+turns with two others in the same processes:
+
+    none      no rank sends anything: computation alone
+    once      one reduction and one gathering between two steps (trainer.gradient_bucket_mib = 0)
+    buckets   the reduction during backward, the gathering during forward
+
+Medians of the times from one update to the next. Hidden is 1 - (buckets - none) / (once - none).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bytescale.attention import select_kernel
+from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import Chunk, Mesh, ModelPart, RankGroup, ShardedAdamW, run_rank_plan
+from bytescale.train.own_model import build_own_model
+
+NUM_RANKS = 2
+TOKENS = 384  # of a micro-batch, three sequences
+ADDRESS = "10.77.43.{}"
+PORT = 29611
+MODES = ("none", "once", "buckets")
+STEPS_IN_A_ROW = 4  # the first of them is not counted: what is left of another mode's step
+
+
+@contextmanager
+def cable() -> Iterator[list[str]]:
+    """Two namespaces and a cable between them; the names of the namespaces."""
+    names = [f"bytescale-{os.getpid()}-{rank}" for rank in range(NUM_RANKS)]
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+        ends = [f"bs{os.getpid()}r{rank}" for rank in range(NUM_RANKS)]
+        _run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
+        for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", end, "name", "cable")
+            _run("ip", "-n", name, "addr", "add", ADDRESS.format(rank + 1) + "/24", "dev", "cable")
+            _run("ip", "-n", name, "link", "set", "cable", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def limit(names: Sequence[str], bytes_per_second: float) -> None:
+    """Let each end of the cable send this much."""
+    for name in names:
+        rate = f"{int(8 * bytes_per_second)}bit"
+        shaping = ["tbf", "rate", rate, "burst", "256kb", "latency", "400ms"]
+        _run("tc", "-n", name, "qdisc", "replace", "dev", "cable", "root", *shaping)
+
+
+def measured(names: Sequence[str], num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the counted steps of each mode, on the slower rank."""
+    arguments = [sys.executable, __file__, "--micro-batches", str(num_micro_batches), "--bucket-mib", str(bucket_mib)]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": ADDRESS.format(1),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": "cable",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *arguments, "--rounds", str(rounds), "--rank", str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(names)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=540)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    of_ranks = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    return {mode: np.max([own[mode] for own in of_ranks], axis=0).tolist() for mode in MODES}
+
+
+def one_rank(rank: int, num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, list[float]]:
+    """Train in all modes in turns; seconds of the counted steps of each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+    trainers = {mode: Trainer(mode, num_micro_batches, bucket_mib) for mode in MODES}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(rounds + 1):  # the first warms up
+        for mode, trainer in trainers.items():
+            dist.barrier()
+            seconds[mode] += trainer.steps(STEPS_IN_A_ROW)
+    dist.destroy_process_group()
+    return {mode: values[STEPS_IN_A_ROW - 1 :] for mode, values in seconds.items()}
+
+
+class Trainer:
+    """One model that is trained in one mode."""
+
+    def __init__(self, mode: str, num_micro_batches: int, bucket_mib: float) -> None:
+        mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
+        if mode == "buckets":
+            mesh = replace(mesh, gradients=RankGroup(dist.new_group()))
+        shape = resolve_architecture(
+            ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=256)
+        )
+        bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0
+        model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
+        own = replace(mesh, gradients=RankGroup()) if mode == "none" else mesh
+        self.mesh = mesh
+        self.optimizer = ShardedAdamW(model.parameters, OptimizerConfig(lr=1e-4), own)
+        if mode == "buckets":
+            self.optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
+        self.part = ModelPart(model=model.chunks[0])
+        self.kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+        self.rank_plan = RankPlan.of(whole_sequences(num_micro_batches), mesh.hdp.rank)
+        self.num_parameters = len(model.parameters.values)
+
+    def steps(self, count: int) -> list[float]:
+        """Take steps; the times from each update to the next."""
+        ends = []
+        for _ in range(count):
+            self.step()
+            ends.append(time.perf_counter())
+        self.optimizer.wait_for_parameters()
+        return np.diff(ends).tolist()
+
+    def step(self) -> None:
+        self.optimizer.begin_step(self.rank_plan)
+        run_rank_plan(
+            [self.part],
+            self.rank_plan,
+            [Tokens(self.mesh.hdp.rank, index) for index in range(len(self.rank_plan.micro_batches))],
+            num_global_targets=NUM_RANKS * TOKENS * len(self.rank_plan.micro_batches),
+            kernel=self.kernel,
+            mesh=self.mesh,
+            after_last_message=self.optimizer.after_last_message,
+        )
+        shares = self.mesh.world.share([self.optimizer.reduce_gradients()])
+        self.optimizer.update(1e-4, sum(row[0] for row in shares) ** 0.5)
+
+
+class Tokens:
+    """A micro-batch of random tokens."""
+
+    def __init__(self, rank: int, index: int) -> None:
+        generator = torch.Generator().manual_seed(100 * rank + index)
+        self.tokens = torch.randint(256, (TOKENS,), generator=generator)
+        self.labels = torch.randint(256, (TOKENS,), generator=generator)
+        self.position_ids = torch.arange(TOKENS // 3).repeat(3)
+
+
+def whole_sequences(num_micro_batches: int) -> Plan:
+    """Every rank has the same number of micro-batches, of three whole sequences each."""
+    numbers = np.arange(NUM_RANKS * num_micro_batches * 3).reshape(NUM_RANKS, num_micro_batches, 3)
+    groups, schedule = [], []
+    for rank in range(NUM_RANKS):
+        schedule.append([[len(groups) + index] for index in range(num_micro_batches)])
+        groups += [GroupSpec(sequences=own.tolist(), ranks=[rank]) for own in numbers[rank]]
+    return Plan.build(
+        lengths=[TOKENS // 3] * numbers.size, capacity_tokens=[TOKENS] * NUM_RANKS, groups=groups, schedule=schedule
+    )
+
+
+def slow_link(fast: dict[str, list[float]], share: float) -> float:
+    """Bytes a second at which the sync would take ``share`` of a step, by what gloo sends."""
+    parameters = 8 * (4 * 256**2 + 3 * 256 * 768) + 2 * 256**2
+    # gloo's reduce-scatter is an all-reduce: with two ranks all gradients, then half of the parameters.
+    sync_bytes = 4 * parameters + 2 * parameters
+    return sync_bytes / (share / (1 - share) * statistics.median(fast["none"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--bucket-mib", type=float, nargs="+", default=[1.0, 4.0])
+    parser.add_argument("--share", type=float, default=0.3)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        found = one_rank(options.rank, options.micro_batches[0], options.bucket_mib[0], options.rounds)
+        print(json.dumps(found))
+        return
+    with cable() as names:
+        print("micro-batches  bucket    link        none       once     buckets   sync share  hidden")
+        for count in options.micro_batches:
+            limit(names, 1e10)
+            rate = slow_link(measured(names, count, options.bucket_mib[0], 1), options.share)
+            limit(names, rate)
+            for mib in options.bucket_mib:
+                medians = {k: statistics.median(v) for k, v in measured(names, count, mib, options.rounds).items()}
+                sync = medians["once"] - medians["none"]
+                hidden = 1 - (medians["buckets"] - medians["none"]) / sync
+                times = "  ".join(f"{1e3 * medians[mode]:6.0f} ms" for mode in MODES)
+                print(
+                    f"{count:13}  {mib:4} MiB  {rate / 1e6:5.0f} MB/s  {times}  {sync / medians['once']:9.0%}  "
+                    f"{hidden:6.0%}",
+                    flush=True,
+                )
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()} (root, ip and tc are needed)")
+
+
+if __name__ == "__main__":
+    main()
