@@ -14,7 +14,14 @@ from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
 from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
-from bytescale.cost.step import stage_parameters, sync_seconds
+from bytescale.cost.step import (
+    bucket_seconds,
+    num_buckets,
+    stage_parameters,
+    sync_seconds,
+    visible_gathering,
+    visible_reduction,
+)
 
 PROFILE = Profile(
     name="hand",
@@ -210,3 +217,40 @@ def test_layers_are_split_by_work_with_the_head_as_some_of_them(
     parts = split_layers(replace(PRESETS["7b"], num_layers=num_layers), num_parts)
     assert [len(part) for part in parts] == counts
     assert [layer for part in parts for layer in part] == list(range(num_layers))
+
+
+def test_a_bucket_costs_its_bytes_and_the_latency() -> None:
+    one = bucket_seconds(PROFILE, 100.0, 5, num_ranks=4, ranks_per_node=8)
+    assert one.reduce == 4 * 20 * 3 / 4 / 2.0 + 2 * 6
+    assert one.gather == 2 * 20 * 3 / 4 / 2.0 + 2 * 6
+    assert num_buckets(1000.0, 0) == num_buckets(1000.0, 4000) == 1
+    assert num_buckets(1000.0, 3999) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_visible_sync_against_bucket_by_bucket(seed: int) -> None:
+    """The formulas look at a few buckets only; here all of them go one after the other."""
+    random = np.random.default_rng(seed)
+    num_ranks, count = int(random.integers(1, 5)), int(random.integers(1, 30))
+    in_front, seconds = float(random.choice([0.0, 0.1, 0.45, 1.0])), float(random.uniform(0.01, 3.0))
+    starts = random.uniform(0, 5, num_ranks)
+    ends = starts + random.uniform(0, 10, num_ranks)
+    silent = random.random(num_ranks) < 0.6
+
+    done = 0.0
+    for bucket in range(1, count + 1):
+        finished = 1.0 if bucket == count or in_front == 1.0 else min(1.0, bucket / count / (1 - in_front))
+        there = [s + finished * (e - s) if quiet else e for s, e, quiet in zip(starts, ends, silent, strict=True)]
+        done = max(done, *there) + seconds
+    times = {"starts": starts, "ends": ends}
+    reduction = visible_reduction(seconds, count, silent=silent, in_front=in_front, **times)
+    assert reduction == pytest.approx(done - ends.max())
+    assert seconds <= reduction + 1e-9 <= count * seconds + 2e-9
+
+    waits = [0.0]
+    for start, end in zip(starts, ends, strict=True):
+        for bucket in range(count):
+            progress = 0.0 if in_front == 1.0 else min(max((bucket / count - in_front) / (1 - in_front), 0.0), 1.0)
+            waits.append((bucket + 1) * seconds - start - progress * (end - start))
+    gathering = visible_gathering(seconds, count, in_front=in_front, **times)
+    assert gathering == pytest.approx(max(waits))

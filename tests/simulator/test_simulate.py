@@ -140,6 +140,24 @@ def test_gradient_sync_and_loader() -> None:
     check_books(late)
 
 
+def test_buckets_hide_the_gradient_sync_behind_computation() -> None:
+    """Two micro-batches a rank; without room behind the last message the reduction is as visible as ever."""
+    heavy = replace(profile(ring_bytes=1.0), layer_parameters=2**20)
+    plan = local_plan([[6, 6], [6, 6]])
+    fast = replace(heavy, links=replace(heavy.links, intra_node_bytes_per_second=2.0**21))
+    once = simulate(plan, fast, ClusterConfig(num_gpus=2))
+    cut = simulate(plan, fast, ClusterConfig(num_gpus=2, gradient_bucket_mib=1.0))
+    assert 0 < cut.sync_seconds.max() < 0.2 * once.sync_seconds.max()
+    check_books(cut)
+    shared = Plan.build(
+        lengths=[8], capacity_tokens=[4, 4], groups=[GroupSpec(sequences=[0], ranks=[0, 1])], schedule=[[[0]], [[0]]]
+    )
+    once, cut = (simulate(shared, fast, ClusterConfig(num_gpus=2, gradient_bucket_mib=mib)) for mib in (0.0, 1.0))
+    assert cut.sync_seconds.max() >= 0.6 * once.sync_seconds.max()  # the reduction is two thirds of the bytes
+    with pytest.raises(ConfigError, match="counted twice"):
+        ClusterConfig(num_gpus=2, gradient_bucket_mib=1.0, sync_overlap=0.5)
+
+
 def test_progress_reaches_the_end() -> None:
     seen: list[tuple[int, int]] = []
     simulate(local_plan([[6] * 3]), profile(), ClusterConfig(num_gpus=1), progress=lambda *now: seen.append(now))

@@ -19,7 +19,7 @@ from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
-from bytescale.config import Config, ModelConfig, load_config
+from bytescale.config import Config, ModelConfig, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.memory import Checkpointing
@@ -89,6 +89,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         tp=options.tp,
         pp=options.pp,
         virtual_stages=options.virtual_stages,
+        gradient_bucket_mib=(config.trainer if config else TrainerConfig()).gradient_bucket_mib,
     )
     lengths, origin, vocab_size = read_batch(options.batch, config)
     profile = read_profile(

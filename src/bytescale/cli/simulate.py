@@ -180,6 +180,7 @@ def _defaults(config: Config | None) -> SimulateOptions:
             tp=config.parallel.tp,
             pp=config.parallel.pp,
             virtual_stages=config.parallel.virtual_stages,
+            gradient_bucket_mib=config.trainer.gradient_bucket_mib,
         ),
         batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
         capacity_tokens=config.parallel.capacity_tokens,

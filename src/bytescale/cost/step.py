@@ -1,11 +1,28 @@
-"""What a step costs once, after its last backward: gradients are reduced, parameters gathered (ZeRO-1 over HDP)."""
+"""What a step costs once: gradients are reduced and parameters gathered (ZeRO-1 over HDP), and what of it is visible.
+
+Both go bucket by bucket (``runtime.buckets``), one bucket after the other. With K buckets::
+
+    reduction   Bucket i starts when bucket i - 1 is done and when every rank has got there: a rank whose last backward
+                is silent (plan.last_message) in proportion to that backward, every other rank at its end. The
+                embedding's gradient comes at the very end. Visible: what ends after the last rank's last backward.
+    gathering   Bucket i is there after i gathers. A rank needs it in proportion to its first forward, and the embedding
+                at once. Visible: what the rank that waits longest waits.
+
+With one bucket all of it is visible.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import stage_chunks
+
+FloatArray = NDArray[np.float64]
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 PARAMETER_BYTES = 2  # updated parameters are gathered in bf16
@@ -27,13 +44,83 @@ def sync_bytes(parameters_per_device: float, num_ranks: int) -> float:
 
 
 def sync_seconds(profile: Profile, parameters_per_device: float, *, num_ranks: int, ranks_per_node: int) -> float:
-    """Time of one step's reduce-scatter and all-gather over ``num_ranks`` ranks.
+    """Time of one step's reduce-scatter and all-gather over ``num_ranks`` ranks, nothing of it hidden."""
+    seconds = bucket_seconds(profile, parameters_per_device, 1, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    return seconds.reduce + seconds.gather
 
-    ``sync_bytes / bandwidth + 2 ceil(log2 R) latency``, at the pace of the slowest link that the ranks span. Nothing of
-    it is overlapped: reduction starts after the LAST backward, since ranks run different numbers of micro-batches.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSeconds:
+    """What one bucket's two collectives take."""
+
+    reduce: float
+    gather: float
+
+
+def bucket_seconds(
+    profile: Profile, parameters_per_device: float, num_buckets: int, *, num_ranks: int, ranks_per_node: int
+) -> BucketSeconds:
+    """Time of each collective on one of ``num_buckets`` equal parts of the parameters.
+
+    ``bytes / bandwidth + ceil(log2 R) latency``, at the pace of the slowest link that the ranks span; every rank sends
+    (R - 1) / R of the bucket.
     """
     if num_ranks == 1:
-        return 0.0
+        return BucketSeconds(reduce=0.0, gather=0.0)
     rate = profile.links.ring_bytes_per_second(num_ranks > ranks_per_node)
-    hops = math.ceil(math.log2(num_ranks))
-    return sync_bytes(parameters_per_device, num_ranks) / rate + 2 * hops * profile.links.latency_seconds
+    latency = math.ceil(math.log2(num_ranks)) * profile.links.latency_seconds
+    sent = parameters_per_device / num_buckets * (num_ranks - 1) / num_ranks
+    return BucketSeconds(reduce=GRADIENT_BYTES * sent / rate + latency, gather=PARAMETER_BYTES * sent / rate + latency)
+
+
+def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
+    """Into which a device's gradients are cut; ``bucket_bytes`` 0: one."""
+    return max(1, math.ceil(GRADIENT_BYTES * parameters_per_device / bucket_bytes)) if bucket_bytes else 1
+
+
+def embedding_share(profile: Profile, parameters_per_device: float, *, stage: int) -> float:
+    """Of a stage's parameters, those that forward needs first and whose gradients come last."""
+    shape = profile.architecture
+    own = shape.vocab_size * shape.hidden_size / profile.tensor_parallel if stage == 0 else 0.0
+    return own / parameters_per_device
+
+
+def visible_reduction(
+    seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, silent: NDArray[np.bool_], in_front: float
+) -> float:
+    """Seconds by which ``count`` reductions, one after the other, outlast the last rank's last backward.
+
+    Args:
+        seconds: of one reduction.
+        count: buckets, K.
+        starts, ends: ``[R]`` of each rank's last backward, 0 for a rank without one.
+        silent: ``[R]`` whether the rank may reduce during it.
+        in_front: share of the parameters whose gradients are finished at the end of backward.
+    """
+    # Each bucket is followed by those behind it. What has to be maximal is linear between these buckets.
+    turn = math.floor(count * (1.0 - in_front))
+    done = 0.0
+    for bucket in {1, max(1, turn), min(turn + 1, count), count}:
+        # The last bucket holds what is finished at the step's end.
+        progress = 1.0 if bucket == count else min(1.0, bucket / count / max(1.0 - in_front, 1e-9))
+        there = np.where(silent, starts + progress * (ends - starts), ends)
+        done = max(done, float(there.max()) + (count - bucket + 1) * seconds)
+    return done - float(ends.max())
+
+
+def visible_gathering(seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, in_front: float) -> float:
+    """Seconds that the rank which waits longest waits for ``count`` gathers, which begin at 0.
+
+    Args:
+        seconds: of one gather.
+        count: buckets, K.
+        starts, ends: ``[N]`` of the first forward of each rank that has one.
+        in_front: share of the parameters that forward needs at once.
+    """
+    if not len(starts):
+        return 0.0
+    turn = math.floor(count * in_front)
+    bucket = np.array([0, min(turn, count - 1), min(turn + 1, count - 1), count - 1])  # linear between these
+    progress = np.clip((bucket / count - in_front) / max(1.0 - in_front, 1e-9), 0.0, 1.0)
+    needed = starts[:, None] + progress * (ends - starts)[:, None]
+    return max(0.0, float(((bucket + 1) * seconds - needed).max()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from bytescale.common.errors import ConfigError, problem
@@ -21,8 +22,12 @@ class ClusterConfig:
     """Pipeline parallelism: stages of layers."""
     virtual_stages: int = 1
     """Chunks of layers on each stage; above 1 they are interleaved."""
+    gradient_bucket_mib: float = 0.0
+    """MiB of gradients that are reduced at once while ranks compute (trainer.gradient_bucket_mib): what of the sync
+    stays visible is simulated. 0: one reduction and one gathering between two steps."""
     sync_overlap: float = 0.0
-    """Share of the gradient sync that runs beside the last backwards and the next step's first forwards."""
+    """For systems other than this one: share of the sync that is taken to run beside computation. Needs
+    gradient_bucket_mib = 0."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "virtual_stages", "num_gpus", "gpus_per_node"):
@@ -30,6 +35,19 @@ class ClusterConfig:
                 raise ConfigError(problem(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1"))
         if not 0 <= self.sync_overlap <= 1:
             raise ConfigError(problem(f"cluster.sync_overlap is {self.sync_overlap}", fix="use a share from 0 to 1"))
+        if not 0 <= self.gradient_bucket_mib < math.inf:
+            raise ConfigError(
+                problem(f"cluster.gradient_bucket_mib is {self.gradient_bucket_mib}", fix="use a size, or 0 for none")
+            )
+        if self.gradient_bucket_mib and self.sync_overlap:
+            raise ConfigError(
+                problem(
+                    f"cluster.gradient_bucket_mib = {self.gradient_bucket_mib} and cluster.sync_overlap = "
+                    f"{self.sync_overlap}",
+                    so="what is hidden of the gradient sync would be counted twice",
+                    fix="set one of them to 0",
+                )
+            )
         if self.virtual_stages > 1 and self.pp == 1:
             raise ConfigError(
                 problem(

@@ -42,7 +42,7 @@ class SimulatedStep:
     wait_members: FloatArray  # inside a shared micro-batch, for slower members
     dp_bubble: FloatArray  # for other HDP ranks: to start a shared micro-batch, or at the gradient sync
     pp_bubble: FloatArray  # for other stages
-    sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather
+    sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather, as far as nothing hides them
     loader_seconds: float  # input that came too late
     peak_activation_bytes: FloatArray  # per device
     traffic: Traffic

@@ -3,7 +3,7 @@
 1. what each micro-batch holds, and which run as one              events.events_of
 2. what each costs every stage, chunk by chunk                    cost.stage
 3. when every forward and backward runs                           engine.run_events
-4. gradient sync per stage, once its last rank is done            cost.step
+4. what stays visible of each stage's gradient sync               cost.step
 5. where the time of every rank and stage went                    here
 """
 
@@ -20,8 +20,17 @@ from bytescale.common.errors import ConfigError, PlanError, problem
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
 from bytescale.cost.stage import RESIDENT_LAYERS, Loads, StageTimes, stage_activation_bytes, stage_times
-from bytescale.cost.step import stage_parameters, sync_bytes, sync_seconds
+from bytescale.cost.step import (
+    bucket_seconds,
+    embedding_share,
+    num_buckets,
+    stage_parameters,
+    sync_bytes,
+    visible_gathering,
+    visible_reduction,
+)
 from bytescale.plan import Plan
+from bytescale.plan.last_message import silent_last_backwards
 from bytescale.simulator.cluster import ClusterConfig
 from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
 from bytescale.simulator.events import Events, events_of
@@ -146,9 +155,7 @@ def _account(
         spent["wait_members"][:, part % pp] += _per_rank(waited.sum(axis=0), ranks, num_ranks)
     for stage in range(pp):
         dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage, pp)
-        parameters = _parameters(profile, cluster, stage)
-        in_all = sync_seconds(profile, parameters, num_ranks=num_ranks, ranks_per_node=cluster.ranks_per_node)
-        sync[:, stage] = (1.0 - cluster.sync_overlap) * in_all
+        sync[:, stage] = _visible_sync(plan, profile, cluster, events, timeline, stage)
     stage_done = last.max(axis=0)  # a stage's gradients are reduced once all its ranks have run their last backward
     dp_bubble += stage_done - last
     end = float((stage_done + sync[0]).max())
@@ -167,6 +174,38 @@ def _account(
         num_tokens=plan.num_tokens,
         schedule=schedule,
         **spent,
+    )
+
+
+def _visible_sync(
+    plan: Plan, profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline, stage: int
+) -> float:
+    """Seconds of a stage's reduction and gathering that no computation hides, the next step's being like this one."""
+    parameters = _parameters(profile, cluster, stage)
+    count = num_buckets(parameters, cluster.gradient_bucket_mib * 2**20)
+    ranks = {"num_ranks": events.num_ranks, "ranks_per_node": cluster.ranks_per_node}
+    seconds = bucket_seconds(profile, parameters, count, **ranks)
+    if count == 1:
+        return (1.0 - cluster.sync_overlap) * (seconds.reduce + seconds.gather)
+    some = np.diff(plan.rank_micro_batch_offsets) > 0
+    first = events.micro_batch_events[plan.rank_micro_batch_offsets[:-1][some]]
+    last = events.micro_batch_events[plan.rank_micro_batch_offsets[1:][some] - 1]
+    starts, ends = np.zeros((2, events.num_ranks))
+    starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
+    in_front = embedding_share(profile, parameters, stage=stage)
+    return visible_reduction(
+        seconds.reduce,
+        count,
+        starts=starts,
+        ends=ends,
+        silent=silent_last_backwards(plan) & (stage == 0),
+        in_front=in_front,
+    ) + visible_gathering(
+        seconds.gather,
+        count,
+        starts=timeline.start[first, stage, 0],
+        ends=timeline.end[first, stage, 0],
+        in_front=in_front,
     )
 
 
