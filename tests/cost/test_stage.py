@@ -225,6 +225,7 @@ def test_a_bucket_costs_its_bytes_and_the_latency() -> None:
     assert one.gather == 2 * 20 * 3 / 4 / 2.0 + 2 * 6
     assert num_buckets(1000.0, 0) == num_buckets(1000.0, 4000) == 1
     assert num_buckets(1000.0, 3999) == 2
+    assert num_buckets(1e6, 1) == 64
 
 
 @pytest.mark.parametrize("seed", range(40))

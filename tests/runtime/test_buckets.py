@@ -293,6 +293,7 @@ def test_buckets_cut_the_buffers_into_equal_parts(num_shards: int, bucket_bytes:
     )
     sizes = [bucket.stop - bucket.start for bucket in flat.buckets]
     assert [bucket.start for bucket in flat.buckets] == np.cumsum([0, *sizes[:-1]]).tolist()
+    assert len(sizes) <= 64
     assert sum(sizes) == len(flat.values) == len(flat.gradients)
     assert len(flat.values) - flat.entries[-1].stop < num_shards * ALIGNMENT + ALIGNMENT
     owned = [place for rank in range(num_shards) for place in flat.shards(rank)]

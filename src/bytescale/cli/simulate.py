@@ -26,7 +26,7 @@ from bytescale.cli.devices import Devices, devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
 from bytescale.cost.memory import Checkpointing
 from bytescale.plan import Plan
@@ -40,7 +40,9 @@ from bytescale.simulator.trace import save_trace
 class SimulateOptions:
     """Simulate one step: bytescale simulate [CONFIG.toml] --cluster.num-gpus 16384 --cluster.tp 8 [options]."""
 
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: ClusterConfig = field(
+        default_factory=lambda: ClusterConfig(gradient_bucket_mib=TrainerConfig().gradient_bucket_mib)
+    )
     """Devices and layout."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""

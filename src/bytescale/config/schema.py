@@ -213,9 +213,10 @@ class TrainerConfig:
     head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata={"auto": AUTO_HEAD_GROUPS})
     """Groups of heads that attention takes one after the other, with checkpointing: less memory, the same results up to
     rounding; must divide a rank's key/value heads. `auto` (or 0): the fewest with which the capacity fits."""
-    gradient_bucket_mib: float = 4.0
-    """MiB of gradients that HDP ranks reduce at once, while they compute; parameters are gathered in the same parts. 0:
-    everything once, between two steps. Results differ only by the order of sums, checkpoints not at all."""
+    gradient_bucket_mib: float = 1.0
+    """MiB of gradients, at least, that HDP ranks reduce at once while they compute (of large models 1/64); parameters
+    are gathered in the same parts. 0: everything once, between two steps. Results differ only by the order of sums,
+    checkpoints not at all."""
     run_dir: str = ""
     """Folder of this run; empty: runs/<config name>-<date>-<time>."""
     resume: bool = False

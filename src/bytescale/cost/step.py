@@ -24,6 +24,8 @@ from bytescale.cost.split import stage_chunks
 
 FloatArray = NDArray[np.float64]
 
+MOST_BUCKETS = 64
+"""More would make the visible end of the sync hardly shorter, but every bucket has the latency of two collectives."""
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 PARAMETER_BYTES = 2  # updated parameters are gathered in bf16
 
@@ -74,8 +76,10 @@ def bucket_seconds(
 
 
 def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
-    """Into which a device's gradients are cut; ``bucket_bytes`` 0: one."""
-    return max(1, math.ceil(GRADIENT_BYTES * parameters_per_device / bucket_bytes)) if bucket_bytes else 1
+    """Into which a device's gradients are cut, if none is smaller than ``bucket_bytes``; 0: there is one."""
+    if not bucket_bytes:
+        return 1
+    return min(MOST_BUCKETS, max(1, math.ceil(GRADIENT_BYTES * parameters_per_device / bucket_bytes)))
 
 
 def embedding_share(profile: Profile, parameters_per_device: float, *, stage: int) -> float:

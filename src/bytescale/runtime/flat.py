@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
+from bytescale.cost.step import MOST_BUCKETS
 
 ALIGNMENT = 64
 
@@ -101,7 +102,7 @@ class FlatParameters:
             named_parameters: in the order in which a forward needs them.
             num_shards: ranks that share the buffers out.
             cuts: which part of the whole parameter each of them is, by name; without: they are whole.
-            bucket_bytes: gradients in one bucket; 0: there is a single bucket.
+            bucket_bytes: gradients in one bucket, at least; 0: there is a single bucket.
             late: names of parameters whose gradients are finished only after the last backward, beside norms and
                 replicated parameters.
         """
@@ -193,7 +194,8 @@ def _buckets(num_elements: int, num_shards: int, bucket_elements: int) -> list[B
     """Equal buckets up to the end of the buffer, the first with what remains; all parts multiples of the alignment."""
     quantum = num_shards * ALIGNMENT
     padded = -(-num_elements // quantum) * quantum
-    size = max(bucket_elements // quantum, 1) * quantum if bucket_elements and num_shards > 1 else padded
+    wanted = max(bucket_elements, -(-padded // MOST_BUCKETS))
+    size = -(-wanted // quantum) * quantum if bucket_elements and num_shards > 1 else padded
     bounds = [0, *range(padded % size or size, padded + 1, size)]
     return [Bucket(start, stop, num_shards) for start, stop in pairwise(bounds)]
 
