@@ -234,24 +234,29 @@ def test_visible_sync_against_bucket_by_bucket(seed: int) -> None:
     random = np.random.default_rng(seed)
     num_ranks, count = int(random.integers(1, 5)), int(random.integers(1, 30))
     in_front, seconds = float(random.choice([0.0, 0.1, 0.45, 1.0])), float(random.uniform(0.01, 3.0))
+    before = float(random.choice([0.0, 0.3, 0.75])) * (1 - in_front)
     starts = random.uniform(0, 5, num_ranks)
     ends = starts + random.uniform(0, 10, num_ranks)
     silent = random.random(num_ranks) < 0.6
+    times = {"starts": starts, "ends": ends}
+
+    def between(share: float, low: float, high: float) -> float:
+        return 0.0 if share <= low else 1.0 if share >= high else (share - low) / (high - low)
 
     done = 0.0
     for bucket in range(1, count + 1):
-        finished = 1.0 if bucket == count or in_front == 1.0 else min(1.0, bucket / count / (1 - in_front))
+        finished = 1.0 if bucket == count else between(bucket / count, before, 1 - in_front)
         there = [s + finished * (e - s) if quiet else e for s, e, quiet in zip(starts, ends, silent, strict=True)]
         done = max(done, *there) + seconds
-    times = {"starts": starts, "ends": ends}
-    reduction = visible_reduction(seconds, count, silent=silent, in_front=in_front, **times)
+    reduction = visible_reduction(seconds, count, silent=silent, before=before, in_front=in_front, **times)
     assert reduction == pytest.approx(done - ends.max())
     assert seconds <= reduction + 1e-9 <= count * seconds + 2e-9
 
     waits = [0.0]
+    last = in_front + (1 - in_front) * float(random.choice([0.25, 1.0]))
     for start, end in zip(starts, ends, strict=True):
         for bucket in range(count):
-            progress = 0.0 if in_front == 1.0 else min(max((bucket / count - in_front) / (1 - in_front), 0.0), 1.0)
-            waits.append((bucket + 1) * seconds - start - progress * (end - start))
-    gathering = visible_gathering(seconds, count, in_front=in_front, **times)
+            if bucket / count < last:
+                waits.append((bucket + 1) * seconds - start - between(bucket / count, in_front, last) * (end - start))
+    gathering = visible_gathering(seconds, count, first=in_front, last=last, **times)
     assert gathering == pytest.approx(max(waits))

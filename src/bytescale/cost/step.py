@@ -90,7 +90,14 @@ def embedding_share(profile: Profile, parameters_per_device: float, *, stage: in
 
 
 def visible_reduction(
-    seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, silent: NDArray[np.bool_], in_front: float
+    seconds: float,
+    count: int,
+    *,
+    starts: FloatArray,
+    ends: FloatArray,
+    silent: NDArray[np.bool_],
+    before: float = 0.0,
+    in_front: float = 0.0,
 ) -> float:
     """Seconds by which ``count`` reductions, one after the other, outlast the last rank's last backward.
 
@@ -99,32 +106,43 @@ def visible_reduction(
         count: buckets, K.
         starts, ends: ``[R]`` of each rank's last backward, 0 for a rank without one.
         silent: ``[R]`` whether the rank may reduce during it.
-        in_front: share of the parameters whose gradients are finished at the end of backward.
+        before: share of the parameters whose gradients are finished before it: of other chunks of an interleaved stage.
+        in_front: share of the parameters whose gradients are finished at its end.
     """
     # Each bucket is followed by those behind it. What has to be maximal is linear between these buckets.
-    turn = math.floor(count * (1.0 - in_front))
+    turns = (math.floor(count * before), math.floor(count * (1.0 - in_front)))
     done = 0.0
-    for bucket in {1, max(1, turn), min(turn + 1, count), count}:
+    for bucket in {1, *(min(max(turn + more, 1), count) for turn in turns for more in (0, 1)), count}:
         # The last bucket holds what is finished at the step's end.
-        progress = 1.0 if bucket == count else min(1.0, bucket / count / max(1.0 - in_front, 1e-9))
+        progress = 1.0 if bucket == count else _share(bucket / count, before, 1.0 - in_front)
         there = np.where(silent, starts + progress * (ends - starts), ends)
         done = max(done, float(there.max()) + (count - bucket + 1) * seconds)
     return done - float(ends.max())
 
 
-def visible_gathering(seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, in_front: float) -> float:
-    """Seconds that the rank which waits longest waits for ``count`` gathers, which begin at 0.
+def visible_gathering(
+    seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, first: float, last: float = 1.0
+) -> float:
+    """Seconds that some rank waits in its first forward, at most, for ``count`` gathers that begin at 0, one by one.
 
     Args:
         seconds: of one gather.
         count: buckets, K.
-        starts, ends: ``[N]`` of the first forward of each rank that has one.
-        in_front: share of the parameters that forward needs at once.
+        starts, ends: ``[N]`` of the first forward of each rank that has one, through a chunk of layers.
+        first, last: shares of the parameters that lie before the chunk's layers, and before their end. What lies before
+            them is needed at the start.
     """
     if not len(starts):
         return 0.0
-    turn = math.floor(count * in_front)
-    bucket = np.array([0, min(turn, count - 1), min(turn + 1, count - 1), count - 1])  # linear between these
-    progress = np.clip((bucket / count - in_front) / max(1.0 - in_front, 1e-9), 0.0, 1.0)
+    turns = (math.floor(count * first), math.ceil(count * last) - 1)
+    bucket = np.clip([0, turns[0], turns[0] + 1, turns[1]], 0, max(turns[1], 0))  # linear between these
+    progress = np.array([_share(share, first, last) for share in bucket / count])
     needed = starts[:, None] + progress * (ends - starts)[:, None]
     return max(0.0, float(((bucket + 1) * seconds - needed).max()))
+
+
+def _share(share: float, low: float, high: float) -> float:
+    """Where ``share`` lies between ``low`` and ``high``: 0 before, 1 behind."""
+    if share <= low:
+        return 0.0
+    return min(1.0, (share - low) / (high - low)) if high > low else 1.0

@@ -193,20 +193,28 @@ def _visible_sync(
     starts, ends = np.zeros((2, events.num_ranks))
     starts[some], ends[some] = (times[last, stage, 1] for times in (timeline.start, timeline.end))
     in_front = embedding_share(profile, parameters, stage=stage)
-    return visible_reduction(
+    of_chunk = (1.0 - in_front) / cluster.virtual_stages  # the head's weights lie in the last chunk
+    reduction = visible_reduction(
         seconds.reduce,
         count,
         starts=starts,
         ends=ends,
         silent=silent_last_backwards(plan) & (stage == 0),
-        in_front=in_front,
-    ) + visible_gathering(
-        seconds.gather,
-        count,
-        starts=timeline.start[first, stage, 0],
-        ends=timeline.end[first, stage, 0],
+        before=(cluster.virtual_stages - 1) * of_chunk,
         in_front=in_front,
     )
+    gathering = max(
+        visible_gathering(
+            seconds.gather,
+            count,
+            starts=timeline.start[first, chunk * cluster.pp + stage, 0],
+            ends=timeline.end[first, chunk * cluster.pp + stage, 0],
+            first=in_front + chunk * of_chunk,
+            last=in_front + (chunk + 1) * of_chunk,
+        )
+        for chunk in range(cluster.virtual_stages)
+    )
+    return reduction + gathering
 
 
 def _parameters(profile: Profile, cluster: ClusterConfig, stage: int) -> float:
