@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-rest test-all lint setup clean
+.PHONY: train test test-rest test-all lint setup check-cuda clean
 
 train: setup  ## train a small Llama on Python's standard library, on 4 ranks
 	$(BIN)/bytescale train stdlib-tiny
@@ -32,6 +32,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard,wandb,ray,hf]'
 	@touch $@
+
+check-cuda:  ## GPU code against CUDA builds of torch, without a GPU: 6 GB of downloads the first time, then some minutes
+	$(PYTHON) tests/cuda/run.py
 
 clean:  ## remove the environment and caches, keep runs
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

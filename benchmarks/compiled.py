@@ -1,0 +1,117 @@
+"""What ``trainer.compile`` gains: a layer's forward and backward, plain and compiled, side by side in one run.
+
+    python benchmarks/compiled.py [--device cuda] [--dtype bf16]
+
+Attention is a no-op (it is the same in both), so that matrix products and what lies between them remain. Plain and
+compiled take turns at every length, so that a burst of other load falls on both; medians of the turns, and the ratio of
+medians. The first call of each compiled function, which compiles it, is timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.attention.compiled import CompiledMerges, RowCompiler
+from bytescale.attention.kernels import MathKernel, merge_rows
+from bytescale.config import PRESETS, Architecture
+from bytescale.models import build_model
+from bytescale.models.compiled import apply_compiled
+from bytescale.models.rope import rope_rotation
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1000, 4096])
+    parser.add_argument("--turns", type=int, default=9)
+    options = parser.parse_args()
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    shape = replace(PRESETS[options.preset], num_layers=2, vocab_size=64, tie_embeddings=True)
+    print(f"{options.preset}'s layers, hidden {shape.hidden_size}, {device}, {options.dtype}, {options.turns} turns")
+    variants = {name: layer_of(shape, device, dtype, name == "compiled") for name in ("plain", "compiled")}
+    started = time.perf_counter()
+    steps(variants["compiled"], shape, device, dtype, options.tokens[0])()
+    print(f"first forward and backward, which compiles: {time.perf_counter() - started:.1f} s")
+    print("| tokens | plain ms | compiled ms | compiled / plain |")
+    print("|---|---|---|---|")
+    for tokens in options.tokens:
+        works = {name: steps(layer, shape, device, dtype, tokens) for name, layer in variants.items()}
+        row(f"layer, {tokens}", works, options.turns, device)
+    for tokens in options.tokens:
+        row(f"merge, {tokens}", merges(shape, device, dtype, tokens), options.turns, device)
+
+
+def layer_of(shape: Architecture, device: torch.device, dtype: torch.dtype, compiled: bool) -> nn.Module:
+    model = build_model(shape)
+    model.initialise(0)
+    model = model.to(device=device, dtype=dtype)
+    if compiled:
+        apply_compiled(model, RowCompiler(), chunked=False)
+    return model.layers[0]
+
+
+def steps(
+    layer: nn.Module, shape: Architecture, device: torch.device, dtype: torch.dtype, tokens: int
+) -> Callable[[], None]:
+    """Forward and backward of one layer; gradients of weights are added to ones that exist."""
+    hidden = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(hidden)
+    rotation = rope_rotation(torch.arange(tokens, device=device), shape, dtype)
+
+    def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+    def step() -> None:
+        hidden.grad = None
+        layer(hidden, rotation, no_attention).backward(gradient)
+
+    return step
+
+
+def merges(shape: Architecture, device: torch.device, dtype: torch.dtype, tokens: int) -> dict[str, Callable[[], None]]:
+    """Merging a ring's partial result into the running one."""
+    size = (tokens, shape.num_heads, shape.head_dim)
+    out, lse = torch.randn(size, device=device), torch.randn(size[:2], device=device)
+    part_out, part_lse = torch.randn(size, device=device, dtype=dtype), torch.randn(size[:2], device=device)
+    kernel = CompiledMerges(MathKernel(), RowCompiler())
+    rows = slice(0, tokens)
+    kernel.merge_rows(out, lse, rows, part_out, part_lse)
+    return {
+        "plain": lambda: merge_rows(out, lse, rows, part_out, part_lse),
+        "compiled": lambda: kernel.merge_rows(out, lse, rows, part_out, part_lse),
+    }
+
+
+def row(name: str, works: dict[str, Callable[[], None]], turns: int, device: torch.device) -> None:
+    """Time both in turns and print their medians."""
+    seconds: dict[str, list[float]] = {variant: [] for variant in works}
+    for turn in range(turns + 1):
+        for variant, work in works.items():
+            synchronise(device)
+            started = time.perf_counter()
+            work()
+            synchronise(device)
+            if turn:  # the first warms up
+                seconds[variant].append(time.perf_counter() - started)
+    plain, compiled = (statistics.median(seconds[variant]) * 1e3 for variant in ("plain", "compiled"))
+    print(f"| {name} | {plain:.2f} | {compiled:.2f} | {compiled / plain:.2f} |", flush=True)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
