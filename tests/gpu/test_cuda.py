@@ -12,6 +12,7 @@ from benchmarks import gpu
 
 from bytescale.attention import PackedAttention
 from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
+from bytescale.attention.flash import FASTEST_FIRST, FlashImplementation, Heads, active, why_not
 from bytescale.attention.kernels import CudaFlashKernel, MathKernel
 from bytescale.config import PRESETS
 from bytescale.models.head_groups import apply_head_groups
@@ -79,6 +80,21 @@ def assert_peak(device: gpu.Device, tokens: int, checkpointing: str, head_groups
     step = gpu.Step(device, shape, [tokens], checkpointing, head_groups=head_groups)
     estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
     assert estimate == pytest.approx(device.figures(step, 1)["peak_gib"] * gpu.GIB, rel=0.1)
+
+
+@pytest.mark.parametrize("implementation", FASTEST_FIRST, ids=lambda implementation: implementation.name)
+def test_newer_flash_attention_where_it_is_installed(implementation: FlashImplementation) -> None:
+    """All kinds of blocks as FlashAttention 2's, and no more memory than is estimated."""
+    device, heads = torch.device("cuda"), Heads(HEADS, KV_HEADS, WIDTH)
+    major, _ = torch.cuda.get_device_capability(device)
+    reason = why_not(implementation, major, device, torch.bfloat16, heads)
+    if reason is not None:
+        assert "is installed" not in reason, f"{implementation.name} {reason}"
+        pytest.skip(f"{implementation.name} {reason}")
+    with active(implementation):
+        for case in range(len(block_sets())):
+            test_flash_blocks_equal_the_slow_kernel(case)
+        assert_peak(gpu.Device("cuda"), 65536, "full", 1)
 
 
 @pytest.mark.parametrize("num_groups", [2, 4])

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bytescale.attention import select_kernel
+from bytescale.attention.compiled import CompiledMerges, RowCompiler
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture, PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.split import split_layers
 from bytescale.models import build_model
+from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import Plan, RankPlan
@@ -87,11 +89,18 @@ def mesh_step(
     checkpointing: str = "none",
     offload: bool = False,
     head_groups: int = 1,
+    compiler: RowCompiler | None = None,
 ) -> StepOutcome:
-    """One step on a mesh of threads; gradients put together from all parts."""
+    """One step on a mesh of threads; gradients put together from all parts. ``compiler``: of pointwise parts."""
 
     def one_rank(mesh: Mesh):
         models, cuts = parts_of(mesh, shape, dtype, num_chunks)
+        kernel = select_kernel("auto", torch.device("cpu"), dtype)
+        if compiler is not None:
+            kernel = CompiledMerges(kernel, compiler)
+            for model in models:
+                chunked = checkpointing != "none" and bool(row_wise_parts(model, mesh.tp.size))
+                apply_compiled(model, compiler, chunked=chunked and mesh.tp.size == 1)
         for layer in (layer for model in models for layer in model.layers):
             apply_head_groups(layer.self_attn, head_groups)
         flat = FlatParameters([item for model in models for item in model.named_parameters()], 1, cuts)
@@ -116,7 +125,7 @@ def mesh_step(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
-            kernel=select_kernel("auto", torch.device("cpu"), dtype),
+            kernel=kernel,
             mesh=mesh,
         )
         sum_replicas(flat, mesh.tp)

@@ -1,5 +1,7 @@
 """Block attention on one device: CPU flash, CUDA flash, and the same written out in matrix products.
 
+Which implementation CUDA flash runs is decided in ``flash``.
+
 A kernel computes every block of a ``BlockSet`` and returns, for the query rows of all blocks in order, the attention
 output and the log-sum-exp (LSE) of the scores, from which partial results can be merged exactly. Its backward takes the
 output and LSE *of the whole softmax*: given those, the gradient of each block is exact on its own.
@@ -36,6 +38,8 @@ class AttentionKernel(Protocol):
 
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """The kernel for a device and dtype. ``name``: ``auto`` and ``flash`` take the flash kernel, ``math`` the twin.
+
+    On a GPU the flash kernel runs whichever implementation is active (``flash.open_attention``).
 
     Raises ``ConfigError`` where flash attention does not exist, rather than falling back to something slower.
     """
@@ -108,7 +112,7 @@ class CpuFlashKernel:
 
 
 class CudaFlashKernel:
-    """ATen's CUDA flash attention on packed rows (FA2; FA3 or FA4 if ``activate_flash_attention_impl`` chose it).
+    """ATen's CUDA flash attention on packed rows: FlashAttention 2, or the implementation that ``flash`` has activated.
 
     All blocks go in one launch, delimited by ``cu_seqlens``. bf16 and fp16 only.
     """
@@ -196,7 +200,10 @@ class MathKernel:
 
 def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
     """``total[rows] += part``, in ``total``'s dtype, for rows that do not repeat."""
-    total[rows] = total[rows] + part.to(total.dtype)
+    if isinstance(rows, slice):
+        total[rows].add_(part)  # one pass, which converts as it adds
+    else:
+        total[rows] = total[rows] + part.to(total.dtype)
 
 
 def merge_rows(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
+from bytescale.attention.compiled import CompiledMerges
 from bytescale.attention.exchange import Exchange, Transfer
 from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype, merge_rows
 from bytescale.plan import MicroBatch, SharedGroup
@@ -64,6 +65,7 @@ class PackedAttention:
     ) -> None:
         shared = micro_batch.shared
         self.kernel = kernel
+        self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
         self.memory = memory
         self.num_tokens = micro_batch.num_tokens
         self.num_shared_tokens = micro_batch.num_shared_tokens
@@ -187,7 +189,7 @@ def _ring_forward(
         blocks = ring.blocks[ring.source(step)]
         if blocks:
             part_out, part_lse = attention.kernel.forward(q[:shared], held[:, 0], held[:, 1], blocks, scale)
-            merge_rows(running_out, running_lse, blocks.query_rows(q.device), part_out, part_lse)
+            attention.merge_rows(running_out, running_lse, blocks.query_rows(q.device), part_out, part_lse)
 
     out[:shared] = running_out.to(out.dtype)
     return out, lse

@@ -94,13 +94,16 @@ def profile_command(options: ProfileOptions) -> int:
     """All ranks measure together, the first one writes the files."""
     import torch
 
+    from bytescale.train.kernels import open_kernels
     from bytescale.train.ranks import open_ranks
 
     config = Config(
+        model=options.model,
         parallel=ParallelConfig(ranks=options.ranks),
         trainer=TrainerConfig(device=options.device, dtype=options.dtype),
     )
-    with open_ranks(config) as ranks:
+    # The flash implementation that training will take is the one that is measured.
+    with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.smallest):
         profile = _measure(options, ranks)
         if ranks.is_first:
             _write(options, profile, torch.get_num_threads())

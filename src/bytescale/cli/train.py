@@ -14,6 +14,7 @@ import tyro
 
 from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.versions import require_torch
 from bytescale.config import Config, ModelConfig, config_to_toml, load_config, validate
 
 
@@ -44,6 +45,7 @@ class TrainOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
+    require_torch()
     options = read_options(arguments)
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())

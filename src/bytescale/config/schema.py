@@ -205,8 +205,12 @@ class TrainerConfig:
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU for every rank of this node."""
-    attention: Literal["auto", "flash", "math"] = "auto"
-    """auto: flash kernels; math: the slow reference written out in matrix products."""
+    attention: Literal["auto", "flash", "fa3", "fa4", "math"] = "auto"
+    """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
+    or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
+    compile: bool = False
+    """Compile with torch.compile what is pointwise between matrix products: norms, rotation, SwiGLU, residuals, merging
+    in rings. Takes a minute at the first start; needs a C++ compiler on the CPU, Triton and a C compiler on a GPU."""
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Activations computed again in backward: all (full), all but attention's (attention: O(s) to keep, O(s^2) to
     compute), or nothing."""

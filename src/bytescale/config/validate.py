@@ -55,6 +55,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                 fix='use a divisor of the ranks, or planner.name = "balanced", which needs none',
             )
         )
+    _check_attention(config.trainer)
     _check_head_groups(config.trainer, architecture, parallel.tp)
     if config.trainer.resume and not config.trainer.run_dir:
         raise ConfigError(
@@ -131,6 +132,21 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
                 fix="use a smaller degree",
             )
         )
+
+
+def _check_attention(trainer: TrainerConfig) -> None:
+    """The newer flash implementations are for GPUs and half precision."""
+    if trainer.attention not in ("fa3", "fa4"):
+        return
+    for name, value, good in (("device", trainer.device, "cuda"), ("dtype", trainer.dtype, "bf16")):
+        if value not in ("auto", good):
+            raise ConfigError(
+                problem(
+                    f'trainer.attention = "{trainer.attention}" with trainer.{name} = "{value}"',
+                    so="there is no such attention",
+                    fix=f'set trainer.{name} = "{good}", or trainer.attention = "auto"',
+                )
+            )
 
 
 def _check_head_groups(trainer: TrainerConfig, shape: Architecture, tp: int) -> None:

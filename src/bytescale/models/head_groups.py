@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytescale.models.llama import Attention
-from bytescale.models.rope import Rotation, rotate, rotate_back
+from bytescale.models.rope import Rotate, Rotation, rotate_back
 
 
 class HeadwiseAttention(Protocol):
@@ -59,7 +59,7 @@ def apply_head_groups(module: Attention, num_groups: int) -> None:
 
     def forward(hidden: Tensor, rotation: Rotation, attention: HeadwiseAttention) -> Tensor:
         weights = [layer.weight for layer in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)]
-        result: Tensor = _HeadGroups.apply(hidden, *weights, *rotation, attention, module.head_dim, num_groups)
+        result: Tensor = _HeadGroups.apply(hidden, *weights, *rotation, attention, module, num_groups)
         return result
 
     module.forward = forward  # type: ignore[assignment]
@@ -82,11 +82,13 @@ class _Projections:
     v: Tensor
     o: Tensor
     rotation: Rotation
+    rotate: Rotate
 
     @staticmethod
-    def of(weights: Sequence[Tensor], rotation: Rotation, head_dim: int) -> _Projections:
-        q, k, v = (weight.detach().unflatten(0, (-1, head_dim)) for weight in weights[:3])
-        return _Projections(q, k, v, weights[3].detach().unflatten(1, (-1, head_dim)), rotation)
+    def of(weights: Sequence[Tensor], rotation: Rotation, module: Attention) -> _Projections:
+        q, k, v = (weight.detach().unflatten(0, (-1, module.head_dim)) for weight in weights[:3])
+        o = weights[3].detach().unflatten(1, (-1, module.head_dim))
+        return _Projections(q, k, v, o, rotation, module.rotate)
 
     def groups(self, num_groups: int) -> Iterator[_Group]:
         wide, narrow = len(self.q) // num_groups, len(self.k) // num_groups
@@ -96,7 +98,7 @@ class _Projections:
     def forward(self, hidden: Tensor, group: _Group) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden [T, C]`` -> the group's ``q [T, h, D]``, ``k, v [T, g, D]``."""
         q, k = _heads(hidden, self.q[group.queries]), _heads(hidden, self.k[group.keys])
-        q, k = (rotate(heads, self.rotation, torch.empty_like(heads)) for heads in (q, k))
+        q, k = (self.rotate(heads, self.rotation, torch.empty_like(heads)) for heads in (q, k))
         return q, k, _heads(hidden, self.v[group.keys])
 
     def backward(
@@ -106,8 +108,8 @@ class _Projections:
         counts = [heads.shape[1] for heads in gradients]
         together = gradients[0].new_empty(len(hidden), sum(counts), gradients[0].shape[2])
         d_q, d_k, d_v = together.split(counts, dim=1)
-        rotate_back(gradients[0], self.rotation, d_q)
-        rotate_back(gradients[1], self.rotation, d_k)
+        rotate_back(gradients[0], self.rotation, d_q, self.rotate)
+        rotate_back(gradients[1], self.rotation, d_k, self.rotate)
         d_v.copy_(gradients[2])
         # One product for all three: the sum in d_hidden is rounded once a group.
         weights = torch.cat([self.q[group.queries], self.k[group.keys], self.v[group.keys]])
@@ -127,19 +129,19 @@ class _HeadGroups(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         attention: HeadwiseAttention,
-        head_dim: int,
+        module: Attention,
         num_groups: int,
     ) -> Tensor:
-        projections = _Projections.of((q, k, v, o), (cos, sin), head_dim)
+        projections = _Projections.of((q, k, v, o), (cos, sin), module)
         out, lse = attention.remembered(lambda: _attend(hidden, projections, attention, num_groups))
-        ctx.attention, ctx.head_dim, ctx.num_groups = attention, head_dim, num_groups
+        ctx.attention, ctx.module, ctx.num_groups = attention, module, num_groups
         ctx.save_for_backward(hidden, q, k, v, o, cos, sin, out, lse)
         return F.linear(out.flatten(1), o)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, cos, sin, out, lse = ctx.saved_tensors
-        projections = _Projections.of(weights, (cos, sin), ctx.head_dim)
+        projections = _Projections.of(weights, (cos, sin), ctx.module)
         (d_result,) = gradients
         d_o = d_result.T @ out.flatten(1)
         d_hidden = torch.zeros_like(hidden)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture
 from bytescale.models.initial_values import initial_values
-from bytescale.models.rope import Rotation, apply_rope, rope_rotation
+from bytescale.models.rope import Rotate, Rotation, apply_rope, rope_rotation, rotate
 
 AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]``"""
+SwiGLU = Callable[[Tensor, Tensor], Tensor]
+"""``(gate, up) -> silu(gate) * up``, all of one shape and dtype."""
 
 
 class Llama(nn.Module):
@@ -120,10 +122,11 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around attention, ``[T, C] -> [T, C]``."""
+    """The projections around attention, ``[T, C] -> [T, C]``. ``rotate`` may be replaced by a faster function."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
+        self.rotate: Rotate = rotate
         self.head_dim = shape.head_dim
         query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
@@ -136,18 +139,24 @@ class Attention(nn.Module):
             projection(hidden).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out = attention(apply_rope(q, rotation), apply_rope(k, rotation), v)
+        out = attention(apply_rope(q, rotation, self.rotate), apply_rope(k, rotation, self.rotate), v)
         return self.o_proj(out.flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, ``[T, C] -> [T, F] -> [T, C]``."""
+    """SwiGLU, ``[T, C] -> [T, F] -> [T, C]``. ``swiglu`` may be replaced by a faster function."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
+        self.swiglu: SwiGLU = swiglu
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.down_proj(self.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, both of one shape and dtype."""
+    return F.silu(gate) * up

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from bytescale.config import Architecture
 from bytescale.models.balance import BalanceSums, count_tokens
+from bytescale.models.llama import SwiGLU, swiglu
 
-ExpertProducts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``(rows [R, C] sorted by expert, rows_per_expert [E], gate, up, down) -> [R, C]``"""
+ExpertProducts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, SwiGLU], Tensor]
+"""``(rows [R, C] sorted by expert, rows_per_expert [E], gate, up, down, swiglu) -> [R, C]``"""
 
 
 class MixtureOfExperts(nn.Module):
@@ -55,10 +56,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU blocks side by side: gate and up ``[E, F, C]``, down ``[E, C, F]``."""
+    """SwiGLU blocks side by side: gate and up ``[E, F, C]``, down ``[E, C, F]``. ``swiglu`` may be replaced."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
+        self.swiglu: SwiGLU = swiglu
         wide = (shape.num_experts, shape.ffn_hidden_size, shape.hidden_size)
         self.gate_proj = nn.Parameter(torch.empty(wide))
         self.up_proj = nn.Parameter(torch.empty(wide))
@@ -76,9 +78,8 @@ class Experts(nn.Module):
         rows_per_expert = count_tokens(chosen, len(self.gate_proj))
         rows = hidden[:, None].expand(-1, num_chosen, -1).reshape(num_tokens * num_chosen, hidden.shape[1])
         products = expert_products(hidden.dtype)
-        rows = products(
-            _Permute.apply(rows, order, place), rows_per_expert, self.gate_proj, self.up_proj, self.down_proj
-        )
+        rows = _Permute.apply(rows, order, place)
+        rows = products(rows, rows_per_expert, self.gate_proj, self.up_proj, self.down_proj, self.swiglu)
         rows = _Permute.apply(rows, place, order).view(num_tokens, num_chosen, hidden.shape[1])
         return (rows * weights[..., None]).sum(1).to(hidden.dtype)
 
@@ -95,17 +96,21 @@ def expert_products(dtype: torch.dtype) -> ExpertProducts:
     return looped_products if dtype == torch.float64 else grouped_products
 
 
-def grouped_products(rows: Tensor, rows_per_expert: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def grouped_products(
+    rows: Tensor, rows_per_expert: Tensor, gate: Tensor, up: Tensor, down: Tensor, swiglu: SwiGLU = swiglu
+) -> Tensor:
     """All experts in one grouped matrix product per projection."""
     stops = rows_per_expert.cumsum(0).to(torch.int32)
-    inner = F.silu(_grouped(rows, gate, stops)) * _grouped(rows, up, stops)
+    inner = swiglu(_grouped(rows, gate, stops), _grouped(rows, up, stops))
     return _grouped(inner, down, stops)
 
 
-def looped_products(rows: Tensor, rows_per_expert: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def looped_products(
+    rows: Tensor, rows_per_expert: Tensor, gate: Tensor, up: Tensor, down: Tensor, swiglu: SwiGLU = swiglu
+) -> Tensor:
     """The slow twin: one expert after another."""
     parts = [
-        F.linear(F.silu(F.linear(own, gate[expert])) * F.linear(own, up[expert]), down[expert])
+        F.linear(swiglu(F.linear(own, gate[expert]), F.linear(own, up[expert])), down[expert])
         for expert, own in enumerate(rows.split(rows_per_expert.tolist()))
     ]
     return torch.cat(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from bytescale.config import Architecture
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of every token's angles, ``[T, 1, D / 2]``."""
+Rotate = Callable[[Tensor, Rotation, Tensor], Tensor]
+"""``(heads [T, H, D], rotation, out [T, H, D]) -> out``, outside of autograd: see ``rotate``."""
 ROWS_AT_A_TIME = 2**15
 
 
@@ -43,14 +46,8 @@ def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype)
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs ``(x[i], x[i + D/2])`` of ``heads [T, H, D]`` (Hugging Face's pairing)."""
-    rotated: Tensor = _Rotate.apply(heads, *rotation)
-    return rotated
-
-
 def rotate(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
-    """The same outside of autograd, into ``out [T, H, D]``; some rows at a time, since it takes copies in fp32."""
+    """Rotate ``heads [T, H, D]`` into ``out``, outside of autograd; fp32 copies are made of some rows at a time."""
     cos, sin = rotation
     pieces = (tensor.split(ROWS_AT_A_TIME) for tensor in (heads, cos, sin, out))
     for piece, piece_cos, piece_sin, place in zip(*pieces, strict=True):
@@ -61,18 +58,26 @@ def rotate(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
     return out
 
 
-def rotate_back(gradient: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
-    """From the gradient of rotated heads that of the heads: the rotation by opposite angles."""
+def rotate_back(gradient: Tensor, rotation: Rotation, out: Tensor, by: Rotate = rotate) -> Tensor:
+    """From the gradient of rotated heads that of the heads: the rotation ``by`` opposite angles."""
     cos, sin = rotation
-    return rotate(gradient, (cos, -sin), out)
+    return by(gradient, (cos, -sin), out)
+
+
+def apply_rope(heads: Tensor, rotation: Rotation, by: Rotate = rotate) -> Tensor:
+    """Rotate the pairs ``(x[i], x[i + D/2])`` of ``heads [T, H, D]`` (Hugging Face's pairing)."""
+    rotated: Tensor = _Rotate.apply(heads, *rotation, by)
+    return rotated
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, by: Rotate) -> Tensor:
+        ctx.by = by
         ctx.save_for_backward(cos, sin)
-        return rotate(heads, (cos, sin), torch.empty_like(heads))
+        return by(heads, (cos, sin), torch.empty_like(heads))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return rotate_back(gradients[0], ctx.saved_tensors, torch.empty_like(gradients[0])), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        d_heads = torch.empty_like(gradients[0])
+        return rotate_back(gradients[0], ctx.saved_tensors, d_heads, ctx.by), None, None, None

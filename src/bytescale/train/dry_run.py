@@ -14,6 +14,7 @@ from bytescale.data.mixture import make_sampler
 from bytescale.data.progress import progress_bar
 from bytescale.plan.summary import gist
 from bytescale.train.job import measured_profile, planning_cost, verified_planner
+from bytescale.train.kernels import open_kernels
 from bytescale.train.memory import memory_budget
 from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.run_log import describe_corpus
@@ -24,14 +25,16 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
 
     Raises what ``train`` would raise before its first step.
     """
+    device = choose_device(config.trainer.device, 0, 1)
+    dtype = choose_dtype(config.trainer.dtype, device)
+    with open_kernels(config, device, dtype) as kernels:
+        kernel_lines = kernels.lines()
     with progress_bar() as progress:
         corpus = prepare_corpus(config.data, progress, text_later=True)
         batch = make_sampler(corpus.index, config.data).next_batch()
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
     check_mesh(config.parallel, architecture, config.parallel.ranks)
-    device = choose_device(config.trainer.device, 0, 1)
-    dtype = choose_dtype(config.trainer.dtype, device)
     ranks = config.parallel.ranks
     profile = measured_profile(config, architecture, device, dtype)
     warn_of_bad_fits(profile)
@@ -40,7 +43,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)
     print_line(f"model   {format_si(flops.total_parameters(architecture))} parameters on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")
-    for line in memory.lines():
+    for line in (*kernel_lines, *memory.lines()):
         print_line(line)
     print_line(f"plan    {gist(plan)}")
     print_line(f"run     {config.trainer.steps} steps into {config.trainer.run_dir} (dry run: nothing was started)")

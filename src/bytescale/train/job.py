@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from bytescale.attention import AttentionKernel, select_kernel
+from bytescale.attention import AttentionKernel
 from bytescale.config import Architecture, Config, resolve_architecture
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, load_profile
@@ -26,6 +26,7 @@ from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, ShardedAdamW
 from bytescale.train.checkpoint import Checkpointer, RunState
 from bytescale.train.initial_weights import load_initial_weights
+from bytescale.train.kernels import Kernels
 from bytescale.train.memory import MemoryBudget, memory_budget
 from bytescale.train.own_model import build_own_model
 from bytescale.train.peak import device_name, known_peak
@@ -47,11 +48,16 @@ class Job:
     """What this rank has of the model: one part, or several interleaved ones."""
     parameters: FlatParameters
     optimizer: ShardedAdamW
-    kernel: AttentionKernel
+    kernels: Kernels
     memory: MemoryBudget
     planner: Planner
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """What attention is computed by."""
+        return self.kernels.attention
 
     def open_loader(self) -> Loader:
         """This rank's view of the batches from where the feed stands."""
@@ -81,8 +87,8 @@ class Job:
         )
 
 
-def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Job:
-    """Build the parts in the order in which they depend on each other; the data is there already."""
+def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:
+    """Build the parts in the order in which they depend on each other; kernels and data are there already."""
     # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
     check_vocabulary(feed.facts, architecture.vocab_size)
@@ -117,8 +123,10 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         dtype=ranks.dtype,
         num_ranks=ranks.world.size,
         profile=profile,
-        smallest=lambda own: [min(column) for column in zip(*ranks.world.share(own), strict=True)],
+        smallest=ranks.smallest,
     )
+    for chunk in model.chunks:
+        kernels.apply(chunk, checkpointing=config.trainer.checkpointing, tp_size=mesh.tp.size)
     for layer in (layer for chunk in model.chunks for layer in chunk.layers):
         apply_head_groups(layer.self_attn, memory.model.head_groups)
     pool = memory.host_pool(ranks.device)
@@ -144,7 +152,7 @@ def build_job(config: Config, ranks: Ranks, feed: Feed, stop: StopRequest) -> Jo
         parts=parts,
         parameters=model.parameters,
         optimizer=optimizer,
-        kernel=select_kernel(config.trainer.attention, ranks.device, ranks.dtype),
+        kernels=kernels,
         memory=memory,
         planner=verified_planner(config, memory, cost, mesh.hdp.size),
         peak_flops_per_second=peak,

@@ -49,6 +49,10 @@ class Ranks:
         """The ranks with the same weights as this one."""
         return self.mesh.hdp
 
+    def smallest(self, own: Sequence[float]) -> list[float]:
+        """Of each of these numbers the smallest that any rank has; every rank calls it, with as many."""
+        return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
+
     @property
     def is_first(self) -> bool:
         """Whether this rank prints and keeps the run folder."""

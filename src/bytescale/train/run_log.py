@@ -102,7 +102,7 @@ class RunLog:
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
             f"{format_count(job.config.data.context_length)}{_peak(job)}"
         )
-        for line in job.memory.lines():
+        for line in (*job.kernels.lines(), *job.memory.lines()):
             self.say(line)
         self.say(f"plan    {data.summary.gist}")
         self._screen.progress(data.step, self.config.trainer.steps)

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from bytescale.common.versions import require_torch
 from bytescale.config import Config, validate
 from bytescale.train.checkpoint import Checkpointer
 from bytescale.train.feed import open_feed
 from bytescale.train.job import Job, build_job
+from bytescale.train.kernels import open_kernels
 from bytescale.train.ranks import open_ranks, ranks_of_torchrun
 from bytescale.train.run_folder import RunFolder
 from bytescale.train.run_log import RunLog
@@ -30,17 +32,19 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
         RankFailure: another rank is gone or disagrees; the last checkpoint is whole.
         NonFiniteError: loss or gradients are no numbers; weights and the last checkpoint are as before the step.
     """
+    require_torch()
     validate(config, num_ranks=ranks_of_torchrun())
     run = RunFolder(Path(config.trainer.run_dir))
     resume = config.trainer.resume or restarted_by_torchrun()
     screen = screen_of_stdout() if print_line is None else PlainScreen(print_line)
     with (
         open_ranks(config) as ranks,
+        open_kernels(config, ranks.device, ranks.dtype, ranks.smallest) as kernels,
         RunLog(run, config, screen if ranks.is_first else None) as log,
         open_feed(config, ranks, log.say) as feed,
         stop or StopRequest() as stop,
     ):
-        job = build_job(config, ranks, feed, stop)
+        job = build_job(config, ranks, kernels, feed, stop)
         log.open(resume=resume)
         checkpoints = Checkpointer(run.checkpoints, ranks, config.checkpoint)
         if resume:

@@ -1,0 +1,111 @@
+"""``torch.compile`` for functions whose tensors have one row per token, of which every micro-batch has another number.
+
+What is compiled are plain functions without autograd: each is called from the forward or the backward of an
+``autograd.Function`` that saves by itself what it needs. So attention, messages, hooks of tensor parallelism,
+checkpointing and offloading stay outside of every graph, and see what they see without compilation.
+
+One graph serves every length: the first dimension is a symbol to the compiler. Lengths 0 and 1, which it treats apart,
+run the function as it is written; that is the slow twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bytescale.attention.blocks import BlockSet, Rows
+from bytescale.attention.kernels import AttentionKernel, merge_rows
+from bytescale.common.errors import ConfigError, problem
+
+Function = Callable[..., Any]
+Backend = Literal["inductor"] | Callable[..., Any]
+
+_FIRST_COMPILED = 2
+
+
+class RowCompiler:
+    """Compiles functions of row tensors, and calls them so that one graph serves all lengths."""
+
+    def __init__(self, backend: Backend = "inductor") -> None:
+        """``backend``: of ``torch.compile``; tests count what another one is given."""
+        # "deterministic" keeps the compiler from timing variants on the device: their sums differ in the last bits, and
+        # ranks would disagree about which is fastest.
+        self._options: dict[str, Any] = {"backend": backend}
+        if backend == "inductor":
+            self._options["options"] = {"deterministic": True}
+
+    def compile(self, function: Function) -> Function:
+        """``function`` of tensors and numbers, compiled at its first call for each dtype and width.
+
+        Tensors with as many rows as the first are row tensors. Outputs and tensors written to are the function's own
+        business; autograd sees nothing. The compiler's errors are raised as they are, none is hidden by a fallback.
+        """
+        compiled = torch.compile(function, fullgraph=True, dynamic=False, **self._options)
+
+        def call(*arguments: Any) -> Any:
+            rows = arguments[0].shape[0]
+            plain = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
+            with torch.no_grad():
+                if rows < _FIRST_COMPILED:
+                    return function(*plain)
+                for argument in plain:
+                    if isinstance(argument, Tensor) and argument.dim() > 1 and argument.shape[0] == rows:
+                        torch._dynamo.mark_dynamic(argument, 0)
+                return compiled(*plain)
+
+        return call
+
+    def check(self, device: torch.device) -> None:
+        """Compile and run a line of code. Raises ``ConfigError`` where that is impossible."""
+        needed = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler (g++)"
+        try:
+            self.compile(_twice)(torch.ones(_FIRST_COMPILED, 8, device=device))
+        except Exception as failure:  # whatever the compiler, its subprocess or the loader raises
+            inner = getattr(failure, "inner_exception", failure)  # torch.compile wraps what its backend raises
+            cause = f"{type(inner).__name__}: {next(filter(str.strip, str(inner).splitlines()), '').strip()}"
+            raise ConfigError(
+                problem(
+                    f"trainer.compile is on, but torch.compile fails here ({cause})",
+                    so="nothing could be compiled",
+                    fix=f"install {needed}, or leave trainer.compile out",
+                )
+            ) from failure
+
+
+class CompiledMerges:
+    """An attention kernel whose partial results are merged by one compiled function: see ``kernels.merge_rows``."""
+
+    def __init__(self, kernel: AttentionKernel, compiler: RowCompiler) -> None:
+        self.kernel = kernel
+        self._merge = compiler.compile(_merge)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        """The kernel's own."""
+        return self.kernel.forward(q, k, v, blocks, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The kernel's own."""
+        return self.kernel.backward(dout, q, k, v, out, lse, blocks, scale)
+
+    def merge_rows(self, out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
+        """As ``kernels.merge_rows``."""
+        # CUDA's kernels give LSE as a transposed [H, T]: strides that change with every length, to each of which the
+        # compiler would give a graph of its own. A contiguous copy costs 1 / D of what the outputs do.
+        picked_out, picked_lse = out[rows], lse[rows].contiguous()
+        self._merge(picked_out, picked_lse, part_out, part_lse.contiguous())
+        if not isinstance(rows, slice):
+            out[rows] = picked_out
+        lse[rows] = picked_lse
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    merge_rows(out, lse, slice(None), part_out, part_lse)
+
+
+def _twice(rows: Tensor) -> Tensor:
+    return rows + rows

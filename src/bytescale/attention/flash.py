@@ -1,0 +1,251 @@
+"""Which of the flash implementations that PyTorch knows runs attention on a GPU: its own, FlashAttention 3, or 4.
+
+PyTorch ships FlashAttention 2. Two newer ones come as packages of their own, and PyTorch keeps a registry of them
+(``torch.nn.attention.activate_flash_attention_impl``): the one that is active takes the place of PyTorch's own behind
+the same operators, for the whole process. Hence ``CudaFlashKernel`` is the same for all of them.
+
+A package that can be imported may still not work: flash-attn-4 4.0.0b36 returns five values where torch 2.11 to 2.13
+unpack two, and says so only when the first batch runs. Therefore an implementation counts as usable after a trial, a
+forward and a backward of two short sequences with the model's heads, compared with the slow twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    list_flash_attention_impls,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+
+from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.attention.kernels import AttentionKernel, CudaFlashKernel, MathKernel, select_kernel
+from bytescale.common.errors import ConfigError, problem
+
+TRIAL_LENGTHS = (70, 26)
+"""Two sequences, neither of which fills the kernels' tiles."""
+TRIAL_ERROR = 0.03
+"""Largest relative error, in 2-norms, of a trial's result against the slow twin's. BF16 keeps 8 bits, which puts a
+right kernel within 0.01; one that masks or scales wrongly is off by 0.1 and more."""
+
+
+@dataclass(frozen=True)
+class FlashImplementation:
+    """One of PyTorch's registry, besides its own."""
+
+    name: str
+    """As ``trainer.attention`` says it."""
+    registered: str
+    """As PyTorch's registry says it."""
+    module: str
+    """What its package installs."""
+    capabilities: tuple[int, ...]
+    """Major compute capabilities of the GPUs that PyTorch lets it run on."""
+    install: str
+    """How to get it."""
+
+
+FA3 = FlashImplementation(
+    name="fa3",
+    registered="FA3",
+    module="flash_attn_interface",
+    capabilities=(9,),
+    install="install FlashAttention 3 (python setup.py install in hopper/ of its repository)",
+)
+FA4 = FlashImplementation(
+    name="fa4",
+    registered="FA4",
+    module="flash_attn.cute",
+    capabilities=(9, 10),
+    install="pip install --pre flash-attn-4",
+)
+FASTEST_FIRST = (FA3, FA4)
+"""On Hopper FlashAttention 3 is ahead of 4, which was written for Blackwell, where 3 does not run."""
+_OUR_FA4 = "FA4 (bytescale)"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one rank's attention: H query heads, G key/value heads, of width D."""
+
+    queries: int
+    keys: int
+    width: int
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The kernel of a run, and how it came to be chosen, for the run's log."""
+
+    kernel: AttentionKernel
+    name: str
+    """``fa3``, ``fa4``, ``flash`` (PyTorch's own) or ``math``."""
+    passed_over: tuple[str, ...] = ()
+    """Why each faster implementation is not used, a sentence each; only ``auto`` passes over any."""
+
+
+@contextmanager
+def open_attention(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: Heads,
+    everywhere: Callable[[Sequence[float]], Sequence[float]] = list,
+) -> Iterator[AttentionChoice]:
+    """Activate what ``trainer.attention`` = ``name`` asks for, for the time of the block.
+
+    Args:
+        heads: of this rank, for the trial.
+        everywhere: takes this rank's numbers and returns the smallest of any rank, so that all ranks run the same
+            implementation and all of them refuse one that a single rank has not. Called once for each that is tried.
+
+    Raises ``ConfigError`` where the implementation that is asked for cannot run on every rank.
+    """
+    wanted = {implementation.name: implementation for implementation in FASTEST_FIRST}
+    if device.type != "cuda" or (name != "auto" and name not in wanted):
+        if name in wanted:
+            raise ConfigError(_not_usable(wanted[name], "needs a GPU, and this run is on the CPU"))
+        yield AttentionChoice(select_kernel(name, device, dtype), _plain_name(name))
+        return
+    kernel = select_kernel("flash", device, dtype)  # refuses fp32
+    candidates = FASTEST_FIRST if name == "auto" else (wanted[name],)
+    major, _ = torch.cuda.get_device_capability(device)
+    with chosen_implementation(candidates, major, device, dtype, heads, everywhere) as (chosen, reasons):
+        if chosen is None and name != "auto":
+            raise ConfigError(_not_usable(wanted[name], reasons[0]))
+        used = "flash" if chosen is None else chosen.name
+        passed = [f"{other.name} {reason}" for other, reason in zip(candidates, reasons, strict=False)]
+        yield AttentionChoice(kernel, used, tuple(passed))
+
+
+@contextmanager
+def chosen_implementation(
+    candidates: Sequence[FlashImplementation],
+    major: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: Heads,
+    everywhere: Callable[[Sequence[float]], Sequence[float]] = list,
+) -> Iterator[tuple[FlashImplementation | None, list[str]]]:
+    """Activate the first candidate that works on every rank; also why those before it do not.
+
+    ``major``: the major compute capability of ``device``.
+    """
+    passed: list[str] = []
+    for candidate in candidates:
+        reason = why_not(candidate, major, device, dtype, heads)
+        (works,) = everywhere([float(reason is None)])
+        if works:
+            with active(candidate):
+                yield candidate, passed
+            return
+        passed.append(reason or "does not work on every rank: the log of another one says why")
+    yield None, passed
+
+
+def why_not(
+    implementation: FlashImplementation, major: int, device: torch.device, dtype: torch.dtype, heads: Heads
+) -> str | None:
+    """Why an implementation cannot be used here, as the end of a sentence about it; None: it can."""
+    if implementation.registered not in list_flash_attention_impls():
+        return f"is unknown to torch {torch.__version__}"
+    if major not in implementation.capabilities:
+        needed = " or ".join(f"{capability}.x" for capability in implementation.capabilities)
+        return f"needs a GPU of compute capability {needed}, and this one has {major}.x"
+    package, _, inner = implementation.module.partition(".")
+    if find_spec(package) is None or (inner and find_spec(implementation.module) is None):
+        return f"is not installed (no module {implementation.module})"
+    try:
+        with active(implementation):
+            error = trial_error(CudaFlashKernel(), device, dtype, heads)
+    except Exception as failure:  # anything that a package of others may raise
+        first_line = (str(failure).splitlines() or [""])[0]
+        return f"is installed but fails ({type(failure).__name__}: {first_line})"
+    if not error <= TRIAL_ERROR:
+        return f"is installed but computes something else (relative error {error:.2g} in a trial)"
+    return None
+
+
+@contextmanager
+def active(implementation: FlashImplementation) -> Iterator[None]:
+    """PyTorch's flash operators run this implementation for the time of the block."""
+    if implementation is FA4:
+        register_flash_attention_impl(_OUR_FA4, register_fn=_register_fa4)
+        activate_flash_attention_impl(_OUR_FA4)
+    else:
+        activate_flash_attention_impl(implementation.registered)
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
+
+
+def trial_error(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: Heads) -> float:
+    """Largest relative error (2-norms) of a kernel's output, LSE and gradients against the slow twin in fp32.
+
+    Of causal triangles, and of a rectangle with more keys than queries: what a ring computes.
+    """
+    total = sum(TRIAL_LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(count: int) -> torch.Tensor:
+        numbers = torch.randn(total, count, heads.width, generator=generator)
+        return numbers.to(dtype)
+
+    tensors = [rows(heads.queries), rows(heads.keys), rows(heads.keys), rows(heads.queries)]  # q, k, v, dout
+    here = [tensor.to(device) for tensor in tensors]
+    wide = [tensor.float() for tensor in tensors]
+    scale = heads.width**-0.5
+    first = TRIAL_LENGTHS[0]
+    rectangle = BlockSet.of(np.array([[0, first // 2]]), np.array([[0, first]]), causal=False)
+    worst = 0.0
+    for blocks in (causal_triangles(TRIAL_LENGTHS), rectangle):
+        expected = _forward_and_backward(MathKernel(), wide, blocks, scale, None)
+        ours = _forward_and_backward(kernel, here, blocks, scale, expected[:2])
+        for got, wanted in zip(ours, expected, strict=True):
+            worst = max(worst, float((got.cpu().float() - wanted).norm() / wanted.norm()))
+    return worst
+
+
+def _forward_and_backward(
+    kernel: AttentionKernel,
+    tensors: Sequence[torch.Tensor],
+    blocks: BlockSet,
+    scale: float,
+    whole: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """``out, lse, dq, dk, dv``; backward is given ``out, lse`` of ``whole``, or of its own forward."""
+    q, k, v, dout = tensors
+    out, lse = kernel.forward(q, k, v, blocks, scale)
+    given_out, given_lse = (out, lse) if whole is None else (whole[0].to(out), whole[1].to(lse))
+    full_out, full_lse = torch.zeros_like(q), lse.new_zeros(q.shape[:2])
+    picked = blocks.query_rows(q.device)
+    full_out[picked], full_lse[picked] = given_out, given_lse
+    return [out, lse, *kernel.backward(dout, q, k, v, full_out, full_lse, blocks, scale)]
+
+
+def _register_fa4() -> Any:
+    """Put FlashAttention 4 behind PyTorch's operators, by way of a module that returns what they unpack."""
+    from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+    return register_flash_attention_fa4("bytescale.attention.flash_4")
+
+
+def _plain_name(name: str) -> str:
+    return "math" if name == "math" else "flash"
+
+
+def _not_usable(implementation: FlashImplementation, reason: str) -> str:
+    return problem(
+        f'trainer.attention = "{implementation.name}", but it {reason}',
+        so="the run would stop at its first attention",
+        fix=f'{implementation.install}, or set trainer.attention = "auto", which takes the fastest that is there',
+    )

@@ -1,0 +1,71 @@
+"""Which kernels a run computes with: the implementation of attention, and whether pointwise parts are compiled.
+
+Chosen and tried before any data is read: what is not there is refused while nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from bytescale.attention import AttentionKernel
+from bytescale.attention.compiled import CompiledMerges, RowCompiler
+from bytescale.attention.flash import AttentionChoice, Heads, open_attention
+from bytescale.config import Architecture, Config, resolve_architecture
+from bytescale.models import Llama
+from bytescale.models.compiled import apply_compiled
+from bytescale.models.tensor_parallel import row_wise_parts
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What ``open_kernels`` has chosen."""
+
+    choice: AttentionChoice
+    attention: AttentionKernel
+    """The choice's kernel, with compiled merges where those are asked for."""
+    compiler: RowCompiler | None
+    """What compiles pointwise parts; None: nothing is compiled."""
+
+    def lines(self) -> list[str]:
+        """For people: what runs, and why nothing faster does."""
+        parts = "compiled" if self.compiler is not None else "not compiled"
+        first = f"kernels attention {self.choice.name}; pointwise parts {parts}"
+        return [first, *(f"        {reason}" for reason in self.choice.passed_over)]
+
+    def apply(self, model: Llama, *, checkpointing: str, tp_size: int) -> None:
+        """Put them on a model, or a part of one, before groups of heads, checkpointing and offloading are."""
+        if self.compiler is not None:
+            chunked = checkpointing != "none" and tp_size == 1 and bool(row_wise_parts(model, tp_size))
+            apply_compiled(model, self.compiler, chunked=chunked)
+
+
+@contextmanager
+def open_kernels(
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
+) -> Iterator[Kernels]:
+    """The kernels of ``config``'s run, for the time of the block: PyTorch has one flash implementation a process.
+
+    ``smallest``: takes this rank's numbers and returns the smallest of any rank.
+
+    Raises ``ConfigError`` where something that is asked for is not there.
+    """
+    trainer = config.trainer
+    compiler = RowCompiler() if trainer.compile else None
+    if compiler is not None:
+        compiler.check(device)
+    heads = _heads(resolve_architecture(config.model), config.parallel.tp)
+    with open_attention(trainer.attention, device, dtype, heads, smallest) as choice:
+        kernel = choice.kernel if compiler is None else CompiledMerges(choice.kernel, compiler)
+        yield Kernels(choice, kernel, compiler)
+
+
+def _heads(shape: Architecture, tp: int) -> Heads:
+    """Of one rank."""
+    return Heads(max(1, shape.num_heads // tp), max(1, shape.num_kv_heads // tp), shape.head_dim)
