@@ -178,21 +178,26 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(shape: MeshShape, step: Callable[[Mesh], object], *, interleaved: bool = False) -> list[list[Event]]:
+def record(
+    shape: MeshShape, step: Callable[[Mesh], object], *, interleaved: bool = False, overlapped: bool = False
+) -> list[list[Event]]:
     """What every rank's host does in ``step(mesh)``, in the order of world ranks.
 
     The meshes' exchanges are batched, as on CUDA.
     """
-    return [_record_rank(rank, shape, step, interleaved) for rank in range(shape.size)]
+    return [_record_rank(rank, shape, step, interleaved, overlapped) for rank in range(shape.size)]
 
 
-def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], interleaved: bool) -> list[Event]:
+def _record_rank(
+    rank: int, shape: MeshShape, step: Callable[[Mesh], object], interleaved: bool, overlapped: bool
+) -> list[Event]:
     log = Log(rank)
 
     def make_group(name: str, ranks: Sequence[int]) -> RecordedGroup:
         return RecordedGroup(log, name, ranks)
 
-    mesh = Mesh.of(RankGroup(make_group("world", range(shape.size))), shape, make_group, interleaved=interleaved)
+    world = RankGroup(make_group("world", range(shape.size)))
+    mesh = Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped)
     for group in [mesh.world, mesh.hdp, mesh.tp, *mesh.pipeline_groups()]:
         if group.group is not None:
             group.exchange = Exchange(group.group, group.rank, batched=True, name=group.name)

@@ -11,7 +11,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Mesh, ModelPart, ShardedAdamW, run_rank_plan
+from bytescale.runtime import Chunk, Mesh, ModelPart, ShardedAdamW, run_rank_plan
 from bytescale.runtime.activations import Activations
 from bytescale.train.own_model import build_own_model
 from tests.helpers.steps import random_batch, slice_batch, small_shape
@@ -31,17 +31,24 @@ def training_step(
     num_chunks: int = 1,
     checkpointing: str = "none",
     head_groups: int = 1,
+    bucket_bytes: int = 0,
 ) -> Callable[[Mesh], None]:
-    """What one rank does in one step, all its collectives included."""
+    """What one rank does in one step, all its collectives included.
+
+    ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
+    gathered during the second one's forwards.
+    """
     batch = random_batch(plan.lengths.tolist(), architecture.vocab_size, 0, masked_share=0.0)
 
     def step(mesh: Mesh) -> None:
         mesh.connect()
-        own = build_own_model(architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0)
+        own = build_own_model(
+            architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes
+        )
         optimizer = ShardedAdamW(own.parameters, OptimizerConfig(), mesh, own.tied_head)
+        if bucket_bytes:
+            optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in own.chunks])
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
-        mesh.world.agree("the plan", rank_plan.digest)
-        own.parameters.zero_gradients()
         parts = []
         for chunk in own.chunks:
             for layer in chunk.layers:
@@ -54,17 +61,22 @@ def training_step(
                 chunk_rows=8,
             )
             parts.append(ModelPart(model=chunk, activations=activations))
-        run_rank_plan(
-            parts,
-            rank_plan,
-            [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
-            num_global_targets=batch.num_targets,
-            kernel=ZeroKernel(),
-            mesh=mesh,
-        )
-        norm = optimizer.reduce_gradients()
-        mesh.world.share([norm])
-        optimizer.update(1e-3, 1.0)
+        for _ in range(2 if bucket_bytes else 1):
+            mesh.world.agree("the plan", rank_plan.digest)
+            optimizer.begin_step(rank_plan)
+            run_rank_plan(
+                parts,
+                rank_plan,
+                [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
+                num_global_targets=batch.num_targets,
+                kernel=ZeroKernel(),
+                mesh=mesh,
+                after_last_message=optimizer.after_last_message,
+            )
+            norm = optimizer.reduce_gradients()
+            mesh.world.share([norm])
+            optimizer.update(1e-3, 1.0)
+        optimizer.wait_for_parameters()
 
     return step
 

@@ -17,6 +17,7 @@ from bytescale.attention import Exchange
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import Mesh, MeshShape
@@ -48,12 +49,15 @@ def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, num_chunks: in
 
 
 def recorded(plan: Plan, mesh: MeshShape, *, num_chunks: int = 1, **options: object) -> list[list[Event]]:
-    """All ranks' programs of a step over two layers a part (one where there are chunks)."""
+    """All ranks' programs of a step over two layers a part (one where there are chunks).
+
+    ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
+    """
     layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
-    own = {key: options.pop(key) for key in ("checkpointing", "head_groups") if key in options}
+    own = {key: options.pop(key) for key in ("checkpointing", "head_groups", "bucket_bytes") if key in options}
     architecture = tiny(layers, **options)
     step = training_step(plan, architecture, num_chunks=num_chunks, **own)  # type: ignore[arg-type]
-    return record(mesh, step, interleaved=num_chunks > 1)
+    return record(mesh, step, interleaved=num_chunks > 1, overlapped="bucket_bytes" in own)
 
 
 def assert_finishes(programs: list[list[Event]]) -> None:
@@ -208,6 +212,45 @@ def test_a_collective_that_one_rank_leaves_out_is_caught() -> None:
     programs[1] = programs[1][:last]
     with pytest.raises(Mismatch, match="different numbers of collectives"):
         Replay(programs, STREAMS_ONLY)
+
+
+@examples(4, 60, phases=NO_SHRINKING)
+@given(
+    planner=st.sampled_from(["naive", "adaptive", "random"]),
+    mesh=st.sampled_from(
+        [
+            *(MeshShape(hdp=2), MeshShape(hdp=3), MeshShape(hdp=5), MeshShape(hdp=2, tp=2), MeshShape(hdp=2, tp=4)),
+            *(MeshShape(pp=2, hdp=2), MeshShape(pp=3, hdp=2), MeshShape(pp=2, hdp=2, tp=2)),
+        ]
+    ),
+    num_chunks=st.sampled_from([1, 2]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10),
+    tied=st.booleans(),
+    experts=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_reductions_during_backward_finish_under_nccls_rules(
+    planner: str, mesh: MeshShape, num_chunks: int, lengths: list[int], tied: bool, experts: bool, seed: int
+) -> None:
+    """Two steps: gradients in buckets on a communicator of their own, parameters gathered during forwards."""
+    chunks = num_chunks if mesh.pp > 1 else 1
+    plan = plan_of("random" if chunks > 1 else planner, lengths, mesh, num_chunks=chunks, seed=seed)
+    family = (
+        {"num_experts": 4, "experts_per_token": 2, "router_aux_loss_weight": 0.5} if experts and mesh.tp == 1 else {}
+    )
+    assert_finishes(recorded(plan, mesh, num_chunks=chunks, bucket_bytes=1, tie_embeddings=tied, **family))
+
+
+def test_a_reduction_before_the_last_message_is_caught() -> None:
+    """Rank 0 would reduce amid a ring; rank 1 comes to its reductions only behind the ring."""
+    programs = {}
+    for silent in (last_backward_is_silent, lambda rank_plan, stage: rank_plan.rank == 0):
+        with patch("bytescale.runtime.buckets.last_backward_is_silent", silent):
+            programs[silent] = recorded(uneven([1, 1], [9]), MeshShape(hdp=2), bucket_bytes=1)
+    right, wrong = programs.values()
+    assert_finishes(right)
+    assert not Replay(wrong, STREAMS_ONLY).run()
+    assert Replay(wrong, Rules(device_waits=True)).run()
 
 
 def test_first_uses_that_wait_in_a_circle_are_caught() -> None:

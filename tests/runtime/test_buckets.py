@@ -302,6 +302,8 @@ def test_buckets_cut_the_buffers_into_equal_parts(num_shards: int, bucket_bytes:
     if bucket_bytes == 0:
         assert len(sizes) == 1
     else:
+        if bucket_bytes == 1 and num_shards in (2, 3):
+            assert len(sizes) > 20
         assert all(size == sizes[-1] for size in sizes[1:])
         assert sizes[0] <= sizes[-1]
 

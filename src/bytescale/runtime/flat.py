@@ -127,7 +127,7 @@ class FlatParameters:
 
         (dtype,) = dtypes
         device, wide = parameters[0][1].device, _master_dtype(dtype)
-        self.buckets = _buckets(stop, num_shards, bucket_bytes // wide.itemsize)
+        self.buckets = _buckets(stop, num_shards, -(-bucket_bytes // wide.itemsize))
         padded = self.buckets[-1].stop
         self.values = torch.zeros(padded, dtype=dtype, device=device)
         self.gradients = torch.zeros(padded, dtype=wide, device=device)
