@@ -19,9 +19,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bytescale.runtime import MeshShape
 from tests.nccl.replay import ALL_RULES, EVERYTHING, Mismatch, Replay
 from tests.nccl.test_nccl import plan_of, recorded
+
+from bytescale.runtime import MeshShape
 
 KINDS = ("HDP alone", "pipeline", "interleaved pipeline", "tensor parallel", "pipeline and tensor parallel")
 PLANNERS = ("static", "naive", "paper", "adaptive", "random")
