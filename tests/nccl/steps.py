@@ -74,7 +74,8 @@ def training_step(
                 after_last_message=optimizer.after_last_message,
             )
             norm = optimizer.reduce_gradients()
-            mesh.world.share([norm])
+            mesh.world.sum_of([norm])
+            mesh.world.max_of([norm])
             optimizer.update(1e-3, 1.0)
         optimizer.wait_for_parameters()
 

@@ -9,13 +9,13 @@ for a lone isend, so there both directions go through one ``batch_isend_irecv``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
+from bytescale.attention.clock import Clock, HostClock
 from bytescale.common.errors import RankFailure, problem
 
 
@@ -30,31 +30,42 @@ class Transfer:
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream (CUDA) until both directions are done."""
-        started = time.perf_counter()
-        for work in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.exchange.lost(self.peers, error) from error
-        self.exchange.wait_seconds += time.perf_counter() - started
+        with self.exchange.clock.span():
+            for work in self.works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self.exchange.lost(self.peers, error) from error
         self.works, self.buffers = (), ()
 
 
 class Exchange:
-    """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read."""
+    """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read.
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, *, batched: bool = False, name: str = "HDP") -> None:
+    Attributes:
+        clock: of waiting for messages.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        *,
+        batched: bool = False,
+        name: str = "HDP",
+        clock: Clock | None = None,
+    ) -> None:
         """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``.
 
         ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs. ``name``: of the
-        group, for messages.
+        group, for messages. ``clock``: the host's, unless it is given.
         """
         self.group = group
         self.rank = rank
         self.name = name
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.wait_seconds = 0.0
+        self.clock = HostClock() if clock is None else clock
         self._batched = batched
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:

@@ -9,7 +9,6 @@ backward.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.attention import Exchange
+from bytescale.attention.clock import make_clock
 from bytescale.common.errors import RankFailure, problem
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 knows only those.
@@ -51,8 +51,10 @@ class RankGroup:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.device = device or torch.device("cpu")
-        self.exchange = Exchange(group, self.rank, batched=self.device.type == "cuda", name=name)
-        self.collective_seconds = 0.0
+        self.clock = make_clock(self.device)  # of collectives; messages have their own
+        self.exchange = Exchange(
+            group, self.rank, batched=self.device.type == "cuda", name=name, clock=make_clock(self.device)
+        )
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [size * n, ...]`` over ranks; returns this rank's ``[n, ...]`` part."""
@@ -103,6 +105,31 @@ class RankGroup:
         self.timed(lambda: _all_gather(rows, own, group=self.group))
         return rows.view(self.size, -1).tolist()
 
+    def sum_of(self, values: list[float]) -> list[float]:
+        """Sums of ``values`` (fp64, equally many on each rank) over ranks: the same bits on every rank."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max_of(self, values: list[float]) -> list[float]:
+        """The largest of ``values`` (fp64, equally many on each rank) over ranks, one by one."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def gather_on_first(self, values: list[float]) -> list[list[float]]:
+        """Every rank's ``values`` (fp64, equally many on each) in rank order on the first rank, nothing on others."""
+        if self.group is None:
+            return [values]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        table = own.new_empty(self.size, len(values)) if self.rank == 0 else None
+        rows = None if table is None else list(table.unbind())
+        self.timed(lambda: dist.gather(own, rows, group=self.group, group_dst=0))
+        return [] if table is None else table.tolist()
+
+    def _reduced(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.group is None:
+            return values
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self.timed(lambda: dist.all_reduce(numbers, op=operation, group=self.group))
+        return numbers.tolist()
+
     def agree(self, what: str, value: int) -> None:
         """Raise ``RankFailure`` on every rank unless all of them hold the same ``value`` (63 bits)."""
         if self.group is None:
@@ -121,12 +148,11 @@ class RankGroup:
 
     def timed(self, collective: Callable[[], object]) -> None:
         """Run a collective or wait for one: counts the seconds, and raises ``RankFailure`` when a rank is gone."""
-        started = time.perf_counter()
         try:
-            collective()
+            with self.clock.span():
+                collective()
         except RuntimeError as error:
             raise self._lost(error) from error
-        self.collective_seconds += time.perf_counter() - started
 
     def _start(self, collective: Callable[[], dist.Work | None]) -> PendingCollective:
         try:

@@ -35,8 +35,8 @@ class StepMetrics:
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
     data_wait_seconds: float  # slowest rank's wait for its loader
     planning_seconds: float  # of the slowest rank, or of the planner actor: off the critical path
-    data_bytes_read: list[int]  # of the corpus, per rank
-    data_bytes_received: list[int]  # from planner and servers, per rank; 0 under the local loader
+    data_bytes_read: list[int]  # of the corpus, per rank; on the first rank alone
+    data_bytes_received: list[int]  # likewise, from planner and servers; 0 under the local loader
     data_steps_ready: int  # steps that waited in the loader of the rank that had fewest
     data_steps_planned: int  # plans that the planner actor held ahead
     data_restarts: int  # of servers and planner since the run was started or resumed

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-
+from bytescale.attention.clock import Clock, make_clock
 from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
 from bytescale.data import StepData
-from bytescale.data.loader import LoaderTimes
-from bytescale.runtime import Mesh, StepResult, run_rank_plan
+from bytescale.runtime import Mesh, run_rank_plan
 from bytescale.train.checkpoint import Checkpointer
 from bytescale.train.job import Job
 from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
+from bytescale.train.report import Report, Sums
 from bytescale.train.schedule import learning_rate
 
 
@@ -33,37 +31,40 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
 
     # 2. Forward and backward of this rank's micro-batches; ranks wait only for members of a slice group
     # and, in a pipeline, for the stage before or after.
-    waited, sent, started = seconds_waited(mesh), exchange.bytes_sent, watch.elapsed()
-    job.optimizer.begin_step(data.rank_plan)
-    sums = run_rank_plan(
-        job.parts,
-        data.rank_plan,
-        data.micro_batches,
-        num_global_targets=num_targets,
-        kernel=job.kernel,
-        mesh=mesh,
-        z_loss=config.optimizer.z_loss,
-        after_last_message=job.optimizer.after_last_message,
-    )
-    busy_seconds = watch.elapsed() - started - (seconds_waited(mesh) - waited)
+    run_clock, wait_clocks, sent = make_clock(job.ranks.device), clocks_of(mesh), exchange.bytes_sent
+    for clock in wait_clocks:
+        clock.take()
+    with run_clock.span():
+        job.optimizer.begin_step(data.rank_plan)
+        sums = run_rank_plan(
+            job.parts,
+            data.rank_plan,
+            data.micro_batches,
+            num_global_targets=num_targets,
+            kernel=job.kernel,
+            mesh=mesh,
+            z_loss=config.optimizer.z_loss,
+            after_last_message=job.optimizer.after_last_message,
+        )
+    seconds_run, seconds_waited = run_clock.take(), [clock.take() for clock in wait_clocks]
 
     # 3. The gradients' reductions that are left, one exchange of sums: loss, norm, and what each rank's time went to.
-    report = RankReport.of(
-        sums,
+    norm_share = job.optimizer.reduce_gradients()  # the host waits here for its device: clocks may be read
+    own = Sums(
+        loss_sum=sums.loss_sum,
+        num_targets=float(sums.num_targets),
         batch_loss=sums.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
-        norm_share=job.optimizer.reduce_gradients(),
-        busy_seconds=busy_seconds,
-        bytes_sent=exchange.bytes_sent - sent,
-        memory=memory_bytes(job.ranks.device),
-        stop=job.stop.heard,
-        times=data.times,
+        norm_share=norm_share,
+        busy_seconds=seconds_run() - sum(read() for read in seconds_waited),
+        bytes_sent=float(exchange.bytes_sent - sent),
+        stop_heard=float(job.stop.heard),
     )
-    reports = [RankReport(*row) for row in mesh.world.share(list(astuple(report)))]
-    job.stop.agreed = any(other.stop_heard for other in reports)
-    check_targets(step, sum(other.num_targets for other in reports), data)
-    loss = sum(other.loss_sum for other in reports) / num_targets
-    grad_norm = sum(other.norm_share for other in reports) ** 0.5
-    batch_loss = sum(other.batch_loss for other in reports)
+    report = Report.of_rank(own, data.times, memory_bytes=memory_bytes(job.ranks.device)).of_all(mesh.world)
+    job.stop.agreed = report.sums.stop_heard > 0
+    check_targets(step, report.sums.num_targets, data)
+    loss = report.sums.loss_sum / num_targets
+    grad_norm = report.sums.norm_share**0.5
+    batch_loss = report.sums.batch_loss
     check_finite(step, loss + batch_loss, grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its part of the weights, then all gather them, if need be during the next forward.
@@ -75,7 +76,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         job,
         step,
         data,
-        reports,
+        report,
         loss=loss,
         batch_loss=batch_loss,
         grad_norm=grad_norm,
@@ -84,59 +85,17 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     )
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What every rank tells all others once a step; numbers only, since it travels as one row of fp64."""
-
-    loss_sum: float
-    num_targets: float
-    batch_loss: float  # of this rank's stage, on one rank of it
-    norm_share: float  # sum of squares of this rank's slice of the gradient
-    busy_seconds: float  # in forward and backward, less waiting for peers
-    bytes_sent: float  # attention traffic
-    memory_bytes: float
-    stop_heard: float  # 1: this rank was asked to stop
-    data_wait_seconds: float
-    planning_seconds: float
-    data_bytes_read: float
-    data_bytes_received: float
-    data_steps_ready: float
-    data_steps_planned: float
-    data_restarts: float
-
-    @staticmethod
-    def of(
-        sums: StepResult,
-        *,
-        batch_loss: float,
-        norm_share: float,
-        busy_seconds: float,
-        bytes_sent: int,
-        memory: int,
-        stop: bool,
-        times: LoaderTimes,
-    ) -> RankReport:
-        """This rank's report."""
-        numbers = (
-            *(sums.loss_sum, sums.num_targets, batch_loss, norm_share, busy_seconds, bytes_sent, memory, stop),
-            *(times.wait_seconds, times.planning_seconds, times.bytes_read, times.bytes_received),
-            *(times.steps_ready, times.steps_planned, times.restarts),
-        )
-        return RankReport(*map(float, numbers))
-
-
-def seconds_waited(mesh: Mesh) -> float:
-    """So far, for other ranks' messages."""
-    groups = (mesh.hdp, *mesh.pipeline_groups())
-    collectives = mesh.tp.collective_seconds + mesh.gradients.collective_seconds
-    return sum(group.exchange.wait_seconds for group in groups) + collectives
+def clocks_of(mesh: Mesh) -> list[Clock]:
+    """Those that run while this rank waits for others."""
+    groups = {id(group): group for group in (mesh.world, mesh.hdp, mesh.gradients, mesh.tp, *mesh.pipeline_groups())}
+    return [clock for group in groups.values() for clock in (group.clock, group.exchange.clock)]
 
 
 def step_metrics(
     job: Job,
     step: int,
     data: StepData,
-    reports: Sequence[RankReport],
+    report: Report,
     *,
     loss: float,
     batch_loss: float,
@@ -144,13 +103,12 @@ def step_metrics(
     learning_rate: float,
     seconds: float,
 ) -> StepMetrics:
-    """All ranks' reports as one step's metrics."""
-    summary = data.summary
+    """The report of all ranks as one step's metrics."""
+    summary, sums, maxima, num_ranks = data.summary, report.sums, report.maxima, job.ranks.world.size
     model_flops = flops.training_flops(
         job.architecture, num_tokens=summary.num_tokens, sum_of_squares=summary.sum_of_squares
     )
-    busy, peak = [report.busy_seconds for report in reports], job.peak_flops_per_second
-    mean_busy = sum(busy) / len(busy)
+    mean_busy, peak = sums.busy_seconds / num_ranks, job.peak_flops_per_second
     return StepMetrics(
         step=step,
         loss=loss,
@@ -162,18 +120,18 @@ def step_metrics(
         step_seconds=seconds,
         tokens_per_second=summary.num_tokens / seconds,
         model_flops_per_second=model_flops / seconds,
-        mfu=None if peak is None else model_flops / seconds / (len(reports) * peak),
-        memory_bytes=int(max(report.memory_bytes for report in reports)),
-        imbalance=max(busy) / mean_busy,
+        mfu=None if peak is None else model_flops / seconds / (num_ranks * peak),
+        memory_bytes=int(maxima.memory_bytes),
+        imbalance=maxima.busy_seconds / mean_busy,
         waiting_share=max(0.0, 1.0 - mean_busy / seconds),
-        data_wait_seconds=max(report.data_wait_seconds for report in reports),
-        planning_seconds=max(report.planning_seconds for report in reports),
-        data_bytes_read=[int(report.data_bytes_read) for report in reports],
-        data_bytes_received=[int(report.data_bytes_received) for report in reports],
-        data_steps_ready=int(min(report.data_steps_ready for report in reports)),
-        data_steps_planned=int(min(report.data_steps_planned for report in reports)),
-        data_restarts=int(max(report.data_restarts for report in reports)),
-        attention_bytes_sent=int(sum(report.bytes_sent for report in reports)),
+        data_wait_seconds=maxima.data_wait_seconds,
+        planning_seconds=maxima.planning_seconds,
+        data_bytes_read=report.bytes_read,
+        data_bytes_received=report.bytes_received,
+        data_steps_ready=-int(maxima.minus_steps_ready),
+        data_steps_planned=-int(maxima.minus_steps_planned),
+        data_restarts=int(maxima.data_restarts),
+        attention_bytes_sent=int(sums.bytes_sent),
         group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},
     )
 

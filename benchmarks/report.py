@@ -1,0 +1,52 @@
+"""How long does the host take over a step's report, on the first rank and on any other?
+
+    python benchmarks/report.py --ranks 16384
+
+The report is the real one (``train.report``); messages go nowhere (PyTorch's ``fake`` backend), so that what is measured
+is what a rank does with numbers before and after them. Beside it, a table of all ranks' reports on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bytescale.data.loader import LoaderTimes
+from bytescale.runtime import RankGroup
+from bytescale.train.report import Maxima, Report, Sums
+
+
+def median_ms(work: Callable[[], object], rounds: int = 20) -> float:
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=16384)
+    arguments = parser.parse_args()
+    names = Sums.__dataclass_fields__
+    sums = Sums(**dict.fromkeys(names, 1.0))
+    report = Report.of_rank(sums, LoaderTimes(planning_seconds=0.0, reading_seconds=0.0), memory_bytes=1)
+    for rank, name in ((0, "first rank"), (1, "any other")):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=arguments.ranks)
+        world = RankGroup(dist.group.WORLD)
+        row = [1.0] * (len(names) + len(Maxima.__dataclass_fields__))
+        print(
+            f"{name:>10} of {arguments.ranks}: report {median_ms(lambda world=world: report.of_all(world)):8.2f} ms, "
+            f"a table of all reports {median_ms(lambda world=world, row=row: world.share(row)):8.2f} ms"
+        )
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
