@@ -2,8 +2,8 @@
 
     python benchmarks/report.py --ranks 16384
 
-The report is the real one (``train.report``). Messages go nowhere (PyTorch's ``fake`` backend), so that what is measured
-is what a rank does with numbers before and after them. Beside it stands a table of all reports on every rank.
+The report is the real one (``train.report``). Messages go nowhere (PyTorch's ``fake`` backend): what is measured is
+what a rank does with numbers before and after them. Beside it stands a table of all reports on every rank.
 """
 
 from __future__ import annotations
