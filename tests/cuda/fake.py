@@ -1,8 +1,8 @@
 """A GPU that is not there: fake CUDA tensors, which have shapes, dtypes and devices and no memory, and no streams.
 
 Operators run PyTorch's own shape functions, hence a call that the CUDA build would refuse by its schema, dtypes, shapes
-or devices fails here as well. What reads a number from the device (``item()``) fails too; ``nonzero()``, whose result
-has a size that only the device knows, is counted. Autograd's engine asks a GPU for its streams, so that backward goes
+or devices fails here as well. What reads a number from the device (``item()``, ``nonzero()``) fails too.
+Autograd's engine asks a GPU for its streams, so that backward goes
 through the graph in Python, node by node.
 """
 
@@ -59,8 +59,9 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     }
     engine = mock.patch.object(torch.autograd, "backward", backward)
     # Fake memory has no address; the offload tells pieces of memory apart by theirs.
+    on_host = mock.patch.multiple(torch.Tensor, nonzero=nonzero, pin_memory=pin_memory)
     addresses = mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
-    with mock.patch.multiple(torch.cuda, **stand_ins), engine, addresses, FakeTensorMode() as mode:
+    with mock.patch.multiple(torch.cuda, **stand_ins), engine, on_host, addresses, FakeTensorMode() as mode:
         yield mode
 
 
@@ -126,16 +127,16 @@ def _run(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor |
     return [result for result, needed in zip(listed, node.needs_input_grad, strict=True) if needed]
 
 
-@contextmanager
-def counted_nonzero(calls: list[int]) -> Iterator[None]:
-    """``nonzero()`` finds every element; each call, which would make the host wait for the GPU, goes to ``calls``."""
+def nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """``Tensor.nonzero``: of a mask in CPU memory, every element; on the GPU the host would have to wait for it."""
+    assert mask.device.type == "cpu", "nonzero() on the GPU makes the host wait"
+    return torch.arange(len(mask))[:, None]
 
-    def nonzero(mask: torch.Tensor) -> torch.Tensor:
-        calls.append(len(mask))
-        return torch.arange(len(mask), device=mask.device)[:, None]
 
-    with mock.patch.object(torch.Tensor, "nonzero", nonzero):
-        yield
+def pin_memory(host: torch.Tensor) -> torch.Tensor:
+    """``Tensor.pin_memory``: a copy in CPU memory."""
+    assert host.device.type == "cpu", "only CPU memory is pinned"
+    return host.clone()
 
 
 @contextmanager
