@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from bytescale.attention import AttentionKernel, PackedAttention, select_kernel
+from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import PlanError
 from bytescale.config import PRESETS, Architecture
 from bytescale.cost.memory import (
@@ -83,11 +83,13 @@ def measured(
         micro_batch = RankPlan.of(plan, hdp.rank).micro_batches[0]
         data = slice_batch(batch, micro_batch)
         chosen = kernel or select_kernel("auto", torch.device("cpu"), dtype)
-        attention = PackedAttention(micro_batch, chosen, hdp.exchange, activations.attention_memory)
+        buffers = RingBuffers()
+        attention = PackedAttention(micro_batch, chosen, hdp.exchange, activations.attention_memory, buffers)
         activations.begin_step([micro_batch])
         with LiveBytes() as live:
             with activations.forward(0):
                 hidden = model(data.tokens, data.position_ids, attention)
+                buffers.release()
                 saved = live.now
                 loss = linear_cross_entropy(hidden, model.head_weight, data.labels)
                 del hidden

@@ -6,6 +6,6 @@
 from bytescale.attention.exchange import Exchange
 from bytescale.attention.kernels import AttentionKernel, select_kernel
 from bytescale.attention.reference import reference_attention
-from bytescale.attention.ring import PackedAttention
+from bytescale.attention.ring import PackedAttention, RingBuffers
 
-__all__ = ["AttentionKernel", "Exchange", "PackedAttention", "reference_attention", "select_kernel"]
+__all__ = ["AttentionKernel", "Exchange", "PackedAttention", "RingBuffers", "reference_attention", "select_kernel"]

@@ -11,7 +11,13 @@ starts at j + 1, collects every member's share one step behind the keys, and com
 LSE are those of the merged softmax, hence each block's gradient is exact alone.
 
 Bytes that one member sends per layer, with K/V slices of ``n_j`` rows and ``b`` bytes a row (K and V together):
-forward ``b * (sum of n_j, j != next member)``, backward the same plus the gradients in fp32 (fp64 for fp64).
+forward ``b * (sum of n_j, j != next member)``, backward the same plus the gradients in their own dtype
+(``RingBuffers``).
+
+Two buffers for keys and values and two for gradients are all that a ring needs, whatever the number of members: while
+one is sent the other receives. Every transfer is waited for before its ring returns, hence the next layer may use the
+same four. Under gloo that wait ends when both directions are done. Under NCCL it orders the compute stream behind the
+transfer; whatever writes to a buffer later, a kernel or another communicator's operation, comes behind that stream.
 
 Shape letters: T rows of the micro-batch, the first of which are the ``n_i`` shared ones; H query heads, G key/value
 heads, D head width, N members.
@@ -19,7 +25,8 @@ heads, D head width, N members.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +69,9 @@ class PackedAttention:
         kernel: AttentionKernel,
         exchange: Exchange,
         memory: AttentionMemory | None = None,
+        buffers: RingBuffers | None = None,
     ) -> None:
+        """``buffers``: of the messages, which several micro-batches of one rank may use one after the other."""
         shared = micro_batch.shared
         self.kernel = kernel
         self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
@@ -71,7 +80,7 @@ class PackedAttention:
         self.num_shared_tokens = micro_batch.num_shared_tokens
         slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
         self.triangles = causal_triangles(slices + micro_batch.local_lengths.tolist())
-        self.ring = None if shared is None else Ring(shared, exchange)
+        self.ring = None if shared is None else Ring(shared, exchange, buffers or RingBuffers())
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] != self.num_tokens:
@@ -108,11 +117,38 @@ class PackedAttention:
         return out, lse
 
 
+class RingBuffers:
+    """Room for the messages of rings, allocated by the first ring that needs it and used by all that follow.
+
+    Whoever runs micro-batches calls ``release`` behind each one's forward and backward, so that the room is free for
+    what has no ring (the loss, another micro-batch).
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def pair(self, what: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two contiguous tensors of a shape and dtype, on the device of ``like``: the same ones for the same ``what``.
+
+        What they hold is undefined.
+        """
+        size = math.prod(shape)
+        pair = self._pairs.get(what)
+        if pair is None or pair[0].numel() < size or (pair[0].dtype, pair[0].device) != (dtype, like.device):
+            pair = self._pairs[what] = like.new_empty(size, dtype=dtype), like.new_empty(size, dtype=dtype)
+        return pair[0][:size].view(*shape), pair[1][:size].view(*shape)
+
+    def release(self) -> None:
+        """Give the memory back to the allocator. The next ring allocates again."""
+        self._pairs.clear()
+
+
 class Ring:
     """One member's place in a shared group: who is next, what arrives at each step, which blocks it allows."""
 
-    def __init__(self, shared: SharedGroup, exchange: Exchange) -> None:
+    def __init__(self, shared: SharedGroup, exchange: Exchange, buffers: RingBuffers) -> None:
         self.exchange = exchange
+        self.buffers = buffers
         self.size = shared.size
         self.member = shared.member
         self.next_rank = shared.ranks[(shared.member + 1) % shared.size]
@@ -147,10 +183,16 @@ class Ring:
             tag=self.first_tag + _BACKWARD_GRADIENTS,
         )
 
-    def buffers(self, like: Tensor, count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Flat room for ``count`` messages of K and V, each large enough for the largest slice of any member."""
-        size = 2 * max(self.rows_per_member) * like.shape[1] * like.shape[2]
-        return [like.new_empty(size, dtype=dtype).view(-1, 2, *like.shape[1:]) for _ in range(count)]
+    def kv_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for two messages of K and V, ``[n, 2, G, D]`` with as many rows as any member's slice has."""
+        return self.buffers.pair("kv", k, self._shape(k), k.dtype)
+
+    def gradient_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for two messages of their gradients, of the same shape."""
+        return self.buffers.pair("gradients", k, self._shape(k), lse_dtype(k.dtype))
+
+    def _shape(self, k: Tensor) -> tuple[int, ...]:
+        return max(self.rows_per_member), 2, *k.shape[1:]
 
 
 class _PackedAttentionFunction(torch.autograd.Function):
@@ -172,11 +214,11 @@ def _ring_forward(
     q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention, ring: Ring, scale: float
 ) -> tuple[Tensor, Tensor]:
     shared = attention.num_shared_tokens
-    held = torch.stack([k[:shared], v[:shared]], dim=1)
-    buffers = ring.buffers(k, count=2)
+    buffers = ring.kv_buffers(k)
+    held = _pack(k[:shared], v[:shared], buffers[0])
 
     # Step 0: everything that this rank can compute alone, while the first keys travel.
-    transfer, arriving = ring.start_kv(0, held, buffers[0], _FORWARD_KV)
+    transfer, arriving = ring.start_kv(0, held, buffers[1], _FORWARD_KV)
     out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
     running_out, running_lse = out[:shared].to(lse.dtype), lse[:shared]
 
@@ -185,7 +227,8 @@ def _ring_forward(
         transfer.wait()
         held = arriving
         if step < ring.size - 1:
-            transfer, arriving = ring.start_kv(step, held, buffers[step % 2], _FORWARD_KV)
+            # Into the buffer that the step before has read and sent.
+            transfer, arriving = ring.start_kv(step, held, buffers[(step + 1) % 2], _FORWARD_KV)
         blocks = ring.blocks[ring.source(step)]
         if blocks:
             part_out, part_lse = attention.kernel.forward(q[:shared], held[:, 0], held[:, 1], blocks, scale)
@@ -206,16 +249,15 @@ def _ring_backward(
     ring: Ring,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shared = attention.num_shared_tokens
+    shared, kernel = attention.num_shared_tokens, attention.kernel
     wide = lse_dtype(q.dtype)
-    held = torch.stack([k[:shared], v[:shared]], dim=1)
-    kv_buffers = ring.buffers(k, count=2)
-    *share_buffers, incoming = ring.buffers(k, count=3, dtype=wide)
+    kv_buffers, gradient_buffers = ring.kv_buffers(k), ring.gradient_buffers(k)
+    held = _pack(k[:shared], v[:shared], kv_buffers[0])
     shared_inputs = (q[:shared], out[:shared], lse[:shared], dout[:shared])
 
     # Step 0: own triangles, while the first keys travel.
-    transfer, arriving = ring.start_kv(0, held, kv_buffers[0], _BACKWARD_KV)
-    dq, dk, dv = attention.kernel.backward(dout, q, k, v, out, lse, attention.triangles, scale)
+    transfer, arriving = ring.start_kv(0, held, kv_buffers[1], _BACKWARD_KV)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, attention.triangles, scale)
     dq_shared = dq[:shared].to(wide)
 
     # Steps 1 .. N-1: this rank's share of the gradient of member j's keys, added to what came with them.
@@ -224,45 +266,55 @@ def _ring_backward(
         transfer.wait()
         held = arriving
         if step < ring.size - 1:
-            transfer, arriving = ring.start_kv(step, held, kv_buffers[step % 2], _BACKWARD_KV)
+            transfer, arriving = ring.start_kv(step, held, kv_buffers[(step + 1) % 2], _BACKWARD_KV)
         source = ring.source(step)
-        share = _rows(share_buffers[step % 2], ring.rows_per_member[source]).zero_()
         blocks = ring.blocks[source]
-        if blocks:
-            _add_block_gradients(share, dq_shared, shared_inputs, held, blocks, attention.kernel, scale)
+        parts = _block_gradients(dq_shared, shared_inputs, held, blocks, kernel, scale) if blocks else None
         # What the members before us collected has travelled while we computed.
-        if gradient_transfer is not None:
+        collected = _rows(gradient_buffers[step % 2], ring.rows_per_member[source])
+        if gradient_transfer is None:
+            collected.zero_()
+        else:
             gradient_transfer.wait()
-            share += _rows(incoming, share.shape[0])
+        if parts is not None:
+            rows = blocks.key_rows(q.device)
+            add_rows(collected[:, 0], rows, parts[0])
+            add_rows(collected[:, 1], rows, parts[1])
+            parts = None  # their memory is free while the next step's are computed
         # Pass the sum on; what arrives meanwhile belongs to the keys of the next step (after the last: our own).
         arriving_rows = ring.rows_per_member[ring.source(step + 1)]
-        gradient_transfer = ring.start_gradients(send=share, receive=_rows(incoming, arriving_rows))
+        coming = _rows(gradient_buffers[(step + 1) % 2], arriving_rows)
+        gradient_transfer = ring.start_gradients(send=collected, receive=coming)
 
     if gradient_transfer is not None:
         gradient_transfer.wait()
-        own = _rows(incoming, shared)
+        own = _rows(gradient_buffers[ring.size % 2], shared)
         dk[:shared] = (dk[:shared].to(wide) + own[:, 0]).to(dk.dtype)
         dv[:shared] = (dv[:shared].to(wide) + own[:, 1]).to(dv.dtype)
     dq[:shared] = dq_shared.to(dq.dtype)
     return dq, dk, dv
 
 
-def _add_block_gradients(
-    share: Tensor,
+def _block_gradients(
     dq_shared: Tensor,
     shared_inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     held: Tensor,
     blocks: BlockSet,
     kernel: AttentionKernel,
     scale: float,
-) -> None:
-    """Add the blocks' gradients to ``dq_shared [n, H, D]`` and to ``share [n_j, 2, G, D]`` (keys, values), in place."""
+) -> tuple[Tensor, Tensor]:
+    """Add the blocks' gradient of queries to ``dq_shared [n, H, D]``; return those of their keys and values."""
     q, out, lse, dout = shared_inputs
     part_dq, part_dk, part_dv = kernel.backward(dout, q, held[:, 0], held[:, 1], out, lse, blocks, scale)
     add_rows(dq_shared, blocks.query_rows(q.device), part_dq)
-    rows = blocks.key_rows(q.device)
-    add_rows(share[:, 0], rows, part_dk)
-    add_rows(share[:, 1], rows, part_dv)
+    return part_dk, part_dv
+
+
+def _pack(k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
+    """Copy ``k, v [n, G, D]`` into the first rows of a message buffer ``[N, 2, G, D]``."""
+    rows = _rows(buffer, k.shape[0])
+    rows[:, 0], rows[:, 1] = k, v
+    return rows
 
 
 def _rows(buffer: Tensor, count: int) -> Tensor:

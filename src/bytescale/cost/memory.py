@@ -6,7 +6,10 @@ saved for backward. On top of that comes one of these phases, and the largest de
     loss      gradients of hidden states and head, one chunk of logits
     layer     backward of one layer's feed-forward part (after computing the layer again, with checkpointing)
     attention backward of CUDA's flash attention, which sums in fp32 (``fused_attention``)
-    ring      forward or backward of attention over a shared group: message buffers, sums in fp32
+    ring      backward of attention over a shared group: a block's gradients, sums in fp32
+
+A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.ring``). A
+micro-batch with a shared group has them in every phase but the loss.
 
 Tensor parallelism over N devices leaves each 1 / N of heads, feed-forward and vocabulary, and 1 / N of the tokens of
 the residual stream and norms; what matrices read is gathered, h a token on every device (``models.tensor_parallel``).
@@ -253,7 +256,12 @@ class MemoryModel:
         """Backward of a layer's second half."""
         inner = max(1, self.architecture.experts_per_token) * self.architecture.ffn_hidden_size * self.element_bytes
         inner //= self.tensor_parallel  # of its gradients as much as one of its tensors is there at a time
-        phase = Phase(name="layer", fixed_bytes=self._largest_gradient, chunk_tokens=self.feed_forward_rows)
+        phase = Phase(
+            name="layer",
+            fixed_bytes=self._largest_gradient,
+            bytes_per_shared_token=self._ring_buffers_beside_feed_forward,
+            chunk_tokens=self.feed_forward_rows,
+        )
         if self.checkpointing == "none":
             return replace(phase, chunk_tokens=math.inf, bytes_per_token=self._hidden_bytes + inner)
         # The layer's first half, computed again; the second half's input, and the gradients of its output and input.
@@ -287,20 +295,39 @@ class MemoryModel:
             # the projections read; where it is gathered, of the result.
             inside += query + kv + query * int(self.fused_attention)
             held += self._hidden_bytes * (1 if parts == 1 else 2)
-        # In a ring: keys and values held, and arriving twice; three times their gradients; sums of query gradients,
-        # where those are narrower. A block is of all queries and half of the keys, or the other way round.
-        messages = 3 * kv + 3 * kv * wide // self.element_bytes
-        messages += query * wide // self.element_bytes if self.element_bytes < wide else 0
+        # In a ring there are sums of query gradients, where those are narrower. A block is of all queries and half of
+        # the keys, or the other way round.
+        buffers = self._ring_buffers
+        sums = query * wide // self.element_bytes if self.element_bytes < wide else 0
         rows = query + per_query_row, kv + per_key_row
         block = max(rows[0] + rows[1] / 2, rows[0] / 2 + rows[1])
         return (
-            Phase(name="attention", bytes_per_token=held + (inside + per_query_row + per_key_row) / groups),
+            Phase(
+                name="attention",
+                bytes_per_token=held + (inside + per_query_row + per_key_row) / groups,
+                bytes_per_shared_token=buffers,
+            ),
             Phase(
                 name="ring",
                 bytes_per_token=held + inside / groups,
-                bytes_per_shared_token=(messages + block) / groups,
+                bytes_per_shared_token=buffers + (sums + block) / groups,
             ),
         )
+
+    @property
+    def _ring_buffers(self) -> float:
+        """Two messages of keys and values and two of their gradients, of one group of heads."""
+        kv = 2 * self._key_bytes
+        return (2 * kv + 2 * kv * self._wide / self.element_bytes) / self.head_groups
+
+    @property
+    def _ring_buffers_beside_feed_forward(self) -> float:
+        """In backward of the last layer's feed-forward part only what its recomputation has allocated.
+
+        Layers before it have all buffers, but the last layer's saved activations are gone then.
+        """
+        recomputed = 4 * self._key_bytes / self.head_groups if self.checkpointing == "full" else 0.0
+        return max(recomputed, self._ring_buffers - self.layer_saved_bytes_per_token)
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """The same as plain numbers, for ``plan.verify``."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
 from bytescale.attention.copies import to_device
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
@@ -129,6 +129,7 @@ class _Run:
     kernel: AttentionKernel
     mesh: Mesh
     z_loss: float
+    buffers: RingBuffers = field(default_factory=RingBuffers)
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
@@ -140,10 +141,11 @@ class _Run:
         part, data = self.parts[chunk], self.data[index]
         inputs = self._to_device(data.tokens) if received is None else received.requires_grad_()
         attention = PackedAttention(
-            self.plan[index], self.kernel, self.mesh.hdp.exchange, part.activations.attention_memory
+            self.plan[index], self.kernel, self.mesh.hdp.exchange, part.activations.attention_memory, self.buffers
         )
         with part.activations.forward(index):
             output = part.model(inputs, self._to_device(data.position_ids), attention)
+            self.buffers.release()
             if self._is_last(chunk):
                 output = self._loss(part, output, data)
         self.held[chunk, index] = received, output
@@ -155,6 +157,7 @@ class _Run:
         inputs, output = self.held.pop((chunk, index))
         with self.parts[chunk].activations.backward(index):
             output.backward(received)
+        self.buffers.release()
         return None if inputs is None else inputs.grad
 
     def result(self) -> StepResult:
