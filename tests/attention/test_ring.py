@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.attention import PackedAttention, reference_attention, select_kernel
+from bytescale.attention import PackedAttention, RingBuffers, reference_attention, select_kernel
 from bytescale.common.errors import ConfigError
+from bytescale.config import PRESETS
+from bytescale.cost import flops
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
@@ -29,11 +33,14 @@ def inputs(lengths: list[int], dtype: torch.dtype) -> list[dict[str, torch.Tenso
     return [{name: rows(length, heads) for name, heads in names.items()} for length in lengths]
 
 
-def attend(plan: Plan, data: list[dict[str, torch.Tensor]], kernel: str = "auto") -> tuple[list[dict], list[int]]:
+def attend(
+    plan: Plan, data: list[dict[str, torch.Tensor]], kernel: str = "auto", ring_gradients: torch.dtype | None = None
+) -> tuple[list[dict], list[int]]:
     """Outputs and gradients of every sequence, put back together from all ranks; bytes sent by each rank."""
 
     def one_rank(hdp: RankGroup) -> tuple[list, int]:
         pieces = []
+        buffers = RingBuffers(ring_gradients)
         for micro_batch in RankPlan.of(plan, hdp.rank).micro_batches:
             segments = list(
                 zip(
@@ -47,7 +54,8 @@ def attend(plan: Plan, data: list[dict[str, torch.Tensor]], kernel: str = "auto"
                 torch.cat([data[s][name][a:b] for s, a, b in segments]) for name in ("q", "k", "v", "dout")
             )
             leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-            packed = PackedAttention(micro_batch, select_kernel(kernel, q.device, q.dtype), hdp.exchange)
+            chosen = select_kernel(kernel, q.device, q.dtype)
+            packed = PackedAttention(micro_batch, chosen, hdp.exchange, buffers=buffers)
             out = packed(*leaves)
             out.backward(dout)
             counts = [b - a for _, a, b in segments]
@@ -121,6 +129,71 @@ def test_a_batch_of_short_documents_sends_nothing() -> None:
     assert bytes_sent == [0, 0]
 
 
+def over_all(length: int, num_ranks: int) -> Plan:
+    """One sequence, shared by all ranks."""
+    return Plan.build(
+        lengths=[length],
+        capacity_tokens=[length] * num_ranks,
+        groups=[GroupSpec(sequences=[0], ranks=range(num_ranks))],
+        schedule=[[[0]]] * num_ranks,
+    )
+
+
+def gradient_errors(num_ranks: int, dtype: torch.dtype, ring_gradients: torch.dtype | None) -> float:
+    """``|dk, dv - fp64's| / |fp64's|`` (2-norms) of a sequence over ``num_ranks``, against plain fp64 attention."""
+    data = inputs([8 * num_ranks + 1], dtype)
+    ours, _ = attend(over_all(len(data[0]["q"]), num_ranks), data, "math", ring_gradients)
+    expected = reference(data[0])
+    off, size = (
+        torch.cat([(scale * expected[name] - other[name].double()).flatten() for name in ("k", "v")]).norm()
+        for scale, other in ((1.0, ours[0]), (2.0, expected))
+    )
+    return float(off / size)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_gradients_that_travel_in_bf16_are_rounded_at_every_hop_and_no_more(num_ranks: int) -> None:
+    """Half a unit of bf16's last place (2^-9) a hop, added up as if all hops went the same way.
+
+    Compute is in fp32: what is measured is the travel alone.
+    """
+    assert gradient_errors(num_ranks, torch.float32, None) < 1e-6
+    narrow = gradient_errors(num_ranks, torch.float32, torch.bfloat16)
+    assert 2**-12 < narrow < (num_ranks - 1) * 2**-9
+
+
+def test_with_bf16_compute_narrow_gradients_cost_less_than_twice_the_error() -> None:
+    """The blocks' own results are in bf16 anyway."""
+    wide, narrow = (gradient_errors(4, torch.bfloat16, travel) for travel in (None, torch.bfloat16))
+    assert wide < narrow < 2 * wide
+
+
+def test_all_layers_of_a_micro_batch_use_the_same_buffers() -> None:
+    """Calls with fewer heads as well: head groups and layers come one after the other."""
+    plan = over_all(24, 3)
+
+    def one_rank(hdp: RankGroup) -> list[int]:
+        (micro_batch,) = RankPlan.of(plan, hdp.rank).micro_batches
+        kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+        buffers = RingBuffers()
+        attention = PackedAttention(micro_batch, kernel, hdp.exchange, buffers=buffers)
+        places = []
+        for heads in (4, 2, 4):
+            q, k, v = (torch.randn(micro_batch.num_tokens, heads, WIDTH) for _ in range(3))
+            out, lse = attention.forward(q, k, v)
+            attention.backward(out, q, k, v, out, lse)
+            ring = attention.ring
+            assert ring is not None
+            messages = (*ring.kv_buffers(k), *ring.gradient_buffers(k))
+            assert all(message.is_contiguous() for message in messages)
+            places += [message.data_ptr() for message in messages]
+        buffers.release()
+        return places
+
+    for places in run_ranks(3, one_rank):
+        assert len(set(places)) == 4
+
+
 @pytest.mark.parametrize(
     ("size", "dtype"), [(2, torch.float32), (3, torch.float32), (5, torch.float64), (4, torch.bfloat16)]
 )
@@ -133,11 +206,15 @@ def test_a_shared_sequence_sends_what_the_ring_formula_says(size: int, dtype: to
         groups=[GroupSpec(sequences=[0], ranks=range(size)), GroupSpec(sequences=[1], ranks=[0])],
         schedule=[[[0, 1]]] + [[[0]]] * (size - 1),
     )
-    _, bytes_sent = attend(plan, inputs(lengths + local, dtype))
-    kv_row = 2 * KV_HEADS * WIDTH
-    gradient_bytes = 8 if dtype == torch.float64 else 4
-    per_row = kv_row * (2 * dtype.itemsize + gradient_bytes)
-    assert sum(bytes_sent) == 101 * (size - 1) * per_row
+    for ring_gradients in (None, torch.bfloat16):
+        _, bytes_sent = attend(plan, inputs(lengths + local, dtype), ring_gradients=ring_gradients)
+        shape = replace(PRESETS["tiny"], num_kv_heads=KV_HEADS, head_dim=WIDTH)
+        per_row = flops.ring_bytes_per_token(
+            shape, bytes_per_element=dtype.itemsize, ring_gradients="bf16" if ring_gradients else "wide"
+        )
+        gradient_bytes = 2 if ring_gradients else max(4, dtype.itemsize)
+        assert sum(per_row) == 2 * KV_HEADS * WIDTH * (2 * dtype.itemsize + gradient_bytes)
+        assert sum(bytes_sent) == 101 * (size - 1) * sum(per_row)
 
 
 def test_cuda_has_no_flash_kernel_for_fp32() -> None:

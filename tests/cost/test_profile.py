@@ -154,3 +154,17 @@ def test_capacity_from_memory() -> None:
     per_token = 32 * profile.activation_bytes.linear
     assert profile.capacity_tokens(device_bytes=1000.5 * per_token) == 1000
     assert profile.capacity_tokens(device_bytes=1000.5 * per_token, pipeline_parallel=4) == 1000
+
+
+def test_narrow_ring_gradients_change_the_bytes_of_backward_alone() -> None:
+    """Of bf16's 2 + (2 + 4) bytes a number 2 are saved, of fp32's 4 + (4 + 4) also 2."""
+    for element_bytes, expected in ((2, 4), (4, 6), (8, 10)):
+        profile = Profile.from_flops(PRESETS["7b"], flops_per_second=1e12, bytes_per_element=element_bytes)
+        narrow = profile.with_ring_gradients("bf16")
+        numbers = profile.ring_forward_bytes_per_token / element_bytes
+        assert narrow.ring_backward_bytes_per_token == expected * numbers
+        assert narrow.with_ring_gradients("wide") == profile
+        cost = CostModel.from_architecture(
+            PRESETS["7b"], flops_per_second=1e12, bytes_per_element=element_bytes, ring_gradients="bf16"
+        )
+        assert cost.ring_bytes_per_token == narrow.cost_model().ring_bytes_per_token

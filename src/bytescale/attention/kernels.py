@@ -199,11 +199,11 @@ class MathKernel:
 
 
 def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """``total[rows] += part``, in ``total``'s dtype, for rows that do not repeat."""
+    """``total[rows] += part`` for rows that do not repeat, added in the wider of both dtypes."""
     if isinstance(rows, slice):
         total[rows].add_(part)  # one pass, which converts as it adds
     else:
-        total[rows] = total[rows] + part.to(total.dtype)
+        total[rows] = (total[rows] + part).to(total.dtype)
 
 
 def merge_rows(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:

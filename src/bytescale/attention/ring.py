@@ -124,7 +124,12 @@ class RingBuffers:
     what has no ring (the loss, another micro-batch).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
+        """``gradient_dtype``: in which gradients travel; None: that of sums, fp32 (fp64 for fp64).
+
+        A narrower one is rounded to at every member: its share is added in the wider of both dtypes.
+        """
+        self.gradient_dtype = gradient_dtype
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def pair(self, what: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -189,7 +194,7 @@ class Ring:
 
     def gradient_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
         """Room for two messages of their gradients, of the same shape."""
-        return self.buffers.pair("gradients", k, self._shape(k), lse_dtype(k.dtype))
+        return self.buffers.pair("gradients", k, self._shape(k), self.buffers.gradient_dtype or lse_dtype(k.dtype))
 
     def _shape(self, k: Tensor) -> tuple[int, ...]:
         return max(self.rows_per_member), 2, *k.shape[1:]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, DataError, problem
-from bytescale.config import Config, ModelConfig, resolve_architecture
+from bytescale.config import Config, ModelConfig, RingGradients, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 
@@ -132,6 +132,7 @@ def read_profile(
     tensor_parallel: int,
     model_is_given: bool,
     vocab_size: int | None = None,
+    ring_gradients: RingGradients = "wide",
 ) -> Profile:
     """The profile named, at ``tensor_parallel``, or one counted from the model's operations.
 
@@ -147,7 +148,7 @@ def read_profile(
             profile = profile.of_model(architecture)
         if tensor_parallel != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tensor_parallel)
-        return profile
+        return profile.with_ring_gradients(ring_gradients)
     rates = source.rates
     if min(rates.host, rates.intra_node, rates.inter_node) <= 0:
         raise ConfigError(problem("a bandwidth in rates is not above 0", fix="use bytes a second"))
@@ -164,4 +165,4 @@ def read_profile(
             device_to_host_bytes_per_second=rates.host,
             host_to_device_bytes_per_second=rates.host,
         ),
-    )
+    ).with_ring_gradients(ring_gradients)

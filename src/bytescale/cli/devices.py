@@ -82,6 +82,7 @@ def devices_of(
         tensor_parallel=profile.tensor_parallel,
         num_stages=num_stages,
         virtual_stages=virtual_stages,
+        ring_gradients="wide" if config is None else config.trainer.ring_gradients,
     )
     if config is None or config.trainer.head_groups == AUTO_HEAD_GROUPS:
         offload = config is not None and may_offload(config, kind)

@@ -98,6 +98,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         tensor_parallel=options.tp,
         model_is_given=config is not None or options.model != DEFAULT_MODEL,
         vocab_size=vocab_size,
+        ring_gradients=(config.trainer if config else TrainerConfig()).ring_gradients,
     )
     layout.check_layers(profile.architecture.num_layers)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)

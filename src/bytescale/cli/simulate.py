@@ -200,6 +200,7 @@ def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | 
         tensor_parallel=options.cluster.tp,
         model_is_given=config is not None or options.model != DEFAULT_MODEL,
         vocab_size=vocab_size,
+        ring_gradients="wide" if config is None else config.trainer.ring_gradients,
     )
     options.cluster.check_layers(profile.architecture.num_layers)
     return profile

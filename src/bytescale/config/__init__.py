@@ -15,6 +15,7 @@ from bytescale.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PlannerConfig,
+    RingGradients,
     TrainerConfig,
 )
 from bytescale.config.validate import validate
@@ -35,6 +36,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlannerConfig",
+    "RingGradients",
     "TrainerConfig",
     "config_from_dict",
     "config_to_toml",

@@ -11,6 +11,7 @@ from typing import Literal
 
 AUTO_CAPACITY = 0
 AUTO_HEAD_GROUPS = 0
+RingGradients = Literal["wide", "bf16"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,6 +222,9 @@ class TrainerConfig:
     """MiB of gradients, at least, that HDP ranks reduce at once while they compute (of large models 1/64); parameters
     are gathered in the same parts. 0: everything once, between two steps. Results differ only by the order of sums,
     checkpoints not at all."""
+    ring_gradients: RingGradients = "wide"
+    """In what the gradients of keys and values travel around a ring, summed up rank by rank. wide: fp32 (fp64 for
+    fp64); bf16: half the bytes, one rounding to 8 bits more for every rank they pass."""
     run_dir: str = ""
     """Folder of this run; empty: runs/<config name>-<date>-<time>."""
     resume: bool = False

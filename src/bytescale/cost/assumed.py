@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bytescale.config import Architecture
+from bytescale.config import Architecture, RingGradients
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
@@ -51,7 +51,13 @@ ASSUMED: dict[str, AssumedDevice] = {
 }
 
 
-def assumed_cost(architecture: Architecture, *, device: Literal["cpu", "cuda"], bytes_per_element: int) -> CostModel:
+def assumed_cost(
+    architecture: Architecture,
+    *,
+    device: Literal["cpu", "cuda"],
+    bytes_per_element: int,
+    ring_gradients: RingGradients = "wide",
+) -> CostModel:
     """The cost model of ``architecture`` on a device of ``ASSUMED``, nothing measured."""
     assumed = ASSUMED[device]
     return CostModel.from_architecture(
@@ -62,6 +68,7 @@ def assumed_cost(architecture: Architecture, *, device: Literal["cpu", "cuda"], 
         ring_latency_seconds=assumed.message_seconds,
         intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
         inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
+        ring_gradients=ring_gradients,
     )
 
 

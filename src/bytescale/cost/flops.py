@@ -13,7 +13,7 @@ Conventions, the same for planning, simulation and MFU:
 
 from __future__ import annotations
 
-from bytescale.config import Architecture
+from bytescale.config import Architecture, RingGradients
 
 BACKWARD_LINEAR_RATIO = 2.0  # gradients of inputs and of weights
 BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products against two
@@ -106,16 +106,22 @@ def kv_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2
     return 2 * architecture.num_kv_heads * architecture.head_dim * bytes_per_element
 
 
+def ring_gradient_bytes(bytes_per_element: int, ring_gradients: RingGradients) -> int:
+    """Bytes of one number of dK or dV on its way around a ring: fp32 or wider, unless bf16 is asked for."""
+    return 2 if ring_gradients == "bf16" else max(4, bytes_per_element)
+
+
 def ring_bytes_per_token(
-    architecture: Architecture, *, bytes_per_element: int = 2, gradient_bytes_per_element: int = 4
+    architecture: Architecture, *, bytes_per_element: int = 2, ring_gradients: RingGradients = "wide"
 ) -> tuple[int, int]:
     """Bytes that pass a member's link per token of a shared sequence, in one layer: ``(forward, backward)``.
 
-    Forward moves K and V; backward moves them again, and with them the growing dK and dV, which are kept in fp32
-    when training in bf16. A group of D members moves ``(D - 1) / D`` of it: a member's own slice stays at home.
+    Forward moves K and V; backward moves them again, and with them the growing dK and dV (``ring_gradient_bytes``).
+    A group of D members moves ``(D - 1) / D`` of it: a member's own slice stays at home.
     """
     forward = kv_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
-    gradients = kv_bytes_per_token(architecture, bytes_per_element=gradient_bytes_per_element)
+    gradient_bytes = ring_gradient_bytes(bytes_per_element, ring_gradients)
+    gradients = kv_bytes_per_token(architecture, bytes_per_element=gradient_bytes)
     return forward, forward + gradients
 
 

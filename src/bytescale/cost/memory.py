@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bytescale.config import Architecture
+from bytescale.config import Architecture, RingGradients
 from bytescale.cost import flops
 from bytescale.cost.split import stage_chunks
 from bytescale.plan.limits import MemoryLimits, Phase
@@ -60,6 +60,8 @@ class MemoryModel:
     checkpointing: Checkpointing = "none"
     fused_norm: bool = True
     """Whether RMSNorm is one kernel (CUDA), which saves neither the normalised rows nor copies in fp32."""
+    ring_gradients: RingGradients = "wide"
+    """In what the gradients of keys and values travel around a ring."""
     fused_attention: bool = False
     """Whether attention is CUDA's flash kernel, whose backward has its gradients and fp32 sums beside them at once."""
     loss_chunk_tokens: int = 1024
@@ -92,6 +94,7 @@ class MemoryModel:
         tensor_parallel: int = 1,
         num_stages: int = 1,
         virtual_stages: int = 1,
+        ring_gradients: RingGradients = "wide",
     ) -> MemoryModel:
         """As ``runtime`` works on a device of this ``kind``: with its kernels, and chunk by chunk what it does so."""
         on_gpu = kind == "cuda"
@@ -110,6 +113,7 @@ class MemoryModel:
             tensor_parallel=tensor_parallel,
             num_stages=num_stages,
             virtual_stages=virtual_stages,
+            ring_gradients=ring_gradients,
         )
 
     def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
@@ -318,7 +322,8 @@ class MemoryModel:
     def _ring_buffers(self) -> float:
         """Two messages of keys and values and two of their gradients, of one group of heads."""
         kv = 2 * self._key_bytes
-        return (2 * kv + 2 * kv * self._wide / self.element_bytes) / self.head_groups
+        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
+        return (2 * kv + 2 * kv * gradient_bytes / self.element_bytes) / self.head_groups
 
     @property
     def _ring_buffers_beside_feed_forward(self) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import Architecture
+from bytescale.config import Architecture, RingGradients
 from bytescale.cost import flops
 
 FloatArray = NDArray[np.float64]
@@ -132,6 +132,7 @@ class CostModel:
         inter_node_bytes_per_second: float = math.inf,
         ranks_per_node: int = 8,
         tensor_parallel: int = 1,
+        ring_gradients: RingGradients = "wide",
     ) -> CostModel:
         """A model from a FLOP count: what planning believes before anything was measured.
 
@@ -140,12 +141,13 @@ class CostModel:
             flops_per_second: of one device on matrix products.
             attention_flops_per_second: of one device on attention; the same when None.
             micro_batch_seconds: g.
-            bytes_per_element: of activations (2: bf16; dK and dV then travel in fp32).
+            bytes_per_element: of activations (2: bf16).
             ring_latency_seconds: of one step's transfers (one step forward, one backward, per layer).
             intra_node_bytes_per_second: link of ONE device inside a node; infinite: ideal.
             inter_node_bytes_per_second: link of ONE device across nodes; infinite: ideal.
             ranks_per_node: HDP ranks that share a node.
             tensor_parallel: devices that share a rank's heads and matrices.
+            ring_gradients: in what dK and dV travel (``trainer.ring_gradients``).
         """
         if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
             raise ConfigError(problem(f"flops_per_second is {flops_per_second}", fix="use a rate above 0"))
@@ -153,7 +155,7 @@ class CostModel:
         linear = layers * flops.layer_linear_flops_per_token(architecture) + flops.head_flops_per_token(architecture)
         attention = layers * flops.layer_attention_flops_per_square(architecture)
         ring_forward, ring_backward = flops.ring_bytes_per_token(
-            architecture, bytes_per_element=bytes_per_element, gradient_bytes_per_element=max(4, bytes_per_element)
+            architecture, bytes_per_element=bytes_per_element, ring_gradients=ring_gradients
         )
         attention_rate = tensor_parallel * (attention_flops_per_second or flops_per_second)
         return CostModel(

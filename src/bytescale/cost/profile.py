@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import Architecture
+from bytescale.config import Architecture, RingGradients
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
@@ -86,7 +86,7 @@ class Profile:
             launch_seconds: fixed time of a layer's attention and again of its rest, in each direction.
             links: of one device; ideal when None.
             tensor_parallel: devices that share a rank's heads and matrices.
-            bytes_per_element: of activations; gradients of K and V travel in at least 4.
+            bytes_per_element: of activations.
         """
         if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
             raise ConfigError(problem(f"flops_per_second is {flops_per_second}", fix="use a rate above 0"))
@@ -94,9 +94,7 @@ class Profile:
         attention = flops.layer_attention_flops_per_square(architecture) / attention_rate
         rest = flops.layer_linear_flops_per_token(architecture) / (tensor_parallel * flops_per_second)
         head = flops.head_flops_per_token(architecture) / (tensor_parallel * flops_per_second)
-        ring = flops.ring_bytes_per_token(
-            architecture, bytes_per_element=bytes_per_element, gradient_bytes_per_element=max(4, bytes_per_element)
-        )
+        ring = flops.ring_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
         kept = flops.layer_activation_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
         return Profile(
             name="flops",
@@ -125,6 +123,13 @@ class Profile:
             head_forward=_scaled(self.head_forward, words),
             head_backward=_scaled(self.head_backward, words),
         )
+
+    def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
+        """The same device with gradients of K and V that travel so; nothing else of a profile depends on it."""
+        numbers = flops.kv_bytes_per_token(self.architecture, bytes_per_element=1) / self.tensor_parallel
+        forward = self.ring_forward_bytes_per_token
+        gradient_bytes = flops.ring_gradient_bytes(round(forward / numbers), ring_gradients)
+        return replace(self, ring_backward_bytes_per_token=forward + numbers * gradient_bytes)
 
     def scaled_to(
         self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None

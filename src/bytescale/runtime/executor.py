@@ -85,6 +85,7 @@ def run_rank_plan(
     mesh: Mesh,
     z_loss: float = 0.0,
     after_last_message: Callable[[], None] = lambda: None,
+    ring_gradients: torch.dtype | None = None,
 ) -> StepResult:
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
@@ -95,13 +96,15 @@ def run_rank_plan(
         z_loss: see ``linear_cross_entropy``.
         after_last_message: called when this rank has sent and received everything, before the first collective of the
             step's end.
+        ring_gradients: dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``).
 
     A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
     part in the ring.
     """
     if len(micro_batches) != len(rank_plan.micro_batches):
         raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {len(rank_plan.micro_batches)}")
-    run = _Run(parts, rank_plan.micro_batches, micro_batches, num_global_targets, kernel, mesh, z_loss)
+    buffers = RingBuffers(ring_gradients)
+    run = _Run(parts, rank_plan.micro_batches, micro_batches, num_global_targets, kernel, mesh, z_loss, buffers)
     model = parts[0].model
     dtype = next(iter(model.parameters())).dtype
     links = StageLinks(mesh, rank_plan, len(parts), model.hidden_size, dtype)
@@ -129,7 +132,7 @@ class _Run:
     kernel: AttentionKernel
     mesh: Mesh
     z_loss: float
-    buffers: RingBuffers = field(default_factory=RingBuffers)
+    buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)

@@ -113,7 +113,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
     if ranks.is_first:
         warn_of_bad_fits(profile)
-    cost = planning_cost(profile, architecture, ranks.device, ranks.dtype, parallel.pp)
+    cost = planning_cost(config, profile, architecture, ranks.device, ranks.dtype)
 
     # 3. Memory: capacity, offloading, and what no plan may exceed, by the rank that has least.
     memory = memory_budget(
@@ -173,7 +173,9 @@ def measured_profile(
     require_model(profile, architecture)
     require_device(profile, device_name(device, dtype))
     tp = config.parallel.tp
-    return profile if tp == profile.tensor_parallel else profile.scaled_to(profile.architecture, tensor_parallel=tp)
+    if tp != profile.tensor_parallel:
+        profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
+    return profile.with_ring_gradients(config.trainer.ring_gradients)
 
 
 def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int) -> VerifiedPlanner:
@@ -189,10 +191,12 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
 
 
 def planning_cost(
-    profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype, num_stages: int = 1
+    config: Config, profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
 ) -> CostModel:
     """What planners believe of speed: the profile's times for the model's layers, or round numbers."""
     if profile is None:
         kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-        return assumed_cost(architecture, device=kind, bytes_per_element=dtype.itemsize)
-    return profile.of_model(architecture).cost_model(pipeline_parallel=num_stages)
+        return assumed_cost(
+            architecture, device=kind, bytes_per_element=dtype.itemsize, ring_gradients=config.trainer.ring_gradients
+        )
+    return profile.of_model(architecture).cost_model(pipeline_parallel=config.parallel.pp)

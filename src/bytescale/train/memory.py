@@ -115,6 +115,7 @@ def memory_budget(
         tensor_parallel=parallel.tp,
         num_stages=parallel.pp,
         virtual_stages=parallel.virtual_stages,
+        ring_gradients=config.trainer.ring_gradients,
     )
     offloads = may_offload(config, device.type)
     if config.trainer.head_groups == AUTO_HEAD_GROUPS:

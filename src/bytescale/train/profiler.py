@@ -239,9 +239,7 @@ def measure_profile(
     links = measure_links(hdp, measurer) if hdp.size > 1 else Links()
     to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
-    ring = flops.ring_bytes_per_token(
-        architecture, bytes_per_element=element, gradient_bytes_per_element=max(4, element)
-    )
+    ring = flops.ring_bytes_per_token(architecture, bytes_per_element=element)
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
     return Profile(
         name=f"measured on {device_name(device, dtype)}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from bytescale.attention.clock import Clock, make_clock
 from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
@@ -45,6 +47,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
             mesh=mesh,
             z_loss=config.optimizer.z_loss,
             after_last_message=job.optimizer.after_last_message,
+            ring_gradients=torch.bfloat16 if config.trainer.ring_gradients == "bf16" else None,
         )
     seconds_run, seconds_waited = run_clock.take(), [clock.take() for clock in wait_clocks]
 
