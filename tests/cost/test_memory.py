@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
 from itertools import product
+from typing import Literal
 
 import pytest
 import torch
