@@ -6,8 +6,8 @@ group, its tag and its size, all three known from the plan on both sides. Three 
 * Two blocking gloo sends that face each other hang. So receives are posted first, and both are asynchronous.
 * A gloo receive into a buffer of another size aborts or passes silently. So sizes are never guessed.
 * NCCL runs the operations of one communicator one after the other. Around a ring, everybody's lone receive would wait
-  for a send that stands behind somebody's receive. So both directions go through one ``batch_isend_irecv``, which is one
-  operation (``tests/nccl`` shows what hangs otherwise).
+  for a send that stands behind somebody's receive. So both directions go through one ``batch_isend_irecv``, which is
+  one operation (``tests/nccl`` shows what hangs otherwise).
 """
 
 from __future__ import annotations
