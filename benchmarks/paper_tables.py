@@ -66,14 +66,7 @@ class Setting:
             return self.algorithm_1(lengths, offload=False)
         if planner == "paper":
             pipeline = self.devices.pp > 1
-            return paper_plan(
-                lengths,
-                cluster=self.cluster,
-                cost=self.cost,
-                pipeline=pipeline,
-                aligned=pipeline,
-                delta_seconds=float(self.cost.group_seconds(self.capacity_tokens, self.capacity_tokens**2, 1)),
-            )
+            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline, aligned=pipeline)
         return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost, num_stages=self.devices.pp)
 
     def static_mesh(self, lengths: NDArray[np.int64], context: int) -> Plan:

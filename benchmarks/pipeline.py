@@ -7,9 +7,7 @@
    them, and waiting means nothing then.
 2. Overhead: CPU seconds of a stage's thread per micro-batch with a model that does next to nothing (one product a
    micro-batch), messages included: what the executor costs beside the model's operations.
-3. Balance: static, naive (Algorithm 1), paper (Algorithm 2, PP-Balance) and adaptive plans of the shared length
-   distributions on the simulated 70B cluster of the paper's section 8.
-4. Objective: what counting the bubbles is worth. The paper's pipelined models under plain 1F1B, on the first batches of
+3. Objective: what counting the bubbles is worth. The paper's pipelined models under plain 1F1B, on the first batches of
    32M tokens that have a sequence of 2M: Algorithm 2's PP-Balance, the adaptive plan made as if there were no stages
    (then aligned, so that it cannot hang), and with the bubbles in its objective; all compute spread evenly.
 """
@@ -31,7 +29,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -41,13 +38,13 @@ from torch import Tensor, nn
 
 import paper_assumptions as paper
 from bytescale.attention import select_kernel
-from bytescale.config import PlannerConfig, resolve_architecture
+from bytescale.config import resolve_architecture
 from bytescale.config.schema import ModelConfig
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.planner import adaptive_plan, make_planner, paper_plan
+from bytescale.planner import adaptive_plan, paper_plan
 from bytescale.planner.aligned import align
 from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
 from bytescale.simulator import ClusterConfig, simulate
@@ -201,42 +198,17 @@ def objective(num_batches: int) -> list[dict[str, Any]]:
     return rows
 
 
-def balance(num_batches: int, context: int = CONTEXT) -> list[dict[str, Any]]:
-    """Simulated step seconds of the 70B model on the paper's cluster, one row per data set and planner."""
-    model = next(model for model in paper.MODELS if model.name == "70B")
-    devices, profile, cluster, cost = on_the_papers_cluster(model)
-    tp, pp = devices.tp, devices.pp
-    planners: dict[str, PlannerConfig] = {
-        "static": PlannerConfig(name="static", static_cp=context // paper.CAPACITY_TOKENS),
-        "naive": PlannerConfig(name="naive"),
-        "paper": PlannerConfig(balance="paper"),
-        "adaptive": PlannerConfig(balance="adaptive"),
-    }
-    rows = []
-    for data_set in paper.DATA_SETS:
-        for name, config in planners.items():
-            plan = make_planner(config, cluster, cost, context_length=context, num_stages=pp)
-            steps = [
-                simulate(plan(sample_lengths(data_set, paper.BATCH_TOKENS, seed, context)), profile, devices)
-                for seed in range(num_batches)
-            ]
-            seconds = float(np.mean([step.step_seconds for step in steps]))
-            rows.append({"data_set": data_set, "planner": name, "tp": tp, "pp": pp, "seconds": seconds})
-    return rows
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=("bubble", "overhead", "balance", "objective"))
+    parser.add_argument("--only", choices=("bubble", "overhead", "objective"))
     options = parser.parse_args()
     parts: dict[str, Callable[[], Any]] = {
         "bubble": lambda: bubble(options.rounds),
         "overhead": lambda: overhead(options.rounds),
-        "balance": lambda: balance(options.batches),
         "objective": lambda: objective(options.batches),
     }
     results = {name: part() for name, part in parts.items() if options.only in (None, name)}
@@ -257,14 +229,6 @@ def print_tables(results: dict[str, Any]) -> None:
         table = Table("stage", "CPU ms per micro-batch", title="executor with a model that does nothing")
         for stage, milliseconds in results["overhead"].items():
             table.add_row(stage, f"{milliseconds:.2f}")
-        console.print(table)
-    if "balance" in results:
-        title = f"70B, simulated, {results['balance'][0]['pp']} stages"
-        table = Table("data", "planner", "step seconds", "static over it", title=title)
-        static = {row["data_set"]: row["seconds"] for row in results["balance"] if row["planner"] == "static"}
-        for row in results["balance"]:
-            ratio = static[row["data_set"]] / row["seconds"]
-            table.add_row(row["data_set"], row["planner"], f"{row['seconds']:.1f}", f"{ratio:.2f}x")
         console.print(table)
     if "objective" in results:
         print_objective(console, results["objective"])

@@ -1,6 +1,6 @@
 """The adaptive planner against bounds, rivals and an exact solver, on random batches with modelled links.
 
-    python benchmarks/planner_quality.py rivals [--count 1000]     never later than paper, fewest ranks and the mesh?
+    python benchmarks/planner_quality.py rivals [--count 1000]     never later than greedy, fewest ranks and the mesh?
     python benchmarks/planner_quality.py exact [--count 500]       against OR-tools CP-SAT (pip install ortools)
     python benchmarks/planner_quality.py hang [--count 10000]      every planner's plans, verified for 1 to 8 stages
     python benchmarks/planner_quality.py fewest [--count 40]       traffic against that of the fewest ranks, ideal links
@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, make_planner, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, static_plan
 from bytescale.planner.trial import Batch
 from planners import cost_model, sample
 
 IntArray = NDArray[np.int64]
 NUM_TOKENS, CAPACITY, MOST_TRAFFIC, MOST_END, WIDE = 2**25, 8192, 1.05, 1.01, 55
-RIVALS = {"paper": paper_plan, "fewest": partial(paper_plan, num_buckets=1), "static": static_plan}
+RIVALS = {"greedy": greedy_plan, "fewest": partial(greedy_plan, num_buckets=1), "static": static_plan}
 
 
 def main() -> None:
@@ -160,6 +160,7 @@ def verify_pipelines(first_seed: int, count: int) -> None:
     configs = {
         "naive": PlannerConfig(name="naive"),
         "paper": PlannerConfig(name="balanced", balance="paper"),
+        "greedy": PlannerConfig(name="balanced", balance="greedy"),
         "adaptive": PlannerConfig(name="balanced", balance="adaptive"),
     }
     num_plans, num_shared, began = 0, 0, time.perf_counter()

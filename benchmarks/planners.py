@@ -7,7 +7,7 @@ time over all work spread evenly (waiting for group members counted), and traffi
 Writes ``planners.json`` and ``planners.png``. Sequences longer than the whole cluster holds are split.
 
 ``github@9`` is github with its first bucket (up to 2K tokens) drawn from 9 tokens on, not from 512: 22,600 sequences
-instead of 9,300, as many as in the batches of issue 6's table of peers.
+instead of 9,300.
 
 ``--cost ideal`` is work s^2 + 24576 s with free communication, which favours nobody; any shipped profile may be named
 instead. Megatron-Core's and Karmarkar-Karp's ends leave waiting out, and are shown for ideal communication only.
@@ -30,10 +30,16 @@ from bytescale.common.units import parse_count
 from bytescale.cost import Cluster, CostModel, load_profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
 from planner_peers import karmarkar_karp_end, load_megatron, megatron_end
 
-PLANNERS = {"adaptive": adaptive_plan, "paper": paper_plan, "naive": naive_plan, "static": static_plan}
+PLANNERS = {
+    "adaptive": adaptive_plan,
+    "greedy": greedy_plan,
+    "paper": paper_plan,
+    "naive": naive_plan,
+    "static": static_plan,
+}
 RANKS_PER_NODE = 8
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
 
 Planner = Callable[..., Plan]
 
@@ -21,8 +21,9 @@ PLANNERS: dict[str, Planner] = {
     "naive": naive_plan,
     "paper": paper_plan,
     "paper-pp": partial(paper_plan, pipeline=True),
-    "paper-rounds": partial(paper_plan, delta_seconds=0.5),
-    "paper-pp-rounds": partial(paper_plan, pipeline=True, delta_seconds=0.0),
+    "paper-delta-0": partial(paper_plan, pipeline=True, delta_seconds=0.0),
+    "greedy": greedy_plan,
+    "greedy-pp": partial(greedy_plan, pipeline=True),
     "adaptive": adaptive_plan,
 }
 

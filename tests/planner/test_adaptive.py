@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive, adaptive_plan, align, evaluate, paper_plan, static_plan
+from bytescale.planner import adaptive, adaptive_plan, align, evaluate, greedy_plan, static_plan
 from bytescale.planner.pipeline import pack_sizes
 from tests.helpers.effort import examples
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
@@ -79,8 +79,8 @@ def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], co
     model = COSTS[cost]
     ours = evaluate(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model).end_seconds
     others = (
-        paper_plan(lengths, cluster=cluster, cost=model),
-        paper_plan(lengths, cluster=cluster, cost=model, num_buckets=1),
+        greedy_plan(lengths, cluster=cluster, cost=model),
+        greedy_plan(lengths, cluster=cluster, cost=model, num_buckets=1),
         static_plan(lengths, cluster=cluster, cost=model),
     )
     best = min(evaluate(plan, cluster=cluster, cost=model).end_seconds for plan in others)
@@ -141,7 +141,7 @@ def test_a_pipeline_s_plan_is_never_later_there_than_the_others(
     plans = (
         adaptive_plan(lengths, cluster=cluster, cost=model, num_stages=num_stages),
         align(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model),
-        paper_plan(lengths, cluster=cluster, cost=model, aligned=True),
+        greedy_plan(lengths, cluster=cluster, cost=model, aligned=True),
     )
     ends = [evaluate(plan, cluster=cluster, cost=model, num_stages=num_stages).end_seconds for plan in plans]
     verify(plans[0], num_stages=num_stages)

@@ -100,6 +100,7 @@ def test_make_planner_follows_the_config() -> None:
         ("static", "adaptive"): "static/cp4",
         ("naive", "adaptive"): "naive",
         ("balanced", "paper"): "balanced/paper",
+        ("balanced", "greedy"): "balanced/greedy",
         ("balanced", "adaptive"): "balanced/adaptive",
     }
     for (name, balance), planner in names.items():

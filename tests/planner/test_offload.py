@@ -17,7 +17,7 @@ from bytescale.cost.memory import MemoryModel
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan
+from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan
 
 MODEL = MemoryModel(architecture=replace(PRESETS["7b"], num_layers=8), element_bytes=2, num_ranks=8, fused_loss=True)
 CAPACITY = 1024
@@ -41,7 +41,7 @@ def cost() -> CostModel:
     return rule().profile.cost_model()
 
 
-@pytest.mark.parametrize("planner", [naive_plan, paper_plan, adaptive_plan])
+@pytest.mark.parametrize("planner", [naive_plan, paper_plan, greedy_plan, adaptive_plan])
 @given(
     lengths=st.lists(st.integers(1, 12_000), min_size=1, max_size=30),
     num_ranks=st.sampled_from([1, 3, 8, 16]),

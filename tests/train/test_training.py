@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("balanced", 4),
         *(
             pytest.param(planner, ranks, marks=pytest.mark.exhaustive)
-            for planner in ("static", "naive", "balanced", "balanced-paper")
+            for planner in ("static", "naive", "balanced", "balanced-greedy", "balanced-paper")
             for ranks in (1, 2, 4)
             if (planner, ranks) != ("balanced", 4)
         ),

@@ -26,11 +26,11 @@ from bytescale.cost.memory import Checkpointing
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.draw import draw_steps
 
-PlannerName = Literal["static", "naive", "paper", "adaptive"]
+PlannerName = Literal["static", "naive", "paper", "greedy", "adaptive"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,6 +158,7 @@ def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -
         "static": partial(static_plan, context=context),
         "naive": naive_plan,
         "paper": partial(paper_plan, pipeline=pipeline, aligned=pipeline),
+        "greedy": partial(greedy_plan, pipeline=pipeline, aligned=pipeline),
         "adaptive": partial(adaptive_plan, num_stages=num_stages),
     }
     return planners[name]

@@ -151,8 +151,9 @@ class PlannerConfig:
 
     name: Literal["static", "naive", "balanced"] = "balanced"
     """static: DP x CP mesh (the baseline); naive: the paper's Algorithm 1; balanced: equal time on every rank."""
-    balance: Literal["adaptive", "paper"] = "adaptive"
-    """balanced only. paper: Algorithm 2 as published; adaptive: ours, degrees follow the cluster and the batch."""
+    balance: Literal["adaptive", "greedy", "paper"] = "adaptive"
+    """balanced only. adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the
+    paper's Algorithm 2 as published. greedy: Algorithm 2, but each group goes to the ranks that are free first."""
     static_cp: int | None = None
     """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
     verify: Literal["cheap", "full", "off"] = "cheap"

@@ -15,6 +15,7 @@ from bytescale.plan import Plan
 from bytescale.planner.adaptive import adaptive_plan
 from bytescale.planner.aligned import align, is_aligned
 from bytescale.planner.evaluate import Outcome, evaluate
+from bytescale.planner.greedy import greedy_plan
 from bytescale.planner.naive import naive_plan
 from bytescale.planner.paper import paper_plan
 from bytescale.planner.static import static_plan
@@ -25,6 +26,7 @@ __all__ = [
     "align",
     "balanced_plan",
     "evaluate",
+    "greedy_plan",
     "is_aligned",
     "make_planner",
     "naive_plan",
@@ -34,11 +36,11 @@ __all__ = [
 
 
 def balanced_plan(
-    lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, mode: Literal["adaptive", "paper"] = "adaptive"
+    lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, mode: Literal["adaptive", "greedy", "paper"] = "adaptive"
 ) -> Plan:
-    """Equal time on every rank: ``mode`` "paper" is Algorithm 2 as published, "adaptive" is ours."""
-    plan = adaptive_plan if mode == "adaptive" else paper_plan
-    return plan(lengths, cluster=cluster, cost=cost)
+    """Equal time on every rank: "paper" is Algorithm 2 as published, "greedy" our change of it, "adaptive" ours."""
+    plans: dict[str, Callable[..., Plan]] = {"adaptive": adaptive_plan, "greedy": greedy_plan, "paper": paper_plan}
+    return plans[mode](lengths, cluster=cluster, cost=cost)
 
 
 def make_planner(
@@ -62,12 +64,13 @@ def make_planner(
         return partial(naive_plan if num_stages == 1 else _aligned_naive_plan, cluster=cluster, cost=cost)
     if config.name == "balanced" and config.balance == "adaptive":
         return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
-    if config.name == "balanced" and config.balance == "paper":
-        return partial(paper_plan, cluster=cluster, cost=cost, pipeline=num_stages > 1, aligned=num_stages > 1)
+    if config.name == "balanced" and config.balance in ("greedy", "paper"):
+        planner: Callable[..., Plan] = greedy_plan if config.balance == "greedy" else paper_plan
+        return partial(planner, cluster=cluster, cost=cost, pipeline=num_stages > 1, aligned=num_stages > 1)
     raise ConfigError(
         problem(
             f"planner.name = {config.name!r} with planner.balance = {config.balance!r} does not exist",
-            fix='use "static", "naive" or "balanced", the latter with "adaptive" or "paper"',
+            fix='use "static", "naive" or "balanced", the latter with "adaptive", "greedy" or "paper"',
         )
     )
 

@@ -36,9 +36,9 @@ from bytescale.planner.draft import consecutive
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.fill import deal
 from bytescale.planner.gaps import fill_gaps
+from bytescale.planner.greedy import greedy_plan
 from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.order import rising
-from bytescale.planner.paper import paper_plan
 from bytescale.planner.pipeline import levels, pack_seconds, pack_sizes
 from bytescale.planner.placement import Placement
 from bytescale.planner.static import static_plan
@@ -147,7 +147,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
         plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH_MIXED), order, lengths, "balanced/adaptive")
         if num_stages == 1 or is_aligned(plan):
             return plan
-        return paper_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
+        return greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
     batch = Batch.of(lengths[order], cluster, cost, num_stages)
     if num_stages > 1:
         return _plan_in_pipeline(batch, order, lengths)
@@ -270,8 +270,8 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
     rivals: list[Callable[..., Plan]] = [
-        partial(paper_plan, num_buckets=1, aligned=aligned),
-        partial(paper_plan, aligned=aligned),
+        partial(greedy_plan, num_buckets=1, aligned=aligned),
+        partial(greedy_plan, aligned=aligned),
     ]
     for planner in rivals + [static_plan] * mesh_holds:  # the mesh is aligned, and does not offload
         if end <= enough:
