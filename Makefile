@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 READY  := $(VENV)/.ready
+DOCS   := $(VENV)/.docs-ready
 
-.PHONY: train test test-rest test-all lint setup check-cuda clean
+.PHONY: train test test-rest test-all lint docs docs-serve setup check-cuda clean
 
 train: setup  ## train a small Llama on Python's standard library, on 4 ranks
 	$(BIN)/bytescale train stdlib-tiny
@@ -24,6 +25,12 @@ lint: setup  ## formatter, linter, types, and the floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(DOCS)  ## the documentation site, in site/; broken links fail
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(DOCS)  ## the same on http://127.0.0.1:8000, built again when a page changes
+	$(BIN)/mkdocs serve
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -33,8 +40,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot,tensorboard,wandb,ray,hf]'
 	@touch $@
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 check-cuda:  ## GPU code against CUDA builds of torch, without a GPU: 6 GB of downloads the first time, then some minutes
 	$(PYTHON) tests/cuda/run.py
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
