@@ -1,10 +1,13 @@
 """Point-to-point messages: between the members of slice groups, inside the one HDP process group, and between stages.
 
 No communicator is ever made for a slice group (paper section 5.1): a message is addressed by the peer's rank in the HDP
-group, its tag and its size, all three known from the plan on both sides. Facts that shape the code (torch 2.13): two
-blocking gloo sends that face each other hang, so receives are posted first and both are asynchronous; a gloo receive
-into a buffer of another size aborts or passes silently, so sizes are never guessed; NCCL makes a two-rank communicator
-for a lone isend, so there both directions go through one ``batch_isend_irecv``.
+group, its tag and its size, all three known from the plan on both sides. Three facts shape the code (torch 2.13):
+
+* Two blocking gloo sends that face each other hang. So receives are posted first, and both are asynchronous.
+* A gloo receive into a buffer of another size aborts or passes silently. So sizes are never guessed.
+* NCCL runs the operations of one communicator one after the other. Around a ring, everybody's lone receive would wait
+  for a send that stands behind somebody's receive. So both directions go through one ``batch_isend_irecv``, which is
+  one operation (``tests/nccl`` shows what hangs otherwise).
 """
 
 from __future__ import annotations
