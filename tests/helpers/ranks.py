@@ -52,6 +52,7 @@ def run_mesh(
     *,
     interleaved: bool = False,
     overlapped: bool = False,
+    nodes: Sequence[int] | None = None,
     timeout_seconds: float = 300.0,
 ) -> list[Result]:
     """Run ``work`` once per rank of a mesh; its results in rank order."""
@@ -62,7 +63,7 @@ def run_mesh(
             own = dist.PrefixStore(name, store)
             return _process_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
 
-        return work(Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped))
+        return work(Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped, nodes=nodes))
 
     return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)
 

@@ -12,10 +12,10 @@ from bytescale.attention import reference_attention, select_kernel
 from bytescale.config import Architecture
 from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import IGNORE_INDEX, FlatParameters, Mesh, ModelPart, RankGroup, run_rank_plan
+from bytescale.runtime import IGNORE_INDEX, FlatParameters, Mesh, MeshShape, ModelPart, run_rank_plan
 from bytescale.runtime.loss import reference_cross_entropy
 
-from .ranks import run_ranks
+from .ranks import run_mesh
 
 
 def small_shape(**changes: object) -> Architecture:
@@ -113,10 +113,13 @@ def reference_step(model: Llama, batch: Batch) -> StepOutcome:
     return StepOutcome(float(total), gradients, [])
 
 
-def planned_step(make: Callable[[], Llama], batch: Batch, plan: Plan, kernel: str = "auto") -> StepOutcome:
+def planned_step(
+    make: Callable[[], Llama], batch: Batch, plan: Plan, kernel: str = "auto", nodes: Sequence[int] | None = None
+) -> StepOutcome:
     """The same step under ``plan``, one thread per rank; gradients as the reduce-scatter sums them."""
 
-    def one_rank(hdp: RankGroup) -> tuple[float, Tensor, int, list]:
+    def one_rank(mesh: Mesh) -> tuple[float, Tensor, int, list]:
+        hdp = mesh.hdp
         model = make()
         flat = FlatParameters(model.named_parameters(), hdp.size)
         rank_plan = RankPlan.of(plan, hdp.rank)
@@ -126,11 +129,12 @@ def planned_step(make: Callable[[], Llama], batch: Batch, plan: Plan, kernel: st
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
             kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
-            mesh=Mesh.of_hdp(hdp),
+            mesh=mesh,
         )
-        return result.loss_sum, hdp.reduce_scatter(flat.gradients), hdp.exchange.bytes_sent, flat.entries
+        sent = sum(group.exchange.bytes_sent for group in mesh.ring_groups())
+        return result.loss_sum, hdp.reduce_scatter(flat.gradients), sent, flat.entries
 
-    outcomes = run_ranks(plan.num_ranks, one_rank)
+    outcomes = run_mesh(MeshShape(hdp=plan.num_ranks), one_rank, nodes=nodes)
     flat_gradient = torch.cat([shard for _, shard, _, _ in outcomes])
     gradients = {e.name: flat_gradient[e.start : e.stop].view(e.shape) for e in outcomes[0][3]}
     loss = sum(loss_sum for loss_sum, _, _, _ in outcomes) / batch.num_targets

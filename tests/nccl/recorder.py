@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bytescale.attention import Exchange
 from bytescale.attention.blocks import BlockSet
 from bytescale.attention.kernels import lse_dtype
 from bytescale.runtime import Mesh, MeshShape, RankGroup
@@ -178,29 +177,25 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(
-    shape: MeshShape, step: Callable[[Mesh], object], *, interleaved: bool = False, overlapped: bool = False
-) -> list[list[Event]]:
+def record(shape: MeshShape, step: Callable[[Mesh], object], **options: Any) -> list[list[Event]]:
     """What every rank's host does in ``step(mesh)``, in the order of world ranks.
 
-    The meshes' exchanges are batched, as on CUDA.
+    The meshes' exchanges are batched, as on CUDA. ``options``: of ``Mesh.of``.
     """
-    return [_record_rank(rank, shape, step, interleaved, overlapped) for rank in range(shape.size)]
+    return [_record_rank(rank, shape, step, options) for rank in range(shape.size)]
 
 
-def _record_rank(
-    rank: int, shape: MeshShape, step: Callable[[Mesh], object], interleaved: bool, overlapped: bool
-) -> list[Event]:
+def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], options: dict[str, Any]) -> list[Event]:
     log = Log(rank)
 
     def make_group(name: str, ranks: Sequence[int]) -> RecordedGroup:
         return RecordedGroup(log, name, ranks)
 
     world = RankGroup(make_group("world", range(shape.size)))
-    mesh = Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped)
-    for group in [mesh.world, mesh.hdp, mesh.tp, *mesh.pipeline_groups()]:
+    mesh = Mesh.of(world, shape, make_group, **options)
+    for group in [mesh.world, *mesh.ring_groups(), mesh.tp, *mesh.pipeline_groups()]:
         if group.group is not None:
-            group.exchange = Exchange(group.group, group.rank, batched=True, name=group.name)
+            group.exchange = group.make_exchange(batched=True)
 
     def labelled(method: Callable) -> Callable:
         def run(self: _Run, action: tuple[int, int, int], received: Tensor | None) -> Tensor | None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from bytescale.attention import Exchange
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
-from bytescale.plan import Plan
+from bytescale.plan import Plan, SharedGroup
 from bytescale.plan.last_message import last_backward_is_silent
+from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import Mesh, MeshShape
@@ -48,16 +49,19 @@ def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, num_chunks: in
     return plan
 
 
-def recorded(plan: Plan, mesh: MeshShape, *, num_chunks: int = 1, **options: object) -> list[list[Event]]:
+def recorded(
+    plan: Plan, mesh: MeshShape, *, num_chunks: int = 1, ranks_per_node: int = 0, **options: object
+) -> list[list[Event]]:
     """All ranks' programs of a step over two layers a part (one where there are chunks).
 
-    ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
+    ``ranks_per_node``: 0 puts all on one. ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
     """
     layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
     own = {key: options.pop(key) for key in ("checkpointing", "head_groups", "bucket_bytes") if key in options}
     architecture = tiny(layers, **options)
     step = training_step(plan, architecture, num_chunks=num_chunks, **own)  # type: ignore[arg-type]
-    return record(mesh, step, interleaved=num_chunks > 1, overlapped="bucket_bytes" in own)
+    nodes = [rank // ranks_per_node for rank in range(mesh.size)] if ranks_per_node else None
+    return record(mesh, step, interleaved=num_chunks > 1, overlapped="bucket_bytes" in own, nodes=nodes)
 
 
 def assert_finishes(programs: list[list[Event]]) -> None:
@@ -82,6 +86,7 @@ def assert_finishes(programs: list[list[Event]]) -> None:
     checkpointing=st.sampled_from(["none", "full", "attention"]),
     head_groups=st.sampled_from([1, 2]),
     tied=st.booleans(),
+    ranks_per_node=st.sampled_from([0, 2, 3, 4]),
     seed=st.integers(0, 10**6),
 )
 def test_a_step_finishes_under_nccls_rules(
@@ -91,11 +96,13 @@ def test_a_step_finishes_under_nccls_rules(
     checkpointing: str,
     head_groups: int,
     tied: bool,
+    ranks_per_node: int,
     seed: int,
 ) -> None:
     plan = plan_of(planner, lengths, mesh, seed=seed)
     groups = 1 if mesh.tp > 1 else head_groups
-    assert_finishes(recorded(plan, mesh, checkpointing=checkpointing, head_groups=groups, tie_embeddings=tied))
+    options = {"checkpointing": checkpointing, "head_groups": groups, "tie_embeddings": tied}
+    assert_finishes(recorded(plan, mesh, ranks_per_node=ranks_per_node, **options))
 
 
 @examples(5, 30, phases=NO_SHRINKING)
@@ -275,3 +282,43 @@ def test_what_a_host_waits_for_is_worse_than_streams_alone() -> None:
         finished = [not Replay(programs, rules).run() for rules in (STREAMS_ONLY, EVERYTHING)]
         assert finished[0] >= finished[1]
         assert np.all(finished)
+
+
+def nested_groups(*orders: list[int]) -> Plan:
+    """Four groups over four ranks: two inside nodes of two, one across, one of all; ``orders``: of the first ranks."""
+    members = [[0, 1], [2, 3], [1, 2], [0, 1, 2, 3]]
+    groups = [GroupSpec(sequences=[n], ranks=ranks) for n, ranks in enumerate(members)]
+    own = [[n for n, ranks in enumerate(members) if rank in ranks] for rank in range(4)]
+    schedule = [[[n] for n in (orders[rank] if rank < len(orders) else own[rank])] for rank in range(4)]
+    return Plan.build(lengths=[12] * 4, capacity_tokens=[12] * 4, groups=groups, schedule=schedule)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_rings_of_a_rank_in_two_communicators_finish(checkpointing: str) -> None:
+    """A rank's rings inside its node and across nodes alternate; each goes where all its members look for it."""
+    plan = nested_groups()
+    verify(plan)
+    programs = recorded(plan, MeshShape(hdp=4), ranks_per_node=2, checkpointing=checkpointing)
+    assert_finishes(programs)
+    assert not Replay(programs, EVERYTHING).run()
+    for rank, events in enumerate(programs):
+        rings = [event.communicator for event in events if isinstance(event, Post) and event.ends]
+        assert {communicator.ranks for communicator in rings} == {(0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]}
+
+
+def test_one_order_of_groups_is_needed_with_two_communicators_as_well() -> None:
+    """Rank 1 takes the group of all before the one inside its node: the other three wait for ever."""
+    programs = recorded(nested_groups([0, 3], [2, 3, 0]), MeshShape(hdp=4), ranks_per_node=2)
+    assert Replay(programs, STREAMS_ONLY).run()
+
+
+def test_a_member_that_takes_another_communicator_is_caught() -> None:
+    choose = Mesh.ring_exchange
+
+    def astray(self: Mesh, shared: SharedGroup | None) -> Exchange:
+        return self.hdp.exchange if self.hdp.rank == 1 else choose(self, shared)
+
+    with patch.object(Mesh, "ring_exchange", astray):
+        programs = recorded(nested_groups(), MeshShape(hdp=4), ranks_per_node=2)
+    with pytest.raises(Mismatch):
+        Replay(programs, STREAMS_ONLY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -30,13 +30,21 @@ from tests.helpers.steps import (
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def assert_parity(plan: Plan, lengths: list[int], dtype: torch.dtype, *, seed: int = 0, **shape: object) -> None:
+def assert_parity(
+    plan: Plan,
+    lengths: list[int],
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    nodes: Sequence[int] | None = None,
+    **shape: object,
+) -> None:
     architecture = small_shape(**shape)
     batch = random_batch(lengths, architecture.vocab_size, seed)
     if batch.num_targets == 0:
         batch.labels[0][0] = 1
     reference = reference_step(make_model(architecture, dtype), batch)
-    ours = planned_step(lambda: make_model(architecture, dtype), batch, plan)
+    ours = planned_step(lambda: make_model(architecture, dtype), batch, plan, nodes=nodes)
     assert ours.loss == pytest.approx(reference.loss, rel=TOLERANCE[dtype])
     assert worst_relative_error(ours.gradients, reference.gradients) <= TOLERANCE[dtype]
 
@@ -64,6 +72,19 @@ def test_any_plan_gives_the_loss_and_gradients_of_one_process(
     plan = random_plan(lengths, num_ranks, seed, weighted=weighted)
     num_heads, num_kv_heads = heads
     assert_parity(plan, lengths, dtype, seed=seed, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 1, 2], [0, 1, 0, 1, 0, 1]])
+def test_rings_inside_nodes_give_the_loss_and_gradients_of_one_process(nodes: list[int], dtype: torch.dtype) -> None:
+    """They have a communicator of their own; a rank takes part in rings inside its node and across nodes by turns."""
+    members = [[0, 1], [2, 4], [0, 1, 2], [2, 3, 4], [0, 2], [5, 0], [0, 1, 2, 3, 4, 5]]
+    lengths = [31, 17, 40, 23, 9, 5, 61]
+    schedule = [[[n] for n, ranks in enumerate(members) if rank in ranks] for rank in range(6)]
+    groups = [GroupSpec(sequences=[n], ranks=ranks) for n, ranks in enumerate(members)]
+    plan = Plan.build(lengths=lengths, capacity_tokens=[64] * 6, groups=groups, schedule=schedule)
+    verify(plan)
+    assert_parity(plan, lengths, dtype, nodes=nodes)
 
 
 @examples(6, 40)

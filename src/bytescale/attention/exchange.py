@@ -57,8 +57,12 @@ class Exchange:
         batched: bool = False,
         name: str = "HDP",
         clock: Clock | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``.
+
+        ``members``: what callers and messages call the group's ranks, in the group's order, ``rank`` included; None:
+        their ranks in the group.
 
         ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs. ``name``: of the
         group, for messages. ``clock``: the host's, unless it is given.
@@ -70,6 +74,7 @@ class Exchange:
         self.messages_sent = 0
         self.clock = HostClock() if clock is None else clock
         self._batched = batched
+        self._group_ranks = None if members is None else {member: rank for rank, member in enumerate(members)}
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
         """Post a receive and a send, contiguous tensors, either of which may be None or empty (then not posted)."""
@@ -100,6 +105,8 @@ class Exchange:
 
     def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:
         assert self.group is not None, "start() has looked"
+        if self._group_ranks is not None:
+            to, source = self._group_ranks[to], self._group_ranks[source]
         works: list[dist.Work] = []
         if self._batched:
             operations = []

@@ -143,9 +143,9 @@ class _Run:
         _, chunk, index = action
         part, data = self.parts[chunk], self.data[index]
         inputs = self._to_device(data.tokens) if received is None else received.requires_grad_()
-        attention = PackedAttention(
-            self.plan[index], self.kernel, self.mesh.hdp.exchange, part.activations.attention_memory, self.buffers
-        )
+        micro_batch = self.plan[index]
+        exchange = self.mesh.ring_exchange(micro_batch.shared)
+        attention = PackedAttention(micro_batch, self.kernel, exchange, part.activations.attention_memory, self.buffers)
         with part.activations.forward(index):
             output = part.model(inputs, self._to_device(data.position_ids), attention)
             self.buffers.release()

@@ -9,7 +9,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,17 +43,32 @@ class RankGroup:
     """One rank's view of a group. With ``group=None`` there is a single rank and nothing is sent."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None, name: str = "HDP"
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        name: str = "HDP",
+        members: Sequence[int] | None = None,
     ) -> None:
-        """``name``: what messages call it."""
+        """``name``: what messages call it. ``members``: what its exchange calls its ranks (``Exchange``)."""
         self.group = group
         self.name = name
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.device = device or torch.device("cpu")
         self.clock = make_clock(self.device)  # of collectives; messages have their own
-        self.exchange = Exchange(
-            group, self.rank, batched=self.device.type == "cuda", name=name, clock=make_clock(self.device)
+        self.members = members
+        self.exchange = self.make_exchange(batched=self.device.type == "cuda")
+
+    def make_exchange(self, *, batched: bool) -> Exchange:
+        """Point-to-point messages in this group, of which its own ``exchange`` is one."""
+        return Exchange(
+            self.group,
+            self.rank if self.members is None else self.members[self.rank],
+            batched=batched,
+            name=self.name,
+            clock=make_clock(self.device),
+            members=self.members,
         )
 
     def reduce_scatter(self, full: Tensor) -> Tensor:

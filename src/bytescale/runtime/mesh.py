@@ -6,6 +6,27 @@ Ranks are ordered (pp, hdp, tp) with tp innermost, where messages are most frequ
 
 Every (stage, tp index) has its own HDP group, every (stage, HDP index) its TP group, every (HDP index, tp index) its
 pipeline. A rank makes the groups that it is in, and none for a dimension of one.
+
+Why rings inside a node have a communicator of their own. NCCL gives every pair of a communicator's ranks the same
+number of channels: the smallest that any pair would get (``ncclTopoComputeP2pChannelsPerPeer`` in src/graph/paths.cc,
+NCCL 2.29 and 2.30). Two neighbours on NVSwitch would get up to 32. A peer behind the network gets two or as many as
+its adapters need, and with more than one node that is halved until 8 peers a channel make room for all ranks: about 4
+channels at 64 ranks, 1 at 256. A communicator of one node has no such peers. The other way would be the variable
+NCCL_NCHANNELS_PER_NET_PEER. It holds for all communicators of the process, gives every neighbour behind the network
+as many channels with their buffers, and takes away NCCL's own bound where many peers share an adapter. So we do not set
+it.
+
+Why rings in two communicators hang no more than in one. Operations that meet in NCCL belong to one ring call of one
+slice group, at the same step. Give each such set a place: (action, ring call inside the action, step, keys before
+gradients). Actions have an order that all ranks share: that of slice groups, forward before backward; in a pipeline
+that of ``plan.pipeline_order``, which places the messages between stages too. ``plan.verify`` holds every plan against
+it. Each rank posts its operations in rising order of places, whatever their communicators, and all members of a slice
+group choose the same communicator. An operation waits on its own rank only for what was posted before it: operations
+ahead of it in its communicator, kernels, a host that a first use or a device-wide wait has blocked. Now take the
+lowest place with an operation that never ends. Everything lower has ended on all its members, so each of them posts its
+operation and starts it; so it ends, a contradiction. One order of actions is all that this needs, not one communicator.
+Moreover each ring waits for its own messages before it returns, so that a device never has two rings' operations at
+once, as NCCL's guide demands of several communicators.
 """
 
 from __future__ import annotations
@@ -16,6 +37,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from bytescale.attention import Exchange
+from bytescale.plan import SharedGroup
 from bytescale.runtime.group import RankGroup
 
 GroupMaker = Callable[[str, Sequence[int]], dist.ProcessGroup]
@@ -51,7 +74,9 @@ class Mesh:
 
     Attributes:
         world: all ranks, for agreement and statistics.
-        hdp: the ranks with the same weights: rings, and sums at the end of a step.
+        hdp: the ranks with the same weights: rings between nodes, and sums at the end of a step.
+        node: those of them that share this rank's node, for rings inside it; ``hdp`` itself where all
+            do, or none other.
         gradients: the same ranks, for gradients and parameters. With ``overlapped`` a group of its own: under NCCL the
             operations of one group are done in order, so that a reduction under way would hold up a ring.
         tp: the ranks that hold one another's parts of this stage.
@@ -65,6 +90,7 @@ class Mesh:
     stage: int
     world: RankGroup
     hdp: RankGroup
+    node: RankGroup
     gradients: RankGroup
     tp: RankGroup
     forward: Sequence[RankGroup]
@@ -81,6 +107,20 @@ class Mesh:
     def pipeline_groups(self) -> list[RankGroup]:
         """All of both directions."""
         return [*self.forward, *self.backward]
+
+    def ring_exchange(self, shared: SharedGroup | None) -> Exchange:
+        """Where the messages of a slice group's ring go: through its node's group if all members are in it.
+
+        All members decide alike, since every group's members are known to all of them. Peers are named by their HDP
+        ranks either way.
+        """
+        if shared is None or self.node.members is None or not set(shared.ranks) <= set(self.node.members):
+            return self.hdp.exchange
+        return self.node.exchange
+
+    def ring_groups(self) -> list[RankGroup]:
+        """The groups that rings use."""
+        return [self.hdp] if self.node is self.hdp else [self.hdp, self.node]
 
     def connect(self) -> None:
         """Send one number across every boundary between stages, in both directions; called once, by all ranks.
@@ -110,11 +150,13 @@ class Mesh:
         *,
         interleaved: bool = False,
         overlapped: bool = False,
+        nodes: Sequence[int] | None = None,
     ) -> Mesh:
         """The mesh over ``world``, whose size is the shape's; called by every rank of it.
 
         ``interleaved``: the last stage also sends to the first. ``overlapped``: gradients are reduced while ranks
-        compute (``runtime.buckets``), and need a group of their own.
+        compute (``runtime.buckets``), and need a group of their own. ``nodes``: the node of every world rank, by any
+        number; None: all ranks share one.
         """
         if world.size != shape.size:
             raise ValueError(f"a mesh of {shape.pp} x {shape.hdp} x {shape.tp} ranks, but there are {world.size}")
@@ -144,6 +186,7 @@ class Mesh:
             stage=stage,
             world=world,
             hdp=hdp_group,
+            node=node_group(hdp_group, members["HDP"], nodes, make_group),
             gradients=group("HDP", " gradients") if overlapped else hdp_group,
             tp=group("TP"),
             forward=[group("pipeline", f" forward {colour}") for colour in colours],
@@ -155,7 +198,26 @@ class Mesh:
         """The mesh without tensor and pipeline parallelism: one group for everything."""
         alone = RankGroup(device=hdp.device)
         shape = MeshShape(hdp=hdp.size)
-        return Mesh(shape=shape, stage=0, world=hdp, hdp=hdp, gradients=hdp, tp=alone, forward=(), backward=())
+        return Mesh(
+            shape=shape, stage=0, world=hdp, hdp=hdp, node=hdp, gradients=hdp, tp=alone, forward=(), backward=()
+        )
+
+
+def node_group(
+    hdp: RankGroup, world_ranks: Sequence[int], nodes: Sequence[int] | None, make_group: GroupMaker
+) -> RankGroup:
+    """The HDP ranks on this rank's node: ``hdp`` itself where these are all of them, or this one alone.
+
+    ``world_ranks``: of the HDP group, in its order. One communicator a node, made at the start, never one per slice
+    group.
+    """
+    if nodes is None:
+        return hdp
+    here = [index for index, rank in enumerate(world_ranks) if nodes[rank] == nodes[world_ranks[hdp.rank]]]
+    if len(here) in (1, len(world_ranks)):
+        return hdp
+    made = make_group(f"HDP node {world_ranks[here[0]]}", [world_ranks[index] for index in here])
+    return RankGroup(made, device=hdp.device, name=hdp.name, members=here)
 
 
 def boundary_colour(boundary: int, num_stages: int) -> int:

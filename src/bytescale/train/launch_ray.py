@@ -171,7 +171,10 @@ def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, 
         "LOCAL_WORLD_SIZE": "1",
         **({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"} if one_node else {}),
     }
-    return [{**common, "RANK": str(rank)} for rank in range(len(addresses))]
+    nodes = list(dict.fromkeys(node for node, *_ in addresses))
+    return [
+        {**common, "RANK": str(rank), "GROUP_RANK": str(nodes.index(node))} for rank, (node, *_) in enumerate(addresses)
+    ]
 
 
 def _wait(

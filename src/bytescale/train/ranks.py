@@ -157,9 +157,16 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         make_group,
         interleaved=parallel.virtual_stages > 1,
         overlapped=config.trainer.gradient_bucket_mib > 0,
+        nodes=[int(node) for (node,) in world.share([float(own_node(world.rank))])],
     )
     mesh.connect()
     return mesh
+
+
+def own_node(rank: int) -> int:
+    """A number that the ranks of this node have in common: torchrun's, or else that of the node's first rank."""
+    node = os.environ.get("GROUP_RANK")
+    return int(node) if node is not None else rank - int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

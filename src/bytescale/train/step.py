@@ -25,7 +25,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     """
     watch = Stopwatch()
     mesh, config = job.ranks.mesh, job.config
-    exchange = mesh.hdp.exchange
+    rings = [group.exchange for group in mesh.ring_groups()]
     num_targets = max(1, data.num_targets)  # a batch of single tokens has none: its loss and gradients are zero
 
     # 1. All ranks hold the same plan, or nobody starts.
@@ -33,7 +33,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
 
     # 2. Forward and backward of this rank's micro-batches; ranks wait only for members of a slice group
     # and, in a pipeline, for the stage before or after.
-    run_clock, wait_clocks, sent = make_clock(job.ranks.device), clocks_of(mesh), exchange.bytes_sent
+    run_clock, wait_clocks, sent = make_clock(job.ranks.device), clocks_of(mesh), sum(ring.bytes_sent for ring in rings)
     for clock in wait_clocks:
         clock.take()
     with run_clock.span():
@@ -59,7 +59,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         batch_loss=sums.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=norm_share,
         busy_seconds=seconds_run() - sum(read() for read in seconds_waited),
-        bytes_sent=float(exchange.bytes_sent - sent),
+        bytes_sent=float(sum(ring.bytes_sent for ring in rings) - sent),
         stop_heard=float(job.stop.heard),
     )
     report = Report.of_rank(own, data.times, memory_bytes=memory_bytes(job.ranks.device)).of_all(mesh.world)
@@ -90,7 +90,10 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
 
 def clocks_of(mesh: Mesh) -> list[Clock]:
     """Those that run while this rank waits for others."""
-    groups = {id(group): group for group in (mesh.world, mesh.hdp, mesh.gradients, mesh.tp, *mesh.pipeline_groups())}
+    groups = {
+        id(group): group
+        for group in (mesh.world, *mesh.ring_groups(), mesh.gradients, mesh.tp, *mesh.pipeline_groups())
+    }
     return [clock for group in groups.values() for clock in (group.clock, group.exchange.clock)]
 
 
