@@ -54,7 +54,7 @@ def recorded(
 ) -> list[list[Event]]:
     """All ranks' programs of a step over two layers a part (one where there are chunks).
 
-    ``ranks_per_node``: 0 puts all on one. ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
+    ``ranks_per_node``: 0: all on one. ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
     """
     layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
     own = {key: options.pop(key) for key in ("checkpointing", "head_groups", "bucket_bytes") if key in options}
