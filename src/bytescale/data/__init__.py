@@ -1,4 +1,7 @@
-"""Floor 4: readers, tokenising, global batches, and the local loader. Free of torch; Ray only in ``data.remote``."""
+"""Floor 4: readers, tokenising, global batches and the local loader.
+
+Nothing here imports torch, and only ``data.remote`` imports Ray.
+"""
 
 from bytescale.data.batches import BatchSampler, GlobalBatch
 from bytescale.data.corpus import IGNORE_INDEX, Corpus, check_vocabulary, prepare_corpus

@@ -19,12 +19,15 @@ _TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.\d+\.(?P<pid>\d+)\.tmp")
 
 
 def temporary_path(final: Path) -> Path:
-    """Where this thread writes what will become ``final``: same folder, hidden, named after host, process, thread."""
+    """Path at which this thread writes the content of ``final`` before the rename.
+
+    The file is hidden, lies in the same folder, and is named after the host, the process and the thread.
+    """
     return final.with_name(f".{final.name}.{_host()}.{threading.get_native_id()}.{os.getpid()}.tmp")
 
 
 def remove_stale_temporaries(final: Path) -> None:
-    """Delete what dead processes of this host left behind while they wrote ``final``."""
+    """Delete the temporary files that dead processes of this host left behind while they wrote ``final``."""
     for path in final.parent.glob(glob.escape(f".{final.name}.") + "*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
         if match and match["host"] == _host() and not _is_alive(int(match["pid"])):
@@ -33,7 +36,7 @@ def remove_stale_temporaries(final: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside ``folder`` survive a power cut."""
+    """Flush ``folder`` to disk, so that renames inside it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

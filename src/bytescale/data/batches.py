@@ -1,9 +1,12 @@
-"""Which pieces make up which global batch: a function of the corpus, the seed and the budget, never of the ranks.
+"""Decides which samples make up which global batch.
 
-Epoch ``e`` reads the pieces in an order that depends on (seed, ``e``) alone (``data.order``). The epochs follow each
-other as one endless stream, and batches are cut from it: whole pieces until the next one would exceed the budget. So
-every epoch consumes every piece exactly once, and the one batch that an epoch ends in goes on with the next epoch;
-ending it there instead would give one small and noisy update per epoch.
+The decision depends on the corpus, the seed and the token budget. It never depends on the number of ranks. (In
+identifiers a sample is called a *piece*; ``data.pieces`` defines it.)
+
+Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (``data.order``). The epochs form one
+endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget. So
+every epoch consumes every sample exactly once. A batch in which an epoch ends is filled up with samples of the next
+epoch: ending the batch early would give one small and noisy update per epoch.
 """
 
 from __future__ import annotations
@@ -22,21 +25,21 @@ SamplerState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """The sequences of one step; the plan's sequence number is the place in these arrays. Shape letter: S sequences."""
+    """The sequences of one step. A plan numbers them by their place in these arrays. Shape letter: S sequences."""
 
     step: int
     """Number of the batch, from 0."""
     epoch: int
     """Epoch of the first sequence."""
-    pieces: IntArray  # [S] names of pieces of the corpus (CorpusIndex.pieces_of)
+    pieces: IntArray  # [S] names of the samples in the corpus (CorpusIndex.pieces_of)
     lengths: IntArray  # [S] tokens
-    num_targets: IntArray  # [S] tokens with a label: the loss is divided by their sum
+    num_targets: IntArray  # [S] tokens with a label; the loss is divided by their sum
     ends_epoch: bool
-    """Whether the last piece of an epoch is among them."""
+    """Whether the batch holds the last sample of an epoch."""
 
     @staticmethod
     def of(index: CorpusIndex, pieces: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
-        """The batch of ``pieces``, which have been read."""
+        """Return the batch of ``pieces``, whose parts must have been read."""
         rows = index.rows(pieces)
         return GlobalBatch(
             step=step,
@@ -61,9 +64,10 @@ class GlobalBatch:
 
 
 def check_drawable(index: CorpusIndex, batch_tokens: int, shuffle_seed: int) -> None:
-    """Raise ``ConfigError`` if some piece that is known fits in no batch, or the seed cannot be one.
+    """Raise ``ConfigError`` if a known sample is longer than ``batch_tokens``, or if the seed is negative.
 
-    Of pieces that are not known yet ``validate`` has made sure: none is longer than the context.
+    Samples of parts that have not been read yet need no check here: no sample is longer than the context, and the
+    validation of the configuration has compared the context with the budget.
     """
     longest = int(index.pieces.length.max(initial=0))
     if longest > batch_tokens:
@@ -81,7 +85,10 @@ def check_drawable(index: CorpusIndex, batch_tokens: int, shuffle_seed: int) -> 
 
 
 def check_same(key: str, state: SamplerState, ours: object, settings: str) -> None:
-    """Raise ``CheckpointError`` if a state says other than this run (``settings`` names what to restore)."""
+    """Raise ``CheckpointError`` if entry ``key`` of a saved state differs from ``ours``, the value of this run.
+
+    ``settings`` names the settings that the user would have to restore; it goes into the message.
+    """
     if state.get(key) != ours:
         raise CheckpointError(
             problem(
@@ -106,7 +113,7 @@ class Sampler(Protocol):
 
 
 class BatchSampler:
-    """Cuts the stream of pieces into global batches of at most ``batch_tokens`` tokens."""
+    """Cuts the stream of samples into global batches of at most ``batch_tokens`` tokens."""
 
     def __init__(
         self,
@@ -120,16 +127,16 @@ class BatchSampler:
         """Start at the first batch, or where ``state`` was taken.
 
         Args:
-            index: of the corpus.
-            batch_tokens: budget of a batch.
-            shuffle_seed: of the order.
+            index: the index of the corpus.
+            batch_tokens: the most tokens that a batch may hold.
+            shuffle_seed: the seed of the order, 0 or more.
             window_mib: MiB of text that are shuffled together.
-            state: as ``load_state_dict`` takes it.
+            state: a state as ``state_dict`` returns it; None starts at the first batch.
 
         Raises:
-            ConfigError: the longest piece exceeds ``batch_tokens``, or the seed is negative.
+            ConfigError: the longest sample exceeds ``batch_tokens``, or the seed is negative.
             CheckpointError: as ``load_state_dict``.
-            DataError: what has to be read for the first batch is broken.
+            DataError: a part that the first batch needs cannot be read.
         """
         check_drawable(index, batch_tokens, shuffle_seed)
         self._index = index
@@ -148,19 +155,19 @@ class BatchSampler:
         return self._step
 
     def next_batch(self) -> GlobalBatch:
-        """Draw the next global batch: at least one sequence. Raises as ``PieceStream.enter``."""
+        """Draw the next global batch, which holds at least one sequence. Raises as ``PieceStream.enter``."""
         stream = self._stream
         first_epoch = stream.epoch
         budget = self._batch_tokens
         drawn: list[IntArray] = []
         while True:
-            # 1. Whole pieces from here on that fit in what is left of the budget.
+            # 1. Take the whole samples, from the current position on, that fit in the rest of the budget.
             limit = stream.tokens_before[stream.position] + budget
             stop = int(np.searchsorted(stream.tokens_before, limit, side="right")) - 1
             drawn.append(stream.pieces[stream.position : stop])
             budget = int(limit - stream.tokens_before[stop])
-            # 2. The window has more: its next piece exceeds the budget and starts the next batch.
-            #    It has not: go on with the next window, or with the next epoch.
+            # 2. If the window has samples left, the next one exceeds the budget and starts the next batch.
+            #    If it has none left, go on with the next window or with the next epoch.
             is_full = stop < len(stream.pieces)
             stream.take(stop)
             if is_full:
@@ -175,7 +182,7 @@ class BatchSampler:
         )
 
     def state_dict(self) -> SamplerState:
-        """Where the next batch starts: plain numbers and strings, for a checkpoint."""
+        """Return where the next batch starts, as plain numbers and strings for a checkpoint."""
         return {
             "step": self._step,
             **self._stream.state_dict(),
@@ -185,7 +192,7 @@ class BatchSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on where ``state`` was taken: no piece repeated, none skipped, also with another ``batch_tokens``.
+        """Go on where ``state`` was taken. No sample is repeated or skipped, even if ``batch_tokens`` has changed.
 
         Raises:
             CheckpointError: the state belongs to another corpus, context, over-length policy or order.

@@ -1,8 +1,11 @@
-"""What is known of a corpus without its tokens: its parts, and the pieces of those parts that have been read.
+"""The index of a corpus: its parts, and the samples of the parts that have been read. The index holds no tokens.
 
-A corpus is a list of parts (``data.shards``), known from the listing of its files. What is in a part of text is known
-once it is tokenised. So the index grows: whoever needs the pieces of a part asks for it, and may say ahead of time
-that it will (``expect``). ``.bin`` files say at once what is in them.
+A corpus is a list of parts (``data.shards``). The list is known as soon as the files are listed. The samples of a part
+are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be tokenised first. So
+the corpus index grows. Whoever needs the samples of a part calls ``require``, and may announce it earlier with
+``expect``.
+
+In identifiers a sample is called a *piece*; ``data.pieces`` defines it.
 """
 
 from __future__ import annotations
@@ -26,41 +29,41 @@ from bytescale.data.tokenizer import Tokenizer
 IntArray = NDArray[np.int64]
 
 _PART_SHIFT = 32
-"""A piece is named by the number of its part, shifted so far, plus its number in the part."""
+"""The name of a sample is ``(number of its part << _PART_SHIFT) + number of the sample in that part``."""
 
 
 class PartFinder(Protocol):
-    """Reads parts for an index."""
+    """Reads parts of the corpus for an index."""
 
     parts_ahead: int
-    """How many parts should be under way or done beyond those that are in use, so that nobody is idle."""
+    """How many parts, beyond those in use, should be expected so that no reader is idle."""
 
     def expect(self, parts: Sequence[int]) -> None:
-        """These will be wanted soon: begin with them, and return at once."""
+        """Start to read ``parts``, which will be wanted soon, and return at once."""
         ...
 
     def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
-        """What is in these. Raises ``DataError`` where one cannot be read."""
+        """Return the content of each of ``parts``. Raises ``DataError`` if one cannot be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
-    """What a run says of its corpus, and what has to fit the model. Small: every rank has it."""
+    """A summary of the corpus: what a run reports, and what has to fit the model. It is small, so every rank has it."""
 
     num_parts: int
     num_parts_read: int
-    """The other parts are text that nobody has tokenised yet; the counts are without them."""
+    """The other parts are text that has not been tokenised yet. The counts below do not include them."""
     counts: PieceCounts
     num_pieces: int
     num_tokens: int
-    """Tokens of all pieces: what an epoch trains on."""
+    """Tokens of all samples, which is what an epoch trains on."""
     vocab_size: int
-    """Ids that a model must have: the tokenizer's; of a ``.bin`` made elsewhere, the highest id + 1."""
+    """Ids that the model must have: the tokenizer's, or the highest id + 1 in ``.bin`` files made elsewhere."""
     tokenizer: str | None
     """Name of the tokenizer. None when all sources are ``.bin`` and no tokenizer.json is set."""
     skipped_files: tuple[str, ...]
-    """Files found among the sources that are not text."""
+    """Files among the sources that were skipped because they are not text."""
     fingerprint: str
     """See ``CorpusIndex.fingerprint``."""
 
@@ -71,7 +74,7 @@ class CorpusFacts:
 
 
 class CorpusIndex:
-    """Where every piece of the parts read so far is: all that drawing and planning global batches needs."""
+    """Says where every sample of the parts read so far lies. Drawing and planning global batches needs no more."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class CorpusIndex:
         *,
         text_later: bool = False,
     ) -> None:
-        """Read all parts, or (``text_later``) just those that are tokens already.
+        """Read all parts; with ``text_later``, read only the parts that are tokens already.
 
         Raises:
             DataError: as ``require``.
@@ -91,26 +94,26 @@ class CorpusIndex:
         self._shards = shards
         self._tokenizer = tokenizer
         self._finder = finder
-        self._known: dict[int, TokenFacts] = {}  # of the parts read so far, in that order
-        self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part that was read, among all read
+        self._known: dict[int, TokenFacts] = {}  # facts of the parts read so far, in the order of reading
+        self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part read, counted over all parts read
         self._first_row = np.zeros(len(shards), dtype=np.int64)
         self._num_pieces = np.zeros(len(shards), dtype=np.int64)
-        self._num_tokens = self._num_documents = 0  # of all parts read, before anything was left out
+        self._num_tokens = self._num_documents = 0  # of all parts read, before any document was left out
         self._counts = PieceCounts()
         self.part_sources = np.array([shard.source for shard in shards], dtype=np.int64)
         """``[number of parts]`` place of each part's source in ``data.sources``."""
         self.is_text = np.array([shard.file is None for shard in shards], dtype=np.bool_)
-        """``[number of parts]`` whether a part has to be tokenised before its pieces are known."""
+        """``[number of parts]`` whether a part has to be tokenised before its samples are known."""
         self.part_bytes = np.array([shard.num_bytes for shard in shards], dtype=np.int64)
-        """``[number of parts]`` size of each part's files, or of its share in them."""
+        """``[number of parts]`` bytes of the files that belong to each part."""
         self._pieces = GrowingPieces()
         self.facts: CorpusFacts
-        """The small summary of what was read so far. Replaced, never changed: other threads may look at it."""
+        """Summary of the parts read so far. It is replaced and never changed, because other threads may read it."""
         self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
 
     @property
     def pieces(self) -> PieceTable:
-        """Pieces of the parts read so far, in the order of reading; ``start`` and ``document`` count from the first."""
+        """Samples of the parts read so far, in the order of reading. ``start`` and ``document`` count in that order."""
         return self._pieces.table
 
     @property
@@ -119,10 +122,11 @@ class CorpusIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of how the corpus is listed and cut, equal on every machine, whenever the files were made.
+        """16 hex digits that identify how the corpus is listed and cut. They do not depend on machine or file times.
 
-        Of the sizes of its texts, the tokens of its ``.bin`` files, tokenizer and lengths. What is in the texts is
-        known when they are read: ``content_hash``.
+        The fingerprint covers the sizes of the texts, the tokens of the ``.bin`` files, the tokenizer and the length
+        settings. It does not cover the content of the texts, which is known only once they are read: see
+        ``content_hash``.
         """
         config = self._config
         cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
@@ -140,26 +144,26 @@ class CorpusIndex:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in the parts read so far, as they lie on disk; of the widest."""
+        """Bytes of a token on disk. Where the parts read so far differ, this is the largest."""
         return max((np.dtype(facts.dtype).itemsize for facts in self._known.values()), default=0)
 
     @property
     def parts_ahead(self) -> int:
-        """How many parts to expect beyond those in use."""
+        """How many parts should be expected beyond those in use."""
         return self._finder.parts_ahead
 
     def expect(self, parts: Sequence[int]) -> int:
-        """``parts`` will be required soon; returns how many they are."""
+        """Announce that ``parts`` will be required soon. Returns the number of ``parts``."""
         if missing := [part for part in parts if part not in self._known]:
             self._finder.expect(missing)
         return len(parts)
 
     def require(self, parts: Iterable[int]) -> None:
-        """Return when the pieces of ``parts`` are known.
+        """Wait until the samples of ``parts`` are known.
 
         Raises:
-            DataError: one cannot be read, has too many corrupt records or was made with another tokenizer; or all
-                have been read and hold nothing to train on.
+            DataError: a part cannot be read, has too many corrupt records or was made with another tokenizer; or all
+                parts of the corpus have been read and hold nothing to train on.
         """
         if missing := [part for part in parts if part not in self._known]:
             self._read(missing)
@@ -185,21 +189,24 @@ class CorpusIndex:
             raise self.nothing_to_draw()
 
     def pieces_of(self, parts: Iterable[int]) -> IntArray:
-        """``[P]`` names of all pieces of ``parts``, which have been read, in this order."""
+        """``[P]`` names of all samples of ``parts``, in the order of ``parts``, which must have been read."""
         names = [(part << _PART_SHIFT) + np.arange(self._num_pieces[part]) for part in parts]
         return np.concatenate([np.zeros(0, dtype=np.int64), *names])
 
     def rows(self, pieces: IntArray) -> IntArray:
-        """``[P]`` place in ``self.pieces`` of each of these pieces."""
+        """``[P]`` row in ``self.pieces`` of each of the samples named ``pieces``."""
         return self._first_row[pieces >> _PART_SHIFT] + (pieces & ((1 << _PART_SHIFT) - 1))
 
     def locate(self, pieces: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
-        """Part, and place in that part, of token ``starts[i]`` of piece ``pieces[i]``; each ``[N]``."""
+        """Return the part that holds token ``starts[i]`` of sample ``pieces[i]``, and the token's place in that part.
+
+        Both arrays are int64 ``[N]``.
+        """
         part = pieces >> _PART_SHIFT
         return part, self.pieces.start[self.rows(pieces)] + starts - self._first_token[part]
 
     def content_hash(self, parts: Iterable[int]) -> str:
-        """16 hex digits of the tokens of ``parts``, which have been read."""
+        """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
         return _hash_of(self._known[part].content_hash for part in parts)
 
     def _facts(self) -> CorpusFacts:
@@ -219,7 +226,7 @@ class CorpusIndex:
         )
 
     def nothing_to_draw(self, source: int | None = None) -> DataError:
-        """The error for a corpus, or for one source of it, whose parts hold no piece at all."""
+        """Return the error for a corpus, or for one ``source`` of it, that holds no sample at all."""
         if source is not None:
             return DataError(
                 problem(
@@ -245,7 +252,7 @@ class CorpusIndex:
         )
 
     def _cut(self, content: PartContent) -> tuple[PieceTable, PieceCounts]:
-        """The pieces of a part, which comes behind those that were read before."""
+        """Cut a part into samples, numbered behind those of the parts that were read before."""
         table, counts = make_pieces(
             content.document_offsets[:-1] + self._num_tokens,
             np.diff(content.document_offsets),
@@ -258,7 +265,7 @@ class CorpusIndex:
 
 
 def check_one_tokenizer(facts: Sequence[TokenFacts]) -> None:
-    """Raise ``DataError`` if some of these are known to come from different tokenizers."""
+    """Raise ``DataError`` if ``facts`` name different tokenizers."""
     known = {fact.tokenizer_fingerprint: fact.tokenizer for fact in facts if fact.tokenizer_fingerprint}
     if len(known) > 1:
         raise DataError(

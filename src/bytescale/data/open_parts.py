@@ -1,4 +1,4 @@
-"""The tokens of the parts of a corpus, each memory-mapped while it is in use."""
+"""Access to the tokens of the parts of a corpus. Each part is memory-mapped while it is in use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from bytescale.data.indexed import IntArray, Tokens
 from bytescale.data.remote_tokens import RemoteTokens
 
 MOST_OPEN = 256
-"""A memory map takes a file handle, of which a process has a thousand by default; a window rarely has more parts."""
+"""Parts that are open at the same time.
+
+A memory map takes a file handle, of which a process has about a thousand by default. A window rarely has more parts.
+"""
 
 
 class OpenParts:
-    """Maps parts when they are first asked for, and lets go of the one that was not used for longest."""
+    """Maps a part when it is first asked for, and closes the least recently used one when too many are open."""
 
     def __init__(
         self, open_tokens: Callable[[int], Tokens], remote_parts: Sequence[int] = (), most_open: int = MOST_OPEN
@@ -23,9 +26,9 @@ class OpenParts:
         """Open nothing yet.
 
         Args:
-            open_tokens: from the number of a part to its tokens, 1-D.
-            remote_parts: those that may have to be fetched.
-            most_open: parts that may be open at the same time. Views of one that is let go stay valid.
+            open_tokens: function from the number of a part to its tokens, 1-D.
+            remote_parts: numbers of the parts whose tokens may have to be fetched.
+            most_open: parts that may be open at the same time. Views of a part that is closed stay valid.
         """
         self._open_tokens = open_tokens
         self._remote_parts = remote_parts
@@ -33,8 +36,11 @@ class OpenParts:
         self._open: OrderedDict[int, Tokens] = OrderedDict()
 
     def fetch(self, parts: IntArray, places: IntArray, counts: IntArray) -> None:
-        """Before ranges of ``counts[i]`` tokens from ``places[i]`` of ``parts[i]`` are read: what lies elsewhere comes,
-        several blocks at the same time. Raises ``DataError`` where it cannot be fetched."""
+        """Fetch the remote blocks that the coming reads need, several blocks at the same time.
+
+        Range i is ``counts[i]`` tokens from ``places[i]`` on in part ``parts[i]``; all three are int64 ``[N]``.
+        Raises ``DataError`` if a block cannot be fetched.
+        """
         wanted = np.intersect1d(parts, self._remote_parts).tolist() if self._remote_parts else []
         for part in wanted:
             own = parts == part

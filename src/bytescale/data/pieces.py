@@ -1,9 +1,11 @@
-"""From documents to pieces: the sequences that are trained on, none longer than the context.
+"""Cuts documents into samples: the sequences that the model is trained on, none longer than the context.
 
-The label of a token is the next token of the same DOCUMENT. So the last token of a piece that a later piece continues
-predicts the first token of that one; the last token of a document (its EOS) and of a truncated document predict
-nothing. Every token of a split corpus is input exactly once, and every token but the first of each document is a
-target exactly once.
+A sample is called a *piece* in identifiers. It is a whole document or a part of one.
+
+The label of a token is the next token of the same DOCUMENT. So where a document continues in a second sample, the last
+token of the first sample predicts the first token of the second. The last token of a document (its EOS) predicts
+nothing, and neither does the last token that is kept of a truncated document. In a corpus that is split, every token
+is input exactly once, and every token except the first of each document is a target exactly once.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ OverLength = Literal["split", "truncate", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceTable:
-    """Some pieces, part by part. Shape letter: P pieces."""
+    """A table of samples, ordered by the part of the corpus that they lie in. Shape letter: P samples."""
 
-    document: IntArray  # [P] number of the document among those of all parts here
-    start: IntArray  # [P] first token, counted from the first token of the first part
+    document: IntArray  # [P] number of the document among the documents of all parts in the table
+    start: IntArray  # [P] first token, counted from the first token of the first part in the table
     length: IntArray  # [P] tokens, 1 to context_length
-    num_targets: IntArray  # [P] tokens that have a label: the first num_targets of the piece
+    num_targets: IntArray  # [P] tokens that have a label: the first num_targets tokens of the sample
 
     @property
     def num_pieces(self) -> int:
@@ -40,14 +42,14 @@ class PieceTable:
 
 
 class GrowingPieces:
-    """A ``PieceTable`` to which pieces are added; each is copied twice at most, on average."""
+    """A ``PieceTable`` that grows. Its arrays double when they are full, so a row is copied about twice on average."""
 
     def __init__(self) -> None:
         self.num_pieces = 0
         self._columns = np.zeros((len(fields(PieceTable)), 0), dtype=np.int64)
 
     def append(self, table: PieceTable) -> None:
-        """Add the pieces of ``table`` at the end."""
+        """Add the samples of ``table`` at the end."""
         stop = self.num_pieces + table.num_pieces
         if stop > self._columns.shape[1]:
             columns = np.zeros((len(self._columns), max(stop, 2 * self._columns.shape[1])), dtype=np.int64)
@@ -59,32 +61,32 @@ class GrowingPieces:
 
     @property
     def table(self) -> PieceTable:
-        """All pieces so far: views, which further pieces do not change."""
+        """The table of all samples so far. Its arrays are views that a later ``append`` does not change."""
         columns = zip(fields(PieceTable), self._columns, strict=True)
         return PieceTable(**{spec.name: column[: self.num_pieces] for spec, column in columns})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCounts:
-    """What the over-length policy did."""
+    """How many documents the over-length policy and the length filters changed or left out."""
 
     num_documents: int = 0
     """Documents with at least one token."""
     num_empty_documents: int = 0
-    """Documents without a token, left out."""
+    """Documents without a token, which are left out."""
     num_split: int = 0
-    """Documents cut into several pieces."""
+    """Documents that were cut into several samples."""
     num_truncated: int = 0
     """Documents whose end was cut off."""
     num_dropped: int = 0
-    """Documents left out because they are longer than the context."""
+    """Documents that were left out because they are longer than the context."""
     num_filtered: int = 0
-    """Documents left out by the length filters."""
+    """Documents that the length filters left out."""
     num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
 
     def __add__(self, other: PieceCounts) -> PieceCounts:
-        """Of both together."""
+        """Return the sum of both counts, field by field."""
         return PieceCounts(
             **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(PieceCounts)}
         )
@@ -98,16 +100,17 @@ def make_pieces(
     least: int = 1,
     most: int | None = None,
 ) -> tuple[PieceTable, PieceCounts]:
-    """Apply the over-length policy.
+    """Apply the length filters, then the over-length policy. Returns the samples and the counts.
 
     Args:
         starts: ``[D]`` first token of each document, counted from the first token of the corpus.
         lengths: ``[D]`` tokens of each document, 0 or more.
-        context_length: longest piece in tokens, at least 1.
-        over_length: ``split`` into pieces of ``context_length`` and a rest, ``truncate`` to the first
-            ``context_length`` tokens, or ``drop`` the document.
-        least: shorter documents are left out, whatever the policy.
-        most: longer documents are left out, whatever the policy; None: none is.
+        context_length: longest sample in tokens, at least 1.
+        over_length: what happens to a document longer than the context. ``split`` cuts it into samples of
+            ``context_length`` tokens and a rest, ``truncate`` keeps its first ``context_length`` tokens, and ``drop``
+            leaves it out.
+        least: documents of fewer tokens are left out, whatever the policy.
+        most: documents of more tokens are left out, whatever the policy. None sets no limit.
     """
     num_empty, num_tokens = int((lengths == 0).sum()), int(lengths.sum())
     filtered = (lengths > 0) & ((lengths < least) | (lengths > (np.inf if most is None else most)))
@@ -134,7 +137,7 @@ def make_pieces(
 
 def _split(document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> PieceTable:
     num_pieces = -(-lengths // context_length)
-    place = concatenated_ranges(np.zeros_like(num_pieces), num_pieces)  # of a piece inside its document
+    place = concatenated_ranges(np.zeros_like(num_pieces), num_pieces)  # number of a sample inside its document
     offset = place * context_length
     length = np.minimum(np.repeat(lengths, num_pieces) - offset, context_length)
     is_last = place == np.repeat(num_pieces, num_pieces) - 1
