@@ -1,7 +1,9 @@
-"""The corpus: everything that ``data.*`` names, as tokens on disk and pieces to train on.
+"""The corpus: the tokens on disk of everything that ``[data]`` names, and the samples to train on.
 
-``prepare_corpus`` may be called by the launcher and by every rank at the same time: the first one does the work, the
-others wait for it and open what it wrote.
+(In identifiers a sample is called a *piece*; ``data.pieces`` defines it.)
+
+The launcher and every rank may call ``prepare_corpus`` at the same time. The first caller does the work; the others
+wait for it and open what it wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Memory-mapped tokens and the pieces they are trained in."""
+    """Memory-mapped tokens, and the samples that they are cut into."""
 
     parts: OpenParts | Sequence[Tokens]
     """Tokens of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
@@ -44,41 +46,42 @@ class Corpus:
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
     close: Callable[[], None] = lambda: None
-    """Ends what tokenises ahead of need."""
+    """Ends the threads that tokenise in the background."""
 
     @property
     def pieces(self) -> PieceTable:
-        """What is trained on, in corpus order."""
+        """The samples of the parts read so far, in the order of reading."""
         return self.index.pieces
 
     @property
     def facts(self) -> CorpusFacts:
-        """The small summary."""
+        """Summary of the parts read so far."""
         return self.index.facts
 
     @property
     def fingerprint(self) -> str:
-        """As of its index."""
+        """See ``CorpusIndex.fingerprint``."""
         return self.index.fingerprint
 
     def read(self, pieces: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Tokens and labels of ranges of pieces, one range after the other. Reads these ranges only.
+        """Read the tokens and labels of ranges of samples, one range after the other. Nothing else is read.
 
         Args:
-            pieces: ``[N]`` names of pieces (``CorpusIndex.pieces_of``).
-            starts: ``[N]`` first token of each range, counted inside its piece.
-            stops: ``[N]`` one past the last.
+            pieces: ``[N]`` names of the samples (``CorpusIndex.pieces_of``).
+            starts: ``[N]`` first token of each range, counted inside its sample.
+            stops: ``[N]`` one past the last token of each range.
 
         Returns:
-            tokens and labels, int64 ``[sum of stops - starts]``; a label is ``IGNORE_INDEX`` where there is no target.
+            tokens and labels, each int64 ``[sum of stops - starts]``. The label of a token without a target is
+            ``IGNORE_INDEX``.
         """
-        # 1. Where each range starts in its part, and how many of its tokens have a label.
+        # 1. Find where each range starts in its part, and how many of its tokens have a label.
         part, place = self.index.locate(pieces, starts)
         counts = stops - starts
         num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
         if isinstance(self.parts, OpenParts):
             self.parts.fetch(part, place, counts)
-        # 2. Copy range by range: 33M tokens of 8,500 documents take 0.2 s, gathered by index 0.5 s.
+        # 2. Copy range by range. 33M tokens of 8,500 documents take 0.2 s this way, and 0.5 s gathered by index.
         ends = np.cumsum(counts)
         num_tokens = int(ends[-1]) if len(ends) else 0
         tokens = np.empty(num_tokens, dtype=np.int64)
@@ -91,32 +94,32 @@ class Corpus:
         return tokens, labels
 
     def piece_tokens(self, piece: int) -> NDArray[np.integer]:
-        """``[length]`` tokens of one piece, a view into the file."""
+        """Return the tokens of one sample, ``[length]``, a view into the file."""
         name = np.array([piece])
         part, start = (int(found[0]) for found in self.index.locate(name, np.zeros(1, dtype=np.int64)))
         return self.parts[part][start : start + int(self.pieces.length[self.index.rows(name)[0]])]
 
     @property
     def all_pieces(self) -> IntArray:
-        """``[P]`` names of all pieces, in corpus order, as ``pieces`` has them."""
+        """``[P]`` names of all samples, ordered by the number of their part."""
         return self.index.pieces_of(range(self.index.num_parts))
 
 
 def prepare_corpus(
     config: DataConfig, progress: ProgressCallback = ignore_progress, *, text_later: bool = False, ahead: bool = False
 ) -> Corpus:
-    """Tokenise what ``config`` names, unless the cache has it, and open it.
+    """Tokenise the sources of ``config``, as far as the cache does not have them, and open the corpus.
 
     1. List the files (``data.sources``) and find or train the tokenizer.
-    2. Text, JSONL and Parquet files become ``.bin/.idx`` pairs in the cache, one per shard; ``.bin`` files stay as
-       they are.
-    3. Documents longer than the context are split, truncated or dropped.
+    2. Tokenise text, JSONL and Parquet files into ``.bin/.idx`` pairs in the cache, one pair per shard. ``.bin`` files
+       stay as they are.
+    3. Split, truncate or drop the documents that are longer than the context.
 
-    With ``text_later``, step 2 is taken for each part of the text when it is first required of the index
-    (``CorpusIndex.require``); with ``ahead`` also in the background, as soon as it is expected, until ``Corpus.close``.
+    With ``text_later``, a part of the text is tokenised only when it is first required (``CorpusIndex.require``). With
+    ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``.
 
-    The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Safe to call from
-    several processes at once.
+    The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Several processes may
+    call this function at the same time.
 
     Raises:
         ConfigError: a source matches nothing, or there is no such tokenizer.
@@ -133,7 +136,7 @@ def prepare_corpus(
 
 
 class TokeniseHere:
-    """A ``PartFinder`` that does the work in this process and its workers, unless another process is at it."""
+    """A ``PartFinder`` that tokenises in this process and its workers. It waits if another process does so already."""
 
     parts_ahead = 1
 
@@ -146,7 +149,7 @@ class TokeniseHere:
         *,
         ahead: bool,
     ) -> None:
-        """Read nothing yet; ``ahead``: begin with what is expected."""
+        """Read nothing yet. With ``ahead``, ``expect`` starts to tokenise in a thread; without it, it does nothing."""
         self._shards = shards
         self._reader = reader
         self._num_workers = num_workers
@@ -155,7 +158,7 @@ class TokeniseHere:
         self._threads: list[threading.Thread] = []
 
     def expect(self, parts: Sequence[int]) -> None:
-        """Tokenise in a thread. What goes wrong there goes wrong again in ``find``, which says so."""
+        """Tokenise ``parts`` in a thread. An error there is not reported: ``find`` meets it again and raises it."""
         if not self._ahead:
             return
 
@@ -172,7 +175,7 @@ class TokeniseHere:
         return {part: self._reader.open(self._shards[part], self._progress).content for part in parts}
 
     def close(self) -> None:
-        """End the threads: within a unit of text."""
+        """End the threads. Each ends after the unit of text (``data.readers``) that it works on."""
         self._ahead = False
         for thread in self._threads:
             thread.join()
@@ -194,7 +197,10 @@ class TokeniseHere:
 
 
 def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress) -> tuple[list[Shard], ShardReader]:
-    """List the sources, find or train the tokenizer, and cut the corpus into shards. Raises as ``prepare_corpus``."""
+    """List the sources, find or train the tokenizer, and cut the corpus into shards. Raises as ``prepare_corpus``.
+
+    Returns the shards, and the reader that opens them.
+    """
     files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
     tokenizer = choose_tokenizer(config, [file for file in files if file.format != "bin"], progress)
     reader = ShardReader.of(config, tokenizer)
@@ -204,7 +210,7 @@ def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress
 def choose_tokenizer(
     config: DataConfig, text_files: Sequence[SourceFile], progress: ProgressCallback = ignore_progress
 ) -> Tokenizer | None:
-    """The tokenizer of ``config``; None when there is no text and none is named by a path.
+    """Return the tokenizer of ``config``, or None if there is no text and ``config`` names no tokenizer by its path.
 
     Raises:
         ConfigError: there is no such tokenizer, or ``bpe`` is to be trained without text.
@@ -221,7 +227,7 @@ def choose_tokenizer(
         cache_dir = Path(config.cache_dir).expanduser()
         return cached_bpe(text_files, config.text_key, config.bpe_vocab_size, cache_dir, progress)
     if config.tokenizer == "bytes" and not text_files:
-        return None  # the default, and .bin files need none
+        return None  # "bytes" is the default setting, and .bin files need no tokenizer
     return load_tokenizer(config.tokenizer, config.eos_token)
 
 

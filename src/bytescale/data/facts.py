@@ -1,7 +1,7 @@
-"""What is worth knowing of a ``.bin/.idx`` pair beyond its index, kept beside it as ``prefix.meta.json``.
+"""Facts of a ``.bin/.idx`` pair that its index does not hold, kept beside the pair as ``prefix.meta.json``.
 
-``bytescale data tokenize`` writes the file. A pair from elsewhere has none: it is read through once (highest token id,
-hash of its content) and the result is kept in the cache folder.
+``bytescale data tokenize`` writes that file. A pair that another program made has no such file. It is read through
+once, for its highest token id and the hash of its content, and the result is kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFacts:
-    """Facts of one pair. None: not known, because the pair was made elsewhere."""
+    """Facts of one pair. A field is None where it is not known, because another program made the pair."""
 
     num_documents: int
     num_tokens: int
@@ -34,31 +34,31 @@ class TokenFacts:
     """-1 when there is no token."""
     dtype: str
     content_hash: str
-    """16 hex digits of the type, the tokens and the lengths: equal wherever the files lie and whenever made."""
+    """16 hex digits of the integer type, the tokens and the lengths. Paths and times of the files do not matter."""
     lengths_hash: str
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
     vocab_size: int | None = None
     eos_id: int | None = None
     num_empty_documents: int = 0
-    """Documents without a token, which were left out."""
+    """Documents that were left out because they have no token."""
     skipped_files: tuple[str, ...] = ()
-    """Files that are not text, which were left out."""
+    """Files that were left out because they are not text."""
     corrupt_records: tuple[str, ...] = ()
-    """What was wrong with each corrupt record that was left out, and where."""
+    """For each corrupt record that was left out: what was wrong with it, and where it is."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=2).encode()
 
     def describes(self, index: TokenIndex) -> bool:
-        """Whether these are facts of a pair with this index."""
+        """Return whether these facts fit a pair that has this index."""
         return (self.num_tokens, self.dtype) == (index.num_tokens, index.dtype.str) and (
             self.lengths_hash == _hash(index.document_lengths.astype("<i8"))
         )
 
 
 class FactsGatherer:
-    """Gathers facts while tokens go by."""
+    """Gathers the facts of a pair while its tokens are written or read."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -70,7 +70,7 @@ class FactsGatherer:
         self._max_token_id = -1
 
     def add(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:
-        """Take in whole documents: ``tokens`` in the writer's type, ``lengths`` of each of them."""
+        """Add whole documents: their ``tokens`` one after the other, in the type of the file, and their ``lengths``."""
         assert tokens.dtype == self._dtype, f"{tokens.dtype} tokens for a file of {self._dtype}"
         self._tokens_hash.update(np.ascontiguousarray(tokens).data)
         self._lengths_hash.update(lengths.astype("<i8").data)
@@ -87,7 +87,7 @@ class FactsGatherer:
         skipped_files: tuple[str, ...] = (),
         corrupt_records: tuple[str, ...] = (),
     ) -> TokenFacts:
-        """The facts; ``tokenizer`` is None when it is not known."""
+        """Return the facts. ``tokenizer`` is None if it is not known."""
         lengths_hash = self._lengths_hash.hexdigest()
         self._tokens_hash.update(lengths_hash.encode())
         return TokenFacts(
@@ -109,7 +109,10 @@ class FactsGatherer:
 
 
 def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback) -> TokenFacts:
-    """Facts of a pair: from beside it, else from the cache, else by reading it through (some GB a second)."""
+    """Return the facts of a pair. They are looked for beside the pair, then in the cache.
+
+    If neither has facts that fit, the pair is read through (some GB a second) and the cache keeps the result.
+    """
     cached = cache_dir / "facts" / f"{fingerprint_files([file])}.json"
     for path in (facts_path(dataset.prefix), cached):
         facts = _load(path)
@@ -122,14 +125,14 @@ def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progres
 
 
 def load_facts(prefix: Path) -> TokenFacts | None:
-    """Facts that stand beside a pair; None where there are none that can be read."""
+    """Return the facts that stand beside a pair, or None if there are none that can be read."""
     return _load(facts_path(prefix))
 
 
 def _load(path: Path) -> TokenFacts | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # absent, or not ours: the facts are found anew
+    except (OSError, ValueError):  # the file is absent, or another program's: the facts are gathered again
         return None
     if not isinstance(content, dict) or set(content) != {spec.name for spec in fields(TokenFacts)}:
         return None

@@ -1,8 +1,9 @@
-"""Several sources mixed by weights: whichever is furthest behind its share of the tokens gives the next sequence.
+"""Mixes several sources by weights. The source that is furthest behind its share of the tokens gives the next sequence.
 
-Each source is its own endless stream of epochs, whose order is a function of (seed, epoch, source) alone. After any
-number of sequences, the tokens drawn from source ``i`` differ from ``weight_i`` of all by less than the length of the
-two longest sequences. Sources pass at different speeds, so one may be in its third epoch while another is in its first.
+Each source is an endless stream of epochs of its own, whose order depends on (seed, epoch, source) alone. After any
+number of sequences, the tokens drawn from source ``i`` differ from the share ``weight_i`` of all tokens drawn by less
+than the length of the two longest sequences. Sources pass at different speeds, so one may be in its third epoch while
+another is in its first.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from bytescale.data.order import EVERYTHING, PieceStream
 
 
 def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> Sampler:
-    """The order that ``config`` asks for: one shuffle of everything, or sources mixed by ``data.weights``.
+    """Return the sampler that ``config`` asks for: one shuffle of everything, or sources mixed by ``data.weights``.
 
     Args:
-        index: of the corpus.
+        index: the index of the corpus.
         config: the ``[data]`` section.
-        state: where to start; None: at the first batch.
+        state: where to start; None starts at the first batch.
 
     Raises:
         ConfigError: the longest sequence exceeds ``data.batch_tokens``, or the seed is negative.
         CheckpointError: ``state`` belongs to other data.
-        DataError: a source with a weight has nothing to draw from, or what has to be read first is broken.
+        DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
     """
     if config.weights:
         return MixtureSampler(index, config, state)
@@ -38,7 +39,7 @@ def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | N
 
 
 class _Source:
-    """The pieces of one source, and how much of them was drawn."""
+    """The stream of samples of one source, and the number of tokens drawn from it."""
 
     def __init__(self, stream: PieceStream, weight: float) -> None:
         self.stream = stream
@@ -47,7 +48,7 @@ class _Source:
 
     @property
     def progress(self) -> float:
-        """Tokens drawn over the weight: the source that has least is next, of equals the first."""
+        """Tokens drawn, divided by the weight. The source with the least progress is next; on a tie, the first one."""
         return self._num_tokens / self._weight
 
     @property
@@ -59,7 +60,7 @@ class _Source:
         return int(self.stream.lengths[self.stream.position])
 
     def take(self) -> bool:
-        """Go behind the next piece; whether it was the last of its epoch."""
+        """Move past the next sample. Returns whether it was the last one of its epoch."""
         self._num_tokens += self.next_length
         return self.stream.take(self.stream.position + 1)
 
@@ -100,7 +101,7 @@ class MixtureSampler:
         return self._step
 
     def next_batch(self) -> GlobalBatch:
-        """Draw the next global batch: at least one sequence. Raises as ``PieceStream.enter``."""
+        """Draw the next global batch, which holds at least one sequence. Raises as ``PieceStream.enter``."""
         first_epoch = min(source.stream.epoch for source in self._sources)
         drawn: list[int] = []
         budget, ends_epoch = self._batch_tokens, False
@@ -116,7 +117,7 @@ class MixtureSampler:
         return GlobalBatch.of(self._index, pieces, step=self._step - 1, epoch=first_epoch, ends_epoch=ends_epoch)
 
     def state_dict(self) -> SamplerState:
-        """Where the next batch starts, in every source: plain numbers and strings, for a checkpoint."""
+        """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
         return {
             "step": self._step,
             "sources": [source.state_dict() for source in self._sources],
@@ -138,12 +139,12 @@ class MixtureSampler:
         self._step = state["step"]
 
     def _require_first(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """What every source starts with, all at the same time and before anything is expected."""
+        """Require what every source starts with, all at the same time and before any part is expected."""
         parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
         self._index.require(part for own in parts for part in own)
 
     @property
     def _window(self) -> str:
-        """What is shuffled together; the setting matters only where the order depends on it."""
+        """What is shuffled together, as a text. It names the window size only if the order depends on that size."""
         scopes = {source.stream.scope for source in self._sources} - {EVERYTHING}
         return scopes.pop() if scopes else EVERYTHING

@@ -1,10 +1,17 @@
-"""The order of the pieces in an epoch: a function of the corpus, the seed and the epoch, never of the ranks.
+"""The order of the samples in an epoch. It depends on the corpus, the seed and the epoch, never on the ranks.
 
-Where all text together is larger than the *window* (``data.shuffle_window_mib``), an epoch goes through it window by
-window: the parts of text are shuffled and cut into runs of a window's size, and the pieces of a run are shuffled among
-themselves. So a run can start as soon as its first window is tokenised, whatever the size of the corpus, and the next
-window can be tokenised while this one trains. Pieces of ``.bin`` files, which are known from the start, are shuffled
-over the whole epoch and dealt to the windows in proportion. A corpus that fits in one window is one shuffle.
+(In identifiers a sample is called a *piece*; ``data.pieces`` defines it.)
+
+If the text of the corpus fits in one *window* (``data.shuffle_window_mib``), all samples of an epoch are shuffled
+together. If the text is larger, an epoch goes through it window by window:
+
+1. The parts of text are shuffled, and cut into windows of about the configured size.
+2. The samples of ``.bin`` files, which are known from the start, are shuffled over the whole epoch. Each window gets a
+   share of them that is proportional to its bytes of text.
+3. The samples of one window are shuffled among themselves.
+
+So training starts as soon as the first window is tokenised, whatever the size of the corpus, and the next window is
+tokenised while the current one trains.
 """
 
 from __future__ import annotations
@@ -20,32 +27,34 @@ from bytescale.data.index import CorpusIndex, IntArray
 MIB = 1024**2
 EVERYTHING = "everything"
 
-# What else is drawn for an epoch of several windows, told apart by a number after those of the stream.
+# An epoch of several windows needs three more kinds of random draws. Each kind adds its own number to the seed.
 _DRAW_OF_BINS, _DRAW_OF_PARTS, _DRAW_OF_WINDOW = 1, 2, 3
 
 
 def epoch_order(num_pieces: int, seed: int, epoch: int, *stream: int) -> IntArray:
-    """``[num_pieces]`` the permutation of one epoch (of one ``stream``, when there are several).
+    """Return the permutation of one epoch, int64 ``[num_pieces]``. Numbers in ``stream`` give independent ones.
 
-    Sorts raw 64-bit draws: NumPy promises that bit streams and ``SeedSequence`` never change, which it does not
-    promise of ``Generator.permutation``. A resumed run may have another NumPy.
+    The permutation sorts raw 64-bit draws. NumPy promises that its bit streams and ``SeedSequence`` never change, but
+    makes no such promise for ``Generator.permutation``, and a resumed run may use another version of NumPy.
     """
     draws = np.random.PCG64(np.random.SeedSequence((seed, epoch, *stream))).random_raw(num_pieces)
     return np.argsort(draws, kind="stable")
 
 
 class PieceStream:
-    """The pieces of some parts, epoch after epoch, and a place in them: always before a piece."""
+    """The samples of some parts, epoch after epoch, and a position, which is always in front of a sample."""
 
     def __init__(self, index: CorpusIndex, parts: IntArray, window_mib: int, seed: int, source: int | None = None):
-        """Stand nowhere yet: ``enter`` or ``load_state_dict`` comes first.
+        """Prepare the stream. It has no position before ``enter`` or ``load_state_dict`` is called.
 
         Args:
-            index: of the corpus. Parts of text are required from it window by window, the next one being expected.
+            index: the index of the corpus. The stream requires parts of text from it window by window, and expects
+                those of the next window.
             parts: numbers of the parts to draw from, ascending.
             window_mib: MiB of text that are shuffled together.
-            seed: of the shuffle.
-            source: place in ``data.sources`` of the one source that ``parts`` are; None: they are all.
+            seed: the seed of the shuffle.
+            source: place in ``data.sources`` of the one source that ``parts`` belong to; None if ``parts`` is the whole
+                corpus.
         """
         self._index = index
         self._seed = seed
@@ -55,10 +64,10 @@ class PieceStream:
         self._bins = parts[~index.is_text[parts]]
         self._window_bytes = window_mib * MIB
         self.epoch = self.window = self.position = 0
-        self.pieces = self.lengths = np.zeros(0, dtype=np.int64)  # [W] of the window, in order
-        self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each of them
+        self.pieces = self.lengths = np.zeros(0, dtype=np.int64)  # [W] names and lengths of the window's samples
+        self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each sample
         self._content = ""
-        self._bins_shuffled = (-1, self.pieces)  # an epoch, and all pieces of .bin files in its order
+        self._bins_shuffled = (-1, self.pieces)  # an epoch, and all samples of .bin files in the order of that epoch
 
     @property
     def is_windowed(self) -> bool:
@@ -67,28 +76,28 @@ class PieceStream:
 
     @property
     def scope(self) -> str:
-        """What is shuffled together, for people and checkpoints."""
+        """What is shuffled together, as a text for people and checkpoints: ``"64 MiB"`` or ``"everything"``."""
         return f"{self._window_bytes // MIB} MiB" if self.is_windowed else EVERYTHING
 
     def windows(self, epoch: int) -> list[IntArray]:
-        """The parts of text in each window of an epoch, ascending; at least one window."""
+        """Return the parts of text in each window of an epoch, ascending. There is at least one window."""
         if not self.is_windowed:
             return [self._text]
         shuffled = self._text[epoch_order(len(self._text), self._seed, epoch, *self._stream, _DRAW_OF_PARTS)]
         sizes = self._index.part_bytes[shuffled]
-        number = (np.cumsum(sizes) - sizes) // self._window_bytes  # a part is in the window that its first byte lies in
+        number = (np.cumsum(sizes) - sizes) // self._window_bytes  # a part belongs to the window of its first byte
         windows = np.split(shuffled, np.flatnonzero(np.diff(number)) + 1)
         if len(windows) > 1 and self._index.part_bytes[windows[-1]].sum() < self._window_bytes // 2:
             windows[-2:] = [np.concatenate(windows[-2:])]
         return [np.sort(window) for window in windows]
 
     def enter(self, epoch: int, window: int = 0) -> None:
-        """Go to the first piece of a window, or of the next one that has any.
+        """Go to the first sample of a window. If the window has no sample, go to the next window that has one.
 
         Raises:
-            DataError: as ``CorpusIndex.require``; or the parts hold no piece at all.
+            DataError: as ``CorpusIndex.require``; or the parts hold no sample at all.
         """
-        last_epoch = epoch + 1  # when that has passed as well, every part was looked at
+        last_epoch = epoch + 1  # at the end of the next epoch, every part has been looked at
         while True:
             windows = self.windows(epoch)
             self._load(epoch, window, windows)
@@ -100,13 +109,16 @@ class PieceStream:
                 raise self._index.nothing_to_draw(self._source)
 
     def first_parts(self, state: dict[str, Any] | None) -> list[int]:
-        """What has to be read before the stream stands at ``state``, or at its start."""
+        """Return the parts that have to be read before the stream can stand at ``state`` (None: at its start)."""
         epoch, window = (0, 0) if state is None else (state["epoch"], state["window"])
         windows = self.windows(epoch)
         return windows[window].tolist() if 0 <= window < len(windows) else []
 
     def take(self, stop: int) -> bool:
-        """Go to before piece ``stop`` of the window, or into the next window; whether the epoch has ended by that."""
+        """Move to the position in front of sample ``stop`` of the window, or into the next window at the window's end.
+
+        Returns whether this ended the epoch.
+        """
         self.position = stop
         if stop < len(self.pieces):
             return False
@@ -116,14 +128,14 @@ class PieceStream:
         return self.epoch > before
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, and what the window holds: plain numbers and strings."""
+        """Return the position, and the hash of the window's texts, as plain numbers and strings."""
         return {"epoch": self.epoch, "window": self.window, "position": self.position, "content": self._content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place of a state.
+        """Go to the position that ``state`` describes.
 
         Raises:
-            CheckpointError: the texts of its window have changed, or it does not exist.
+            CheckpointError: the texts of the window have changed, or the corpus has no such window or position.
             DataError: as ``CorpusIndex.require``.
         """
         epoch, window, position = state["epoch"], state["window"], state["position"]
@@ -145,7 +157,10 @@ class PieceStream:
         self.position = position
 
     def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
-        """Expect ``windows``, which are left of the epoch, and those of the next, until enough parts are expected."""
+        """Expect ``windows``, the rest of the epoch, and then those of ``next_epoch``, until enough parts are expected.
+
+        ``CorpusIndex.parts_ahead`` says how many parts are enough.
+        """
         num_parts = 0
         for window in itertools.chain(windows, self.windows(next_epoch)):
             num_parts += self._index.expect(window.tolist())
@@ -168,14 +183,15 @@ class PieceStream:
         self._content = self._index.content_hash(parts)
 
     def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
-        """The pieces of ``.bin`` files that go with a window, by its share of the bytes of text."""
+        """Return the samples of ``.bin`` files that a window gets: in proportion to its bytes of text."""
         if self._bins_shuffled[0] != epoch:
             of_bins = self._index.pieces_of(self._bins.tolist())
             order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
             self._bins_shuffled = (epoch, of_bins[order])
         shuffled = self._bins_shuffled[1]
         ends = np.cumsum([0, *(self._index.part_bytes[parts].sum() for parts in windows)]).tolist()
-        first, stop = (end * len(shuffled) // ends[-1] for end in ends[window : window + 2])  # may exceed 64 bits
+        # Python integers: the products may exceed 64 bits.
+        first, stop = (end * len(shuffled) // ends[-1] for end in ends[window : window + 2])
         return shuffled[first:stop]
 
 
