@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 BPE_EOS = "<|endoftext|>"
 TRAINING_BYTES = 256 * 1024**2
-"""Text that training looks at. More changes a vocabulary little, and the counts of all words are held in memory."""
+"""Bytes of text that training reads. More text changes the vocabulary little, and all word counts are in memory."""
 _LEAST_VOCABULARY = 257
 _READ_RETRIES = 3
 _VERSION = 1
@@ -33,11 +33,11 @@ _VERSION = 1
 def cached_bpe(
     files: Sequence[SourceFile], text_key: str, vocab_size: int, cache_dir: Path, progress: ProgressCallback
 ) -> JsonTokenizer:
-    """The tokenizer trained on ``files``, trained now if the cache has none for these very files and settings.
+    """Return the tokenizer trained on ``files``. It is trained now if the cache has none for these files and settings.
 
     Raises:
-        ConfigError: ``vocab_size`` is below 257 (all bytes and EOS).
-        DataError: there is no text, or as ``iter_documents``.
+        ConfigError: ``vocab_size`` is below 257, the 256 bytes and EOS.
+        DataError: there is no text, or a file cannot be read (as ``iter_documents``).
     """
     if vocab_size < _LEAST_VOCABULARY:
         raise ConfigError(
@@ -61,7 +61,7 @@ def cached_bpe(
 def train_bpe(
     files: Sequence[SourceFile], text_key: str, vocab_size: int, progress: ProgressCallback
 ) -> tokenizers.Tokenizer:
-    """Byte-level BPE of at most ``vocab_size`` ids, fewer if the text has no more pairs to merge."""
+    """Train a byte-level BPE of at most ``vocab_size`` ids. It has fewer if the text has no more pairs to merge."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ def train_bpe(
 
 
 def _training_units(units: list[WorkUnit]) -> list[WorkUnit]:
-    """Evenly spread units of about ``TRAINING_BYTES`` in all."""
+    """Choose evenly spread units, of about ``TRAINING_BYTES`` together."""
     stride = max(1, -(-sum(unit.num_bytes for unit in units) // TRAINING_BYTES))
     if stride > 1:
         logger.info("training the tokenizer on every %dth part of the text", stride)
@@ -85,13 +85,13 @@ def _training_units(units: list[WorkUnit]) -> list[WorkUnit]:
 
 
 def _texts_of(unit: WorkUnit, text_key: str) -> list[str]:
-    """Corrupt records are left out here; tokenising finds them again and counts them."""
+    """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
     counts = ReadCounts(max_corrupt=sys.maxsize)
     return [document.text for document in iter_documents(unit, text_key, counts)]
 
 
 def _training_texts(units: list[WorkUnit], text_key: str, progress: ProgressCallback) -> Iterator[list[str]]:
-    """The texts of one unit at a time: an item is counted by all cores at once."""
+    """Yield the texts of one unit at a time, because the library spreads the texts of one item over all cores."""
     total_bytes = sum(unit.num_bytes for unit in units)
     done_bytes = num_documents = 0
     for unit in units:

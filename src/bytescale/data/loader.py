@@ -1,4 +1,4 @@
-"""The local loader: draws global batches, plans them and reads this rank's slices, some steps ahead of training."""
+"""The local loader. It draws global batches, plans them and reads this rank's slices, some steps ahead of training."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ class MicroBatchData:
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
-    segment_pieces: IntArray  # [P] name of the piece of the corpus that each segment is cut from
+    segment_pieces: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.pieces_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderTimes:
-    """Where a step's data came from and what it took, on one rank."""
+    """What the data of one step cost on one rank: seconds and bytes."""
 
     planning_seconds: float
-    """Drawing, planning and verifying the global batch."""
+    """Time to plan and verify the global batch."""
     reading_seconds: float
-    """From the finished plan to the finished slices."""
+    """Time from the finished plan to the finished slices."""
     wait_seconds: float = 0.0
     """How long training waited for the step."""
     bytes_read: int = 0
-    """Of the corpus, for this rank's slices."""
+    """Bytes of the corpus that were read for this rank's slices."""
     bytes_received: int = 0
-    """By this rank from planner and servers; 0 when it reads for itself."""
+    """Bytes that this rank received from planner and servers; 0 under the local loader."""
     steps_ready: int = 0
-    """Finished steps that waited when training asked for this one."""
+    """Finished steps that were waiting when training asked for this one."""
     steps_planned: int = 0
-    """Plans that the planner held ahead of this step."""
+    """Plans that the planner held beyond this step."""
     restarts: int = 0
-    """Servers and planners started again since this rank began."""
+    """Restarts of servers and planners that this rank has noticed so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +73,13 @@ class StepData:
 
     step: int
     num_targets: int
-    """Tokens with a label in the GLOBAL batch: the loss is divided by it."""
+    """Tokens with a label in the GLOBAL batch. The loss is divided by this number."""
     summary: PlanSummary
     plan: Plan | None
-    """The whole plan, where this rank has it: always under the local loader, on the first rank under Ray."""
+    """The whole plan, or None if this rank has only its part. Under the remote loader only the first rank has it."""
     rank_plan: RankPlan
     micro_batches: tuple[MicroBatchData, ...]
-    """One per micro-batch of ``rank_plan``; may be none."""
+    """One per micro-batch of ``rank_plan``. A rank may have none."""
     sampler_state_after: SamplerState
     """Where the next step starts."""
     times: LoaderTimes
@@ -96,11 +96,11 @@ class Loader(Protocol):
 
 
 class Feed(Protocol):
-    """A corpus and a place in its order, from which steps can be loaded. The trainer knows no more of the data."""
+    """A corpus and a position in its order, from which steps can be loaded. The trainer knows no more of the data."""
 
     @property
     def facts(self) -> CorpusFacts:
-        """Of the corpus."""
+        """Summary of the corpus."""
         ...
 
     def state_dict(self) -> SamplerState:
@@ -112,11 +112,11 @@ class Feed(Protocol):
         ...
 
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> Loader:
-        """Load steps from here on, up to the one before ``stop_step``."""
+        """Load steps from the current position on, up to the one before ``stop_step``; None: without an end."""
         ...
 
     def close(self) -> None:
-        """End what the feed started."""
+        """End the threads or actors that the feed started."""
         ...
 
 
@@ -127,7 +127,7 @@ class LocalFeed:
         """Start at the first batch."""
         self._corpus = corpus
         self._config = config
-        self._sampler: Sampler | None = None  # at the first batch, until somebody asks
+        self._sampler: Sampler | None = None  # made when it is first needed
         self._rank = rank
         self._prefetch_steps = config.prefetch_steps
 
@@ -147,17 +147,17 @@ class LocalFeed:
         )
 
     def _started(self) -> Sampler:
-        """Raises as ``make_sampler``."""
+        """Return the sampler, made now if this is the first call. Raises as ``make_sampler``."""
         self._sampler = self._sampler or make_sampler(self._corpus.index, self._config)
         return self._sampler
 
     def close(self) -> None:
-        """End what tokenises ahead."""
+        """End the threads that tokenise in the background."""
         self._corpus.close()
 
 
 def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch) -> MicroBatchData:
-    """Read exactly the segments of ``micro_batch`` (and the one token after each, for its last label)."""
+    """Read the segments of ``micro_batch``, and the one token behind each, which is its last label."""
     pieces = batch.pieces[micro_batch.segment_sequences]
     tokens, labels = corpus.read(pieces, micro_batch.segment_starts, micro_batch.segment_stops)
     return MicroBatchData(tokens=tokens, labels=labels, position_ids=micro_batch.position_ids(), segment_pieces=pieces)
@@ -166,9 +166,9 @@ def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch
 class LocalLoader:
     """Iterates over the steps of one rank. Every rank draws and plans the same batches and reads its own slices.
 
-    A thread works up to ``prefetch_steps`` steps ahead. The sampler belongs to it from here on: the state for a
-    checkpoint is ``state_dict`` of the loader, which counts the steps that were consumed and not those read ahead.
-    Use it in a ``with`` block, or call ``close``.
+    A thread works up to ``prefetch_steps`` steps ahead, and nobody else may use the sampler. The state for a checkpoint
+    is the ``state_dict`` of the loader: it counts the steps that were consumed, not those that were read ahead.
+    Use the loader in a ``with`` block, or call ``close``.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class LocalLoader:
         """Start reading at the sampler's state.
 
         Args:
-            corpus: what the sampler draws from.
-            sampler: positioned at the first step wanted.
-            planner: from lengths int64 ``[S]`` to a plan; the same on every rank.
+            corpus: the corpus that the sampler draws from.
+            sampler: the sampler, positioned at the first step wanted.
+            planner: function from lengths, int64 ``[S]``, to a plan; the same on every rank.
             rank: HDP rank whose slices are read.
             prefetch_steps: finished steps that may wait, at least 1.
-            stop_step: number of the step before which the iteration ends; None: never.
-            clock: seconds.
+            stop_step: the iteration ends before the step of this number; None: it has no end.
+            clock: function that returns the time in seconds.
         """
         self._corpus = corpus
         self._sampler = sampler
@@ -207,18 +207,18 @@ class LocalLoader:
         return self
 
     def __next__(self) -> StepData:
-        """The next step. What sampling, planning or reading raised in the thread is raised here, traceback included."""
+        """Return the next step. An error of the thread is raised here, with its own traceback."""
         started, ready = self._clock(), self._steps.num_ready
         data = next(self._steps)
         self._state = data.sampler_state_after
         return replace(data, times=replace(data.times, wait_seconds=self._clock() - started, steps_ready=ready))
 
     def state_dict(self) -> SamplerState:
-        """Where the step after the last consumed one starts: for ``BatchSampler.load_state_dict``."""
+        """Return where the step after the last consumed one starts, for ``BatchSampler.load_state_dict``."""
         return dict(self._state)
 
     def close(self) -> None:
-        """End the thread; steps read ahead are dropped, and nothing is lost by it."""
+        """End the thread. Steps that were read ahead are dropped, which loses nothing: no state counts them."""
         self._steps.close()
 
     def __enter__(self) -> LocalLoader:

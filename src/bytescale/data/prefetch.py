@@ -11,10 +11,11 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Yields the items of ``source``, of which up to ``depth`` wait finished while the next is being made.
+    """Yields the items of ``source``. Up to ``depth`` finished items wait while the thread makes the next one.
 
-    An exception of the source is raised in the consumer, with its own traceback, when its turn comes. ``close`` ends
-    the thread after the item that it is making; without it the thread ends with the process.
+    If ``source`` raises an exception, the consumer gets the items before it, and then the exception with its own
+    traceback. ``close`` ends the thread after the item that it is making. Without ``close``, the thread ends with the
+    process.
     """
 
     def __init__(self, source: Iterator[Item], depth: int, name: str) -> None:
@@ -46,7 +47,7 @@ class Prefetcher(Generic[Item]):
 
     @property
     def num_ready(self) -> int:
-        """Finished items that wait."""
+        """Number of finished items that wait."""
         return len(self._ready)
 
     def close(self) -> None:

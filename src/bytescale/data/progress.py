@@ -1,4 +1,4 @@
-"""How long work tells that it is under way: a callback, and a bar that draws what it hears."""
+"""Progress of long work: the callback that it calls, and a progress bar to use as that callback."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class Progress:
     """How far one piece of work has come."""
 
     stage: str
-    """What is being done, in a few words."""
+    """What is being done, in a few words, such as ``"tokenising"``."""
     done_bytes: int
     total_bytes: int
     note: str = ""
-    """What has come of it so far."""
+    """The result so far, in a few words, such as ``"12 documents, 3K tokens"``."""
 
 
 ProgressCallback = Callable[[Progress], None]
 
 
 def ignore_progress(progress: Progress) -> None:
-    """The callback of those who do not want to hear."""
+    """A callback that does nothing."""
 
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
-    """A callback that draws one line per stage on ``console`` (default: stderr), plain lines left above it."""
+    """Yield a callback that draws one line per stage on ``console`` (default: stderr). Other output stays above it."""
     bar = RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),

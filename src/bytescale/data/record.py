@@ -1,7 +1,8 @@
-"""A run's record of its data: which token ranges every rank was given in every step, and a check that counts them.
+"""A run's record of its data: the token ranges that every rank was given in every step, and a check of the record.
 
-Each attempt at a run (the first, and one after every restart) writes a folder of its own, each rank a file of JSON
-lines. A step that was taken again after a restart stands in several attempts; what trained the weights is the last.
+Each attempt at a run (the first start, and every restart) writes a folder of its own, in which each rank writes a file
+of JSON lines. A step that was repeated after a restart stands in several attempts. The last of them is the one that
+trained the weights.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
 
 class RecordingFeed:
-    """A feed that writes down what it gives."""
+    """A feed that records the token ranges of every step that it hands out."""
 
     def __init__(self, feed: Feed, rank: int, num_ranks: int, new_folder: Callable[[], Path | None]) -> None:
         """Write nothing yet.
 
         Args:
-            feed: whose steps are recorded.
-            rank: HDP rank.
-            num_ranks: of them.
-            new_folder: makes or names the folder of this attempt, the same on all ranks; None on those that are given
-                what another one writes down (of a tensor-parallel group or a pipeline).
+            feed: the feed whose steps are recorded.
+            rank: HDP rank of this process.
+            num_ranks: number of HDP ranks.
+            new_folder: makes or names the folder of this attempt, which is the same on all ranks. It returns None in a
+                process that records nothing, because another process of the same HDP rank (of its tensor-parallel group
+                or pipeline) does.
         """
         self._feed = feed
         self._rank = rank
@@ -67,7 +69,7 @@ class RecordingFeed:
 
 
 class _RecordingLoader:
-    """Writes a step's line before it hands the step out: a step that was trained on has its line."""
+    """Writes the line of a step before it hands the step out, so every step that was trained on has its line."""
 
     def __init__(self, loader: Loader, path: Path, num_ranks: int) -> None:
         self._loader = loader
@@ -92,7 +94,10 @@ class _RecordingLoader:
 
 
 def segments_of(data: StepData) -> IntArray:
-    """``[N, 4]`` piece, first token, one past the last, and checksum of the tokens of each segment that has any."""
+    """Return one row for each segment that has tokens, int64 ``[N, 4]``.
+
+    The columns are the name of the sample, the first token, one past the last token, and the checksum of the tokens.
+    """
     rows = []
     for wanted, given in zip(data.rank_plan.micro_batches, data.micro_batches, strict=True):
         ends = np.cumsum(wanted.segment_stops - wanted.segment_starts)
@@ -112,7 +117,9 @@ def new_attempt_folder(folder: Path) -> Path:
 
 
 def read_record(folder: Path, num_steps: int) -> list[IntArray]:
-    """What trained the weights: of steps 0 to ``num_steps - 1``, the segments of all ranks as ``segments_of`` has them.
+    """Return the segments that trained the weights in steps 0 to ``num_steps - 1``.
+
+    The list has one array per step: the rows of ``segments_of``, of all ranks.
 
     Raises:
         DataError: a step or a rank is missing.
@@ -145,7 +152,7 @@ def read_record(folder: Path, num_steps: int) -> list[IntArray]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordCheck:
-    """What was found in a record that is right."""
+    """What a record without errors contains."""
 
     num_steps: int
     num_tokens: int
@@ -155,10 +162,11 @@ class RecordCheck:
 
 
 def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfig) -> RecordCheck:
-    """Count every token range of a record against the batches that seed and corpus ask for.
+    """Compare every token range of a record with the batches that the seed and the corpus ask for.
 
     Raises:
-        DataError: a token was lost, doubled or another one than the corpus has there; names the first such step.
+        DataError: a token was lost, given twice, or differs from the token in the corpus. The message names the first
+            such step.
     """
     sampler = make_sampler(corpus.index, config)
     num_tokens = 0
@@ -185,7 +193,10 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
 
 
 def _coverage(starts: IntArray, stops: IntArray) -> IntArray:
-    """``[2, N]`` where the number of ranges over a place changes, and by how much: equal for equal sets of tokens."""
+    """Return how often ranges cover each token, in a form that is equal for equal coverage: int64 ``[2, N]``.
+
+    The first row holds the places at which the number of covering ranges changes, the second row by how much.
+    """
     places, inverse = np.unique(np.concatenate([starts, stops]), return_inverse=True)
     changes = np.zeros(len(places), dtype=np.int64)
     np.add.at(changes, inverse, np.repeat([1, -1], len(starts)))

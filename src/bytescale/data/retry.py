@@ -1,4 +1,4 @@
-"""Reads that may succeed the next time: tried again with growing pauses, then given up with the file's name."""
+"""Tries a failing read again, with growing pauses, and in the end gives up with an error that names the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Doubled after every failure: 3 retries wait 0.5, 1 and 2 seconds."""
+"""The pause after the first failure. It doubles after every failure: 3 retries wait 0.5, 1 and 2 seconds."""
 _HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
@@ -23,7 +23,7 @@ class UnreadableError(DataError):
 
 
 def unreadable(error: OSError, path: object) -> UnreadableError:
-    """The error for ``path``, or for the file that ``error`` names."""
+    """Return the error for the file that ``error`` names, or for ``path`` if ``error`` names none."""
     return UnreadableError(
         problem(
             f"{error.filename or path} cannot be read ({error.strerror or error})",
@@ -33,9 +33,9 @@ def unreadable(error: OSError, path: object) -> UnreadableError:
 
 
 def with_retries(action: Callable[[], Result], retries: int, sleep: Callable[[float], None] = time.sleep) -> Result:
-    """``action()``, tried up to ``retries`` times more after an ``UnreadableError`` that may pass.
+    """Return ``action()``. After an ``UnreadableError`` it is tried again, up to ``retries`` times.
 
-    A missing file, or one that may not be read, is hopeless and not tried again.
+    A file that is missing or that this user may not read is not tried again.
     """
     for attempt in range(retries + 1):
         try:
@@ -44,7 +44,7 @@ def with_retries(action: Callable[[], Result], retries: int, sleep: Callable[[fl
             if isinstance(error.__cause__, _HOPELESS) or attempt == retries:
                 raise
             pause = FIRST_PAUSE_SECONDS * 2**attempt
-            cause = str(error).split(" To fix:")[0]  # nothing is to be done yet
+            cause = str(error).split(" To fix:")[0]  # the user need not fix anything yet
             logger.warning("%s Trying again in %.1f s (%d of %d).", cause, pause, attempt + 1, retries)
             sleep(pause)
     raise AssertionError("the last attempt returns or raises")

@@ -1,8 +1,8 @@
-"""Any list of source files into one ``.bin/.idx`` pair, with several processes.
+"""Tokenises any list of source files into one ``.bin/.idx`` pair, with several processes.
 
-1. Files are cut into units of work (``data.readers``), ``.bin`` sources stand for themselves.
-2. Processes read and encode units; each document gets its EOS; at most two units per process are under way.
-3. Results are written in the order of the units, so the pair does not depend on the number of processes.
+1. Files of text are cut into units of work (``data.readers``). ``.bin`` files are copied as they are.
+2. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
+3. The results are written in the order of the units, so the pair does not depend on the number of processes.
 4. The pair appears under its name when all of it is on disk (``data.indexed_writer``).
 """
 
@@ -34,16 +34,16 @@ from bytescale.data.sources import SourceFile, local_path
 from bytescale.data.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 20
-"""Text handed to the tokenizer at once: its result objects take some 100 bytes a token until they are arrays."""
+"""Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
 _COPY_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedUnit:
-    """What became of one unit."""
+    """The tokens of one unit of work."""
 
-    tokens: NDArray[np.integer]  # of all its documents, each with its EOS
-    lengths: IntArray  # of each document
+    tokens: NDArray[np.integer]  # [sum of lengths] tokens of all documents, each with its EOS
+    lengths: IntArray  # [number of documents] tokens of each document
     num_bytes: int
     num_empty: int = 0
     skipped_files: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class EncodedUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitEncoder:
-    """Reads a unit and encodes it. Sent once to each worker process."""
+    """Reads a unit and encodes it. Each worker process gets one copy."""
 
     tokenizer: Tokenizer
     text_key: str
@@ -60,7 +60,10 @@ class UnitEncoder:
     read_retries: int = 0
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
-        """Raises ``DataError`` as ``iter_documents`` does, after ``read_retries`` where trying again may help."""
+        """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
+
+        Raises ``DataError`` as ``iter_documents``.
+        """
         return with_retries(lambda: self._encode(unit), self.read_retries)
 
     def _encode(self, unit: WorkUnit) -> EncodedUnit:
@@ -75,7 +78,7 @@ class UnitEncoder:
                 encoded.extend(self.tokenizer.encode_batch(texts))
                 texts, num_characters = [], 0
         encoded.extend(self.tokenizer.encode_batch(texts))
-        documents = [ids for ids in encoded if len(ids)]  # a normaliser may leave nothing of a text
+        documents = [ids for ids in encoded if len(ids)]  # the tokenizer's normaliser may leave nothing of a text
         return EncodedUnit(
             tokens=_with_eos(documents, self.tokenizer),
             lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
@@ -100,19 +103,20 @@ def tokenize_files(
     """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
 
     Args:
-        files: of any format; documents of ``.bin`` files are copied as they are, with whatever ends them.
-        tokenizer: may be None if all files are ``.bin``.
-        prefix: of the pair, which is replaced if it exists.
-        num_workers: processes that read and encode; 1 does it in this one. The result is the same.
-        progress: told after each unit.
-        unit_bytes: text that a process reads in one go. The result is the same.
+        files: files of any format. Documents of ``.bin`` files are copied as they are, with whatever token ends them.
+        tokenizer: the tokenizer; may be None if all files are ``.bin``.
+        prefix: path of the pair without its endings. An existing pair is replaced.
+        text_key: key (JSONL) or column (Parquet) that holds the text.
+        num_workers: processes that read and encode; with 1, this process does. The result is the same.
+        progress: called after each unit.
+        unit_bytes: bytes of text that a process reads at once. The result is the same.
         read_retries: how often a failing read is tried again.
 
     Raises:
         DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
             holds ids that ``tokenizer`` does not have.
     """
-    # Everything is looked at before the first token is written: a missing column must not show up hours later.
+    # Every file is opened before the first token is written: a missing column must not show up hours later.
     grouped = itertools.groupby(files, key=lambda file: file.format == "bin")
     runs = [_open_run(list(run), text_key, unit_bytes, read_retries) for _, run in grouped]
     dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
@@ -130,13 +134,13 @@ def tokenize_files(
 def write_units(
     encoded: Iterable[EncodedUnit], prefix: Path, tokenizer: Tokenizer | None, dtype: np.dtype | None = None
 ) -> TokenFacts:
-    """Write units, in order, to ``prefix.bin/.idx``, whole or not at all.
+    """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all.
 
     Args:
-        encoded: from ``encode_units``, or documents that are copied.
-        prefix: of the pair, which is replaced if it exists.
-        tokenizer: that made the tokens; None when it is not known, and then ``dtype`` is given.
-        dtype: of the tokens in the file; the smallest that holds the tokenizer's ids when None.
+        encoded: units from ``encode_units``, or documents that are copied.
+        prefix: path of the pair without its endings. An existing pair is replaced.
+        tokenizer: the tokenizer that made the tokens; None if it is not known, and then ``dtype`` must be given.
+        dtype: integer type of the tokens in the file; None takes ``token_dtype`` of the tokenizer's vocabulary.
 
     Raises:
         DataError: the disk is full, or a token is not one of ``tokenizer``.
@@ -168,7 +172,7 @@ def write_units(
 def report_progress(
     encoded: Iterable[EncodedUnit], total_bytes: int, progress: ProgressCallback
 ) -> Iterator[EncodedUnit]:
-    """The same units; ``progress`` hears of each when it is read and encoded."""
+    """Yield the same units, and call ``progress`` for each."""
     done_bytes = num_documents = num_tokens = 0
     for unit in encoded:
         done_bytes += unit.num_bytes
@@ -180,7 +184,7 @@ def report_progress(
 
 
 def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
-    """The error for tokens that another tokenizer made."""
+    """Return the error for tokens that another tokenizer made."""
     return DataError(
         problem(
             f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
@@ -216,7 +220,7 @@ def _encode_run(
 
 
 def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
-    """Results in the order of ``units``, made in this process or in several."""
+    """Encode ``units`` in this process or in several, and yield the results in the order of ``units``."""
     num_workers = min(num_workers, len(units))
     if num_workers > 1:
         yield from encode_in_processes(units, encode, num_workers)
@@ -225,7 +229,7 @@ def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: in
 
 
 def _copy_documents(dataset: IndexedDataset) -> Iterator[EncodedUnit]:
-    """Documents of a pair, about ``_COPY_TOKENS`` at a time; those without a token are left out."""
+    """Yield the documents of a pair, about ``_COPY_TOKENS`` at a time. Documents without a token are left out."""
     offsets = dataset.index.document_offsets
     first = 0
     while first < dataset.index.num_documents:
@@ -250,11 +254,14 @@ def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDA
     return tokens
 
 
-# Worker processes. They are spawned, not forked: the parent may hold threads and CUDA.
+# Worker processes. They are spawned, not forked, because the parent may have threads and may use CUDA.
 
 
 def encode_in_processes(units: Iterable[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
-    """Results in the order of ``units``, at most two units per process under way or waiting."""
+    """Encode ``units`` in ``num_workers`` processes, and yield the results in the order of ``units``.
+
+    At most two units per process are under way or wait to be taken.
+    """
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -282,14 +289,14 @@ def encode_in_processes(units: Iterable[WorkUnit], encode: UnitEncoder, num_work
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-# The one piece of module state of this floor: a process pool has no other place for what a worker keeps between units.
+# This is the only module state of the data floor. A process pool has no other place for what a worker keeps.
 _worker_encode: Callable[[WorkUnit], EncodedUnit] | None = None
 
 
 def _start_worker(encode: UnitEncoder) -> None:
     global _worker_encode
     _worker_encode = encode
-    # The library's own switch: one thread per process, since there is a process per core.
+    # The switch of the tokenizers library for one thread per process: there is a process for each core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
@@ -300,7 +307,7 @@ def _encode_in_worker(unit: WorkUnit) -> EncodedUnit:
 
 
 def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next unit for ever."""
+    """End this worker when its parent ends. A worker whose parent was killed would wait for its next unit for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
     parent.join()

@@ -1,7 +1,7 @@
-"""Tokenizers: plain bytes, or any ``tokenizer.json`` through the ``tokenizers`` library. Training one: ``data.bpe``.
+"""Tokenizers: plain bytes, or any ``tokenizer.json`` through the ``tokenizers`` library. ``data.bpe`` trains one.
 
-A tokenizer turns text into ids and nothing else: no special token is recognised inside text (a document that talks
-about ``<|endoftext|>`` does not end there), none is added, nothing is truncated or padded. Documents end with
+A tokenizer turns text into ids and does nothing else. It recognises no special token inside text: a document that talks
+about ``<|endoftext|>`` does not end there. It adds no special token, and neither truncates nor pads. Documents end with
 ``eos_id``, which the writer of the corpus appends.
 """
 
@@ -31,7 +31,7 @@ EOS_NAMES = (
     "<|im_end|>",
     "[SEP]",
 )
-"""End-of-text tokens of known tokenizers, looked for in this order."""
+"""End-of-text tokens of well-known tokenizers. The first one that a tokenizer has is its EOS."""
 
 
 class Tokenizer(Protocol):
@@ -39,12 +39,12 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """How people know it: ``bytes`` or a path."""
+        """Name for messages: ``bytes`` or a path."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Highest id + 1, EOS included: the rows that an embedding needs."""
+        """Highest id + 1, EOS included. An embedding needs this many rows."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of the ids; EOS is shown as nothing."""
+        """Text of the ids. EOS gives no text."""
         ...
 
 
@@ -79,7 +79,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Bytes that are no UTF-8 (a cut character) become U+FFFD."""
+        """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
         values = np.asarray(ids, dtype=np.int64)
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -91,12 +91,13 @@ class JsonTokenizer:
         """Wrap ``tokenizer``, which this object then owns.
 
         Raises:
-            ConfigError: it has no token ``eos_token`` or, where that is None, none of ``EOS_NAMES``.
+            ConfigError: the tokenizer has no token ``eos_token``; or ``eos_token`` is None and the tokenizer has none
+                of ``EOS_NAMES``.
         """
         # A tokenizer.json may carry the truncation and padding of the model it was saved with.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # spelled out in text, they are text
+        tokenizer.encode_special_tokens = True  # a special token that is spelled out in text is encoded as text
         self._tokenizer = tokenizer
         self.name = name
         self.eos_id = _find_eos(tokenizer, name, eos_token)
@@ -108,8 +109,12 @@ class JsonTokenizer:
     def from_file(path: Path, eos_token: str | None = None) -> JsonTokenizer:
         """Read a ``tokenizer.json``, or the one inside a folder.
 
-        EOS is ``eos_token``; if None, what ``tokenizer_config.json`` beside it says; without one, the first of
-        ``EOS_NAMES`` that exists. Raises ``DataError`` when the file is not a tokenizer.
+        EOS is ``eos_token``. If that is None, EOS is what ``tokenizer_config.json`` in the same folder says. If that
+        file or its entry is missing, EOS is the first of ``EOS_NAMES`` that exists.
+
+        Raises:
+            ConfigError: the tokenizer does not have the EOS.
+            DataError: the file is not a tokenizer, or ``tokenizer_config.json`` is not JSON.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -121,7 +126,7 @@ class JsonTokenizer:
         return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle: the library forgets this one switch, and worker processes would encode otherwise than we do."""
+        """Unpickle, and set the switch that the library does not pickle. Worker processes must encode as we do."""
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = True
 
@@ -136,7 +141,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
-    """The tokenizer called ``name``: ``bytes``, or the path of a ``tokenizer.json`` or of its folder.
+    """Return the tokenizer called ``name``: ``bytes``, or the path of a ``tokenizer.json`` or of its folder.
 
     Raises:
         ConfigError: there is no such tokenizer, or it has no EOS.
@@ -170,7 +175,7 @@ def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """``eos_token`` of a Hugging Face ``tokenizer_config.json``, or None where there is no such file or entry."""
+    """Return ``eos_token`` of a Hugging Face ``tokenizer_config.json``, or None if there is no such file or entry."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
