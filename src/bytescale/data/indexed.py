@@ -1,6 +1,7 @@
-"""Reads Megatron's ``.bin/.idx`` pair, memory-mapped. Writing it: ``data.indexed_writer``.
+"""Reads Megatron's ``.bin/.idx`` pair, memory-mapped. ``data.indexed_writer`` writes it.
 
-``.bin`` holds the token ids of all sequences, one after the other, in one integer type. ``.idx`` says where they are::
+``.bin`` holds the token ids of all sequences, one after the other, in one integer type. ``.idx`` says where each
+sequence starts::
 
     bytes  content
     9      b"MMIDIDX\\0\\0"
@@ -46,7 +47,7 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIndex:
-    """What an ``.idx`` says. Shape letter: D documents."""
+    """The content of an ``.idx``. Shape letter: D documents."""
 
     dtype: np.dtype
     document_offsets: IntArray  # [D + 1] first token of each document in .bin, then the number of all tokens
@@ -66,7 +67,7 @@ class TokenIndex:
 
 
 class Tokens(Protocol):
-    """What is asked of the tokens of a pair: a memory map, or ``data.remote_tokens``."""
+    """The tokens of a pair: a memory map, or ``data.remote_tokens.RemoteTokens``."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -87,7 +88,7 @@ class IndexedDataset:
         """Open the pair that ``path`` names (with or without its ending).
 
         Raises:
-            DataError: one of the two is missing or broken, or they do not belong together.
+            DataError: one of the two files is missing or broken, or they do not belong together.
         """
         bin_path, idx_path = pair_paths(path)
         if not bin_path.exists():
@@ -106,7 +107,7 @@ class IndexedDataset:
 
 
 def check_size(bin_path: SourcePath, index: TokenIndex, num_bytes: int) -> None:
-    """Raise ``DataError`` if a ``.bin`` of ``num_bytes`` is none that ``index`` can belong to."""
+    """Raise ``DataError`` if ``index`` cannot belong to a ``.bin`` of ``num_bytes`` bytes."""
     expected = index.num_tokens * index.dtype.itemsize
     if expected != num_bytes:
         raise DataError(
@@ -120,16 +121,16 @@ def check_size(bin_path: SourcePath, index: TokenIndex, num_bytes: int) -> None:
 
 
 def pair_paths(path: Path) -> tuple[Path, Path]:
-    """``.bin`` and ``.idx`` of a prefix, or of either of the two."""
+    """Return the paths of the ``.bin`` and the ``.idx``. ``path`` is either of them, or their common prefix."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 def map_tokens(path: Path) -> NDArray[np.integer]:
-    """``[num_tokens]`` the tokens of a pair that ``IndexedDataset.open`` has found to be whole, without its index.
+    """Map the tokens of a pair, ``[num_tokens]``. ``IndexedDataset.open`` must have checked the pair before.
 
     Raises:
-        DataError: it has gone since.
+        DataError: the pair has vanished since.
     """
     bin_path, idx_path = pair_paths(path)
     try:
@@ -147,21 +148,21 @@ def map_tokens(path: Path) -> NDArray[np.integer]:
 
 
 def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
-    """An empty file cannot be mapped."""
+    """Map a ``.bin``. An empty file cannot be mapped, so it gives an empty array."""
     return np.memmap(bin_path, dtype=dtype, mode="r") if bin_path.stat().st_size else np.zeros(0, dtype)
 
 
 def facts_path(path: Path) -> Path:
-    """Where ``data.facts`` keeps what it knows of a pair, beside it."""
+    """Return the path of the file beside a pair in which ``data.facts`` keeps the facts of the pair."""
     bin_path, _ = pair_paths(path)
     return bin_path.with_suffix(".meta.json")
 
 
 def read_index(path: Path) -> TokenIndex:
-    """Read and check an ``.idx``; needs no ``.bin``.
+    """Read and check an ``.idx``. The ``.bin`` is not needed.
 
     Raises:
-        DataError: the file is missing, is not such an index, or contradicts itself.
+        DataError: the file is missing, is not a Megatron index, or contradicts itself.
     """
     try:
         content = np.fromfile(path, dtype=np.uint8)
@@ -189,7 +190,7 @@ def read_index(path: Path) -> TokenIndex:
 
 
 def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype, int, int]:
-    """Type of the tokens, number of sequences, length of the document index."""
+    """Return the integer type of the tokens, the number of sequences, and the length of the document index."""
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise DataError(
             problem(

@@ -1,4 +1,4 @@
-"""Writes Megatron's ``.bin/.idx`` pair (``data.indexed``) so that it appears whole or not at all."""
+"""Writes Megatron's ``.bin/.idx`` pair (``data.indexed``). The pair appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _MAX_LENGTH = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that Megatron takes for a vocabulary of this size: uint16 below 65500 ids, else int32."""
+    """Return the integer type that Megatron uses for this vocabulary size: uint16 below 65500 ids, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedWriter:
     """Streams documents into ``prefix.bin`` and, at the end, ``prefix.idx``.
 
-    Both are written under temporary names. ``commit`` puts the ``.bin`` in place and then the ``.idx``, without which
-    a ``.bin`` counts as nothing. Leaving the ``with`` block without ``commit`` removes what was written; a process
-    that was killed leaves hidden ``.tmp`` files, which the next writer of the same pair removes.
+    Both files are written under temporary names. ``commit`` puts the ``.bin`` in place first and the ``.idx`` last,
+    because no reader accepts a ``.bin`` without its ``.idx``. Leaving the ``with`` block without ``commit`` removes
+    what was written. A process that is killed leaves hidden ``.tmp`` files, which the next writer of the same pair
+    removes.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
@@ -48,11 +49,11 @@ class IndexedWriter:
         """Append documents.
 
         Args:
-            tokens: ``[sum of lengths]`` ids of all of them, each representable in the writer's type.
-            lengths: ``[number of documents]`` tokens of each.
+            tokens: ``[sum of lengths]`` ids of all documents, each representable in the writer's type.
+            lengths: ``[number of documents]`` tokens of each document.
 
         Raises:
-            DataError: a document has more than 2^31 - 1 tokens, which the format cannot say, or the disk is full.
+            DataError: a document has more than 2^31 - 1 tokens, which the format cannot hold, or the disk is full.
         """
         assert len(tokens) == int(lengths.sum()), f"{len(tokens)} tokens for lengths that sum to {lengths.sum()}"
         if len(lengths) and lengths.max() > _MAX_LENGTH:
@@ -71,7 +72,7 @@ class IndexedWriter:
         self._lengths.append(lengths.astype("<i4"))
 
     def commit(self, facts: bytes) -> None:
-        """Make the pair appear under its names, replacing an older one. Nothing can be added afterwards.
+        """Make the pair appear under its names. It replaces an older pair. Nothing can be added afterwards.
 
         Args:
             facts: content of ``prefix.meta.json`` (``data.facts``), which is put in place before the ``.idx``.

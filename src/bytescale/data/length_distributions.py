@@ -1,7 +1,7 @@
 """Length distributions of the paper's two data sets (section 3.1), to plan, simulate and measure without the data.
 
-``length_distributions.json`` gives each bucket's share of TOKENS. Its numbers satisfy what the paper says of the sets;
-the paper does not print them.
+``length_distributions.json`` gives the share of TOKENS of each length bucket. The paper does not print these shares.
+They are chosen so that they satisfy what the paper says about the two data sets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bucket_edges() -> IntArray:
 
 
 def token_shares(name: str) -> NDArray[np.float64]:
-    """``[B]`` share of tokens per bucket; sums to 1. Raises ``ConfigError`` for an unknown name."""
+    """``[B]`` share of tokens per bucket. The shares sum to 1. Raises ``ConfigError`` for an unknown name."""
     if name not in distribution_names():
         raise ConfigError(
             problem(f"there is no length distribution {name!r}", fix="use one of " + ", ".join(distribution_names()))
@@ -52,21 +52,22 @@ def token_shares(name: str) -> NDArray[np.float64]:
 def sample_lengths(
     name: str, num_tokens: int, seed: int, max_length: int | None = None, *, lowest_edge: int | None = None
 ) -> IntArray:
-    """Lengths of whole documents, in random order, of about ``num_tokens`` tokens in all.
+    """Draw the lengths of documents that have about ``num_tokens`` tokens together, in random order.
 
-    1. Each bucket gets its share of ``num_tokens``, hence share / mean length documents. A fraction of a document is
-       one with that probability: the expected share of every bucket is exact, also where it is less than a document.
-    2. Lengths are log-uniform inside a bucket, except in the last, where all have exactly the upper edge.
-    3. Documents above ``max_length`` are split into pieces of ``max_length`` and a rest, as ``over_length = "split"``
-       does, so a shorter context changes the lengths and not the tokens.
+    1. Each bucket gets its share of ``num_tokens``, and so this number of tokens divided by its mean length documents.
+       A fraction of a document becomes a whole one with that probability. So the expected share of every bucket is
+       exact, even if the share is less than one document.
+    2. Lengths are log-uniform inside a bucket. In the last bucket all lengths are exactly the upper edge.
+    3. Documents above ``max_length`` are split into samples of ``max_length`` tokens and a rest, as
+       ``over_length = "split"`` does. So a shorter context changes the lengths and not the number of tokens.
 
     Args:
         name: ``github`` or ``byted``.
-        num_tokens: expected sum.
+        num_tokens: expected sum of the lengths.
         seed: equal seeds give equal lengths.
-        max_length: context length in tokens; None: the longest bucket's edge (2M).
-        lowest_edge: where the first bucket begins, in tokens; None: as stored (512). Lower: the same tokens in more
-            documents.
+        max_length: context length in tokens; None: the upper edge of the last bucket (2M).
+        lowest_edge: lower edge of the first bucket in tokens; None: the stored one (512). A lower edge gives the same
+            tokens in more documents.
 
     Returns:
         int64, one length per sequence, each at least 1.
@@ -92,7 +93,7 @@ def sample_lengths(
     bucket = np.repeat(np.arange(len(counts)), counts)
     exponent = generator.random(len(bucket))
     lengths = np.ceil(low[bucket] * (high[bucket] / low[bucket]) ** exponent).astype(np.int64)
-    lengths = np.minimum(lengths, edges[1:].astype(np.int64)[bucket])  # against rounding up past the edge
+    lengths = np.minimum(lengths, edges[1:].astype(np.int64)[bucket])  # np.ceil may round up past the edge
     if max_length is not None:
         lengths = _split(lengths, max_length)
     return generator.permutation(lengths)

@@ -1,7 +1,8 @@
-"""Documents out of text, JSONL and Parquet files, in units of work that any process can read on its own.
+"""Reads the documents of text, JSONL and Parquet files, in units of work that any process can read on its own.
 
-A unit is a run of small text files, a byte range of a JSONL file or a range of row groups of a Parquet file (at least
-one row group, however large). Units in order give the documents of the corpus in order, whoever reads them.
+A unit is a run of small text files, a byte range of a JSONL file, or a range of row groups of a Parquet file (at least
+one row group, however large). The units in their order give the documents in corpus order, whichever process reads
+them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from bytescale.data.sources import SourceFile, SourcePath
 logger = logging.getLogger(__name__)
 
 UNIT_BYTES = 4 * 1024**2
-"""Text per unit: large enough that a process switch costs nothing, small enough that few units in flight fit memory."""
+"""Bytes of text per unit: large enough that handing a unit to a process costs little, small enough for memory."""
 _PARQUET_BATCH_ROWS = 1024
 _SHOWN_PLACES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkUnit:
-    """What one process reads in one go. ``start`` and ``stop``: bytes (JSONL), row groups (Parquet), unused (text)."""
+    """What one process reads at once.
+
+    ``start`` and ``stop`` count bytes of a JSONL file or row groups of a Parquet file. Text files do not use them.
+    """
 
     files: tuple[SourceFile, ...]
     start: int = 0
@@ -40,7 +44,7 @@ class WorkUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One text and where it comes from: its file, with the byte (JSONL) or the row (Parquet) at which it starts."""
+    """One text and its place: the file, and the byte (JSONL) or the row (Parquet) at which the text starts."""
 
     text: str
     place: str
@@ -51,15 +55,18 @@ class ReadCounts:
     """What the reader left out."""
 
     max_corrupt: int = 0
-    """Corrupt records that may be left out; the next one is an error."""
+    """Corrupt records that may be left out. One more is an error."""
     num_empty: int = 0
     skipped_files: list[str] = field(default_factory=list)
-    """Files found in a folder or by a glob that are not UTF-8 text."""
+    """Files that were found in a folder or by a glob and are not UTF-8 text."""
     corrupt: list[str] = field(default_factory=list)
-    """What was wrong with each corrupt record that was left out, and where."""
+    """For each corrupt record that was left out: what was wrong with it, and where it is."""
 
     def leave_out(self, error: DataError) -> None:
-        """Count a corrupt record and log it with its place; raise ``error`` instead if none may be left out."""
+        """Count a corrupt record and log it with its place. Raises if more are corrupt than ``max_corrupt`` allows.
+
+        If none may be left out, ``error`` itself is raised.
+        """
         if not self.max_corrupt:
             raise error
         self.corrupt.append(str(error).split(" To fix:")[0])
@@ -69,7 +76,7 @@ class ReadCounts:
 
 
 def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> DataError:
-    """The error for a corpus that is worse than the user allowed."""
+    """Return the error for a corpus with more corrupt records than ``data.max_corrupt_records`` allows."""
     shown = " ".join(places[:_SHOWN_PLACES]) + (" ..." if number > _SHOWN_PLACES else "")
     return DataError(
         problem(
@@ -83,7 +90,7 @@ def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> 
 def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
     """Cut text, JSONL and Parquet files into units, in corpus order.
 
-    Opens the footer of each Parquet file, so that a missing column is found before any work is done.
+    The footer of each Parquet file is read, so that a missing column is found before any work is done.
 
     Raises:
         DataError: a Parquet file is broken or has no text column ``text_key``.
@@ -105,11 +112,11 @@ def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNI
 
 
 def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterator[Document]:
-    """The documents of one unit; empty ones and files that are not text go to ``counts`` instead.
+    """Yield the documents of one unit. Empty documents and files that are not text are only counted in ``counts``.
 
     Raises:
-        DataError: a line is not JSON, has no string under ``text_key``, or a file vanished or is broken; names the
-            file and the line or row (counted from 1).
+        DataError: a line is not JSON or has no string under ``text_key``, or a file has vanished or is broken. The
+            message names the file and the line or row (counted from 1).
     """
     try:
         match unit.files[0].format:
@@ -128,7 +135,7 @@ def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterato
         raise unreadable(error, unit.files[0].path) from error
 
 
-# Text: a file is a document.
+# Text: each file is a document.
 
 
 def _text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
@@ -169,7 +176,7 @@ def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
             counts.skipped_files.append(str(file.path))
 
 
-# JSONL: a line is a document. A range holds the lines that START in it.
+# JSONL: each line is a document. A byte range holds the lines that START in it.
 
 
 def _jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
@@ -184,7 +191,7 @@ def _jsonl_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Itera
         offset = 0
         if unit.start:
             lines.seek(unit.start - 1)
-            lines.readline()  # the end of a line that starts before the range; just "\n" when one starts with it
+            lines.readline()  # skips a line that starts before the range, or the "\n" in front of the range
             offset = lines.tell()
         while offset < unit.stop and (line := lines.readline()):
             if content := line.strip():
@@ -198,7 +205,7 @@ def _jsonl_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Itera
 
 
 def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> str:
-    """The text of one JSONL line. ``null`` counts as empty. The line's number is worked out only for an error."""
+    """Return the text of one JSONL line. ``null`` counts as empty. The line number is counted only for an error."""
     try:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:  # not JSON, or not UTF-8
@@ -230,7 +237,7 @@ _MISSING = object()
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether ``text`` has a UTF-8 form. JSON escapes can spell halves of surrogate pairs, which have none."""
+    """Return whether ``text`` has a UTF-8 form. JSON escapes can spell halves of surrogate pairs, which have none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -258,7 +265,8 @@ def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
     return f"{hint}Set data.text_key to one of {', '.join(sorted(known)) or '(nothing: there are no keys)'}"
 
 
-# Parquet: a row is a document. pyarrow is imported where it is used: machines without it read everything else.
+# Parquet: each row is a document. pyarrow is imported only where it is used, so that machines without it can read the
+# other formats.
 
 
 def _open_parquet(path: SourcePath) -> Any:
@@ -322,7 +330,7 @@ def _parquet_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
                     yield Document(text=text or "", place=f"{path}, row {row}")
                     row += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # Arrow's own, for broken pages, have none
+            if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
                 raise unreadable(error, path) from error
             raise DataError(
                 problem(f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out")

@@ -1,7 +1,8 @@
-"""The tokens of a ``.bin`` that lies elsewhere: fetched in blocks, when they are read, and kept in the cache folder.
+"""The tokens of a ``.bin`` that lies on another machine.
 
-So nobody copies a corpus of terabytes before the first step: a server fetches the blocks that are dealt to it
-(``data.remote.slices.PartOwners``), a local loader those that its rank's slices lie in.
+They are fetched in blocks when they are read, and the blocks are kept in the cache folder. So nobody copies a corpus of
+terabytes before the first step: a server fetches the blocks that are dealt to it (``data.remote.slices.PartOwners``),
+and a local loader fetches the blocks that hold its rank's slices.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from bytescale.data.urls import UrlPath
 IntArray = NDArray[np.int64]
 
 BLOCK_TOKENS = 1 << 20
-"""Tokens that are fetched together: 2 or 4 MiB, one request."""
+"""Tokens of a block, which is fetched in one request: 2 MiB of uint16 or 4 MiB of int32."""
 _BLOCKS_PER_FOLDER = 1024
 _FETCHED_AT_ONCE = 8
 
 
 class RemoteTokens:
-    """What readers ask of a memory map: its type, and ``tokens[first:stop]``. Holds no file open."""
+    """Offers what readers need of a memory map: ``dtype`` and ``tokens[first:stop]``. No file stays open."""
 
     def __init__(self, url: UrlPath, dtype: np.dtype, num_tokens: int, folder: Path, read_retries: int) -> None:
         """Fetch nothing yet.
 
         Args:
-            url: of the ``.bin``.
-            dtype: of its tokens.
-            num_tokens: in it.
-            folder: for the blocks; it belongs to this content of ``url`` alone.
+            url: URL of the ``.bin``.
+            dtype: integer type of its tokens.
+            num_tokens: number of tokens in it.
+            folder: folder for the blocks. No other file, and no other version of this file, may use the folder.
             read_retries: how often a failing read is tried again.
         """
         self.dtype = dtype
@@ -50,7 +51,7 @@ class RemoteTokens:
         return self._num_tokens
 
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
-        """Tokens ``first`` to ``stop``. Raises ``DataError`` where they cannot be fetched."""
+        """Return tokens ``first`` to ``stop - 1``. Raises ``DataError`` if they cannot be fetched."""
         first, stop, step = wanted.indices(self._num_tokens)
         assert step == 1, "ranges of tokens have no gaps"
         blocks = range(first // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)) if first < stop else range(0)
@@ -62,7 +63,10 @@ class RemoteTokens:
         return np.concatenate(found)
 
     def fetch(self, starts: IntArray, stops: IntArray) -> None:
-        """Fetch what ranges need, some blocks at the same time. Raises as reading them does."""
+        """Fetch the blocks that token ranges ``starts[i]`` to ``stops[i]`` need, some at the same time.
+
+        Raises ``DataError`` if one cannot be fetched.
+        """
         needed = {
             block
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
@@ -77,7 +81,7 @@ class RemoteTokens:
         return self._folder / f"{block // _BLOCKS_PER_FOLDER:04d}" / f"{block:07d}.block"
 
     def _fetched(self, block: int) -> Path:
-        """The file of a block, fetched now if it is not there."""
+        """Return the file of a block. The block is fetched now if the file does not exist."""
         path = self._path(block)
         if path.exists():
             return path
@@ -87,7 +91,7 @@ class RemoteTokens:
             temporary = temporary_path(path)
             try:
                 temporary.write_bytes(content)
-                temporary.replace(path)  # two that fetch the same block write the same
+                temporary.replace(path)  # two processes that fetch the same block write the same content
             finally:
                 temporary.unlink(missing_ok=True)
         except OSError as error:

@@ -1,8 +1,9 @@
-"""Shards: the corpus cut into parts that any process can tokenise, keep and read on its own.
+"""Shards: the parts of the corpus that any process can tokenise, keep and read on its own.
 
-A shard of text is a run of units (``data.readers``) of one source, tokenised into a ``.bin/.idx`` pair in the cache
-folder; a ``.bin`` source is a shard as it is. Where shards are cut depends on the files alone, never on who reads
-them: the local loader and any number of servers share one cache, and a server that died finds there what it had done.
+A shard of text is a run of units (``data.readers``) of one source. It is tokenised into a ``.bin/.idx`` pair in the
+cache folder. A ``.bin`` file is a shard as it is. Where the shards are cut depends on the files alone, never on the
+process that reads them. So the local loader and any number of servers share one cache, and a server that is restarted
+finds in the cache the shards that it had tokenised.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from bytescale.data.urls import UrlPath, local_index, local_pair
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 * 1024**2
-"""Least text of a shard: some seconds of tokenising."""
+"""Smallest size of a shard of text, in bytes. Tokenising it takes some seconds."""
 MAX_SHARDS = 32768
-"""Larger corpora get larger shards: half a TiB of text is as many files as a folder should have."""
+"""About the most shards of text. Above half a TiB of text the shards grow, so that the cache has not too many files."""
 _CACHE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Units of text, or one ``.bin`` file."""
+    """One part of the corpus: either units of text, or one ``.bin`` file."""
 
     source: int
-    """Place of its source in ``data.sources``."""
+    """Place of the shard's source in ``data.sources``."""
     units: tuple[WorkUnit, ...] = ()
     file: SourceFile | None = None
     name: str = ""
-    """Of the pair in the cache folder that holds the tokens of the text."""
+    """Name of the pair in the cache folder that holds the tokens of a shard of text."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartContent:
-    """What an index needs to know of a part that was read."""
+    """What the corpus index needs to know of a part that was read. Shape letter: D documents."""
 
     document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
     facts: TokenFacts
@@ -71,13 +72,13 @@ class OpenShard:
 
     @property
     def content(self) -> PartContent:
-        """What an index has to know of it."""
+        """What the corpus index needs to know of this shard."""
         return PartContent(document_offsets=self.dataset.index.document_offsets, facts=self.facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReader:
-    """Tokenises and opens shards; can be sent to other processes."""
+    """Tokenises and opens shards. It can be sent to other processes."""
 
     tokenizer: Tokenizer | None
     text_key: str
@@ -87,7 +88,7 @@ class ShardReader:
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
-        """As ``config`` says."""
+        """Return the reader with the settings of ``config``."""
         return ShardReader(
             tokenizer=tokenizer,
             text_key=config.text_key,
@@ -97,7 +98,7 @@ class ShardReader:
         )
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
-        """The shards of ``files``: text in corpus order, then the ``.bin`` files. Raises as ``plan_units``."""
+        """Cut ``files`` into shards: text in corpus order, then the ``.bin`` files. Raises as ``plan_units``."""
         text = [file for file in files if file.format != "bin"]
         least_bytes = max(SHARD_BYTES, sum(file.num_bytes for file in text) // MAX_SHARDS)
         shards: list[Shard] = []
@@ -113,7 +114,7 @@ class ShardReader:
         """Tokenise those of ``shards`` that the cache does not have, one after the other, with one pool of processes.
 
         Raises:
-            DataError: as ``iter_documents``; the shards before stay in the cache.
+            DataError: as ``iter_documents``. The shards that were finished before stay in the cache.
         """
         missing = self.missing(shards)
         if not missing:
@@ -133,15 +134,15 @@ class ShardReader:
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
                     _log_facts(write_units(own, self._prefix(shard), self.tokenizer), self._prefix(shard))
-                elif shard is not missing[-1]:  # another process has it meanwhile; the units behind are still wanted
+                elif shard is not missing[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those of ``shards`` that have to be tokenised."""
+        """Return those of ``shards`` that have to be tokenised."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
-        """Open a shard that is prepared or a ``.bin``, which is fetched first if it lies elsewhere.
+        """Open a shard: text that is prepared, or a ``.bin`` file. Of a remote ``.bin`` it fetches what it needs first.
 
         Raises:
             DataError: the pair is broken or was made with another tokenizer.
@@ -160,7 +161,7 @@ class ShardReader:
         return opened
 
     def open_tokens(self, shard: Shard) -> Tokens:
-        """The tokens alone of a shard that has been opened before: its index is not read again."""
+        """Return the tokens of a shard that has been opened before. The index of the pair is not read again."""
         if shard.file is None:
             return map_tokens(self._prefix(shard))
         if isinstance(shard.file.path, UrlPath):
@@ -168,10 +169,10 @@ class ShardReader:
         return map_tokens(local_path(shard.file))
 
     def _in_place(self, file: SourceFile) -> OpenShard | None:
-        """A ``.bin`` that lies elsewhere, of which only its index is copied; its tokens will be when they are read.
+        """Open a remote ``.bin`` by copying only its index. Its tokens are fetched when they are read.
 
-        None for one that is here, and where all of it has to be read first: its facts do not lie beside it, or its
-        server gives whole files only.
+        Returns None if the file is on this machine. Also returns None if all of the file has to be copied first:
+        because no facts lie beside it, or because its server sends whole files only.
         """
         url = file.path
         if not isinstance(url, UrlPath):
@@ -210,17 +211,17 @@ class ShardReader:
 
 
 def remote_parts(shards: Sequence[Shard]) -> list[int]:
-    """Numbers of the ``.bin`` files that lie elsewhere."""
+    """Return the numbers of the shards that are remote ``.bin`` files."""
     return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, UrlPath)]
 
 
 def fingerprint_shards(shards: Iterable[Shard]) -> str:
-    """16 hex digits of the names of the shards of text."""
+    """Return 16 hex digits, the hash of the names of ``shards``."""
     return hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
 
 
 def check_same_tokenizer(place: str, facts: TokenFacts, tokenizer: Tokenizer | None) -> None:
-    """Raise ``DataError`` if tokens with these facts cannot have come from ``tokenizer`` (None: nothing to compare)."""
+    """Raise ``DataError`` if tokens with these facts cannot have come from ``tokenizer``. With None, check nothing."""
     if tokenizer is None:
         return
     if facts.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
@@ -230,7 +231,7 @@ def check_same_tokenizer(place: str, facts: TokenFacts, tokenizer: Tokenizer | N
 
 
 def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
-    """Raise ``DataError`` when all shards together left out more corrupt records than ``limit``; log those allowed."""
+    """Raise ``DataError`` if all shards together left out more than ``limit`` corrupt records; else log how many."""
     places = [place for fact in facts for place in fact.corrupt_records]
     if len(places) > limit:
         raise too_many_corrupt_records(len(places), places, limit)
@@ -239,7 +240,7 @@ def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
 
 
 def fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
-    """``local_pair``, failing with ``UnreadableError``."""
+    """Return ``local_pair(file, cache_dir)``. Raises ``UnreadableError`` in place of ``OSError``."""
     try:
         return local_pair(file, cache_dir)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""From ``data.sources`` to a list of files: folders, files, globs and the interpreter's own standard library.
+"""Turns ``data.sources`` into a list of files. A source is a folder, a file, a glob, a URL or ``python:stdlib``.
 
-The order of the files is the order of the sources, and sorted by path inside each: it is the order of the documents in
-the tokenised corpus, the same on every machine that has the same files.
+The files are listed in the order of the sources, and sorted by path inside each source. This is also the order of the
+documents in the tokenised corpus. It is the same on every machine that has the same files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FileFormat = Literal["text", "jsonl", "parquet", "bin"]
 
 
 class SourcePath(Protocol):
-    """What is asked of a file's place: ``Path``, or ``data.urls.UrlPath`` for what lies elsewhere."""
+    """Where a file is: a ``Path`` on this machine, or a ``data.urls.UrlPath`` on another."""
 
     @property
     def suffix(self) -> str: ...
@@ -57,23 +57,24 @@ class SourceFile:
     num_bytes: int
     mtime_ns: int
     named: bool = False
-    """A source names this very file (no folder, no glob): then not being text is an error, not a reason to skip it."""
+    """Whether a source names this very file, not a folder or a glob. Such a file is an error if it is not text; other
+    files are skipped."""
     source: int = 0
-    """Place in ``data.sources`` of the source that it was first found by."""
+    """Place in ``data.sources`` of the first source that found this file."""
 
 
 def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[SourceFile]:
-    """The files that ``sources`` name, in corpus order, each once.
+    """List the files that ``sources`` name, in corpus order. Each file is listed once.
 
     Args:
-        sources: folders (searched recursively, hidden entries left out), files, globs (``**`` allowed), URLs of any
-            of these that fsspec can open, or ``python:stdlib``, the ``*.py`` files of the running interpreter's
-            standard library.
-        file_format: ``auto`` goes by each file's ending; anything else is taken as the format of every file.
+        sources: folders (searched recursively, without hidden entries), files, globs (``**`` is allowed), URLs of any
+            of these that fsspec can open, or ``python:stdlib``, which is the ``*.py`` files of the running
+            interpreter's standard library.
+        file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
 
     Raises:
-        ConfigError: there is no source, or one does not exist or matches no file.
-        DataError: a file cannot be examined, or a URL not be reached.
+        ConfigError: there is no source, or a source does not exist or matches no file.
+        DataError: a file cannot be examined, or a URL cannot be reached.
     """
     if not sources:
         raise ConfigError(problem("data.sources is empty", so="there is no text", fix="name a folder, file or glob"))
@@ -95,7 +96,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
 
 
 def local_path(file: SourceFile) -> Path:
-    """Where a file lies on this machine. Raises ``ConfigError`` for one that does not."""
+    """Return the path of a file on this machine. Raises ``ConfigError`` for a file that lies elsewhere."""
     if isinstance(file.path, Path):
         return file.path
     raise ConfigError(
@@ -122,7 +123,7 @@ def _local_files(source: str, file_format: str) -> Iterator[SourceFile]:
 
 
 def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
-    """Files of a URL; an ``.idx`` is left out: its ``.bin`` stands for both."""
+    """Yield the files of a URL. An ``.idx`` is left out, because its ``.bin`` stands for the pair."""
     from bytescale.data.filesystems import credentials_hint
     from bytescale.data.urls import expand_url
 
@@ -146,7 +147,7 @@ def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
 
 
 def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
-    """Paths of one source and whether the source names that very file."""
+    """Yield the paths of one source, each with whether the source names that very file."""
     if source == STDLIB_SOURCE:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         yield from ((path, False) for path in _walk(stdlib, _NOT_STDLIB.__contains__) if path.suffix == ".py")
@@ -172,7 +173,7 @@ def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _walk(folder: Path, is_left_out: Callable[[str], bool]) -> Iterator[Path]:
-    """Regular files below ``folder``, sorted; links to folders are not followed, links to nothing are left out."""
+    """Yield the files below ``folder``, sorted. Links to folders are not followed; broken links are left out."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not is_left_out(name))
         paths = (Path(parent, name) for name in sorted(names) if not is_left_out(name))
@@ -180,7 +181,7 @@ def _walk(folder: Path, is_left_out: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def _source_file(path: Path, file_format: str, named: bool) -> SourceFile | None:
-    """One file with its format, or None for an ``.idx`` found on the way: its ``.bin`` stands for both."""
+    """Describe one file. Returns None for an ``.idx`` that no source names, as its ``.bin`` stands for the pair."""
     if path.suffix == ".idx" and file_format in ("auto", "bin"):
         if not named:
             return None

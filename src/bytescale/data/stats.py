@@ -1,4 +1,4 @@
-"""How the tokens of a corpus are spread over document lengths: the table that says whether HDP will pay."""
+"""Statistics of how the tokens of a corpus are spread over document lengths. They show whether HDP will pay off."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bytescale.common.units import format_count
 IntArray = NDArray[np.int64]
 
 BUCKET_EDGES: IntArray = 2 ** np.arange(9, 22, dtype=np.int64)
-"""Upper edges in tokens, 512 to 2M (2097152); one more bucket holds what is longer."""
+"""Upper edges of the buckets in tokens, 512 to 2M (2097152). One more bucket holds longer documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthStats:
-    """Documents and tokens per length bucket. Shape letter: B buckets, the last without an upper edge."""
+    """Documents and tokens per length bucket. Shape letter: B buckets, of which the last has no upper edge."""
 
     num_documents: IntArray  # [B]
     num_tokens: IntArray  # [B]
@@ -30,12 +30,12 @@ class LengthStats:
 
     @property
     def token_share(self) -> NDArray[np.float64]:
-        """``[B]``, sums to 1."""
+        """``[B]`` share of the tokens in each bucket. The shares sum to 1."""
         return self.num_tokens / self.num_tokens.sum()
 
     @property
     def document_share(self) -> NDArray[np.float64]:
-        """``[B]``, sums to 1."""
+        """``[B]`` share of the documents in each bucket. The shares sum to 1."""
         return self.num_documents / self.num_documents.sum()
 
     @property
@@ -46,7 +46,7 @@ class LengthStats:
 
 
 def length_stats(lengths: IntArray) -> LengthStats:
-    """Statistics of document lengths, int64 ``[D]`` tokens. Raises ``DataError`` when no document has a token."""
+    """Compute the statistics of document lengths, int64 ``[D]`` tokens. Raises ``DataError`` if all are 0."""
     lengths = lengths[lengths > 0]
     if not len(lengths):
         raise DataError(problem("there is no document with a token in it", fix="check the sources"))
@@ -55,7 +55,7 @@ def length_stats(lengths: IntArray) -> LengthStats:
     ordered = np.sort(lengths)
     tokens_up_to = np.cumsum(ordered)
     num_tokens = np.zeros(num_buckets, dtype=np.int64)
-    np.add.at(num_tokens, bucket, lengths)  # bincount's weights are floats
+    np.add.at(num_tokens, bucket, lengths)  # not np.bincount, whose weights are floats and would round
     return LengthStats(
         num_documents=np.bincount(bucket, minlength=num_buckets).astype(np.int64),
         num_tokens=num_tokens,
