@@ -1,10 +1,11 @@
-"""fsspec's file systems as this project uses them: opened with patience of our choosing, failing in one known way.
+"""Opens fsspec's file systems with time limits of our own, and turns all their errors into one kind.
 
-Two rules for every protocol:
+Two rules hold for every protocol:
 
-* Whatever a file system raises comes out as an ``OSError`` that names the URL: ``PermissionError`` and
-  ``FileNotFoundError`` where trying again is hopeless, plain ``OSError`` where it may help.
-* Clients try once or twice and do not wait for minutes: ``data.retry`` is what tries again, and says so.
+* Every error of a file system becomes an ``OSError`` that names the URL. It is a ``PermissionError`` or a
+  ``FileNotFoundError`` if trying again is hopeless, and a plain ``OSError`` if trying again may help.
+* The client of a file system tries once or twice and does not wait for minutes. ``data.retry`` tries again, and logs
+  that it does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Result = TypeVar("Result")
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 20.0
-"""Without a byte."""
+"""A read fails after this many seconds without a byte."""
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http", "webhdfs": "webhdfs"}
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hdfs": "pyarrow", "sftp": "paramiko"}
@@ -30,7 +31,7 @@ _CREDENTIALS = {
     "AWS_ENDPOINT_URL where the server is not Amazon's",
     "webhdfs": "webhdfs://USER@HOST:PORT/..., or FSSPEC_WEBHDFS='{\"token\": ...}'",
 }
-_HOPELESS_KINDS: dict[str, type[OSError]] = {  # by name: botocore's own, for what is not an answer of the server
+_HOPELESS_KINDS: dict[str, type[OSError]] = {  # errors of botocore by name, raised before the server has answered
     "NoCredentialsError": PermissionError,
     "PartialCredentialsError": PermissionError,
     "CredentialRetrievalError": PermissionError,
@@ -40,7 +41,7 @@ _HOPELESS_KINDS: dict[str, type[OSError]] = {  # by name: botocore's own, for wh
     "ProfileNotFound": PermissionError,
     "ParamValidationError": FileNotFoundError,  # such as a name that no bucket can have
 }
-_KINDS: dict[type[OSError], int] = {  # those that are told apart, and their numbers
+_KINDS: dict[type[OSError], int] = {  # the kinds of errors that are told apart, with their errno
     PermissionError: errno.EACCES,
     FileNotFoundError: errno.ENOENT,
     IsADirectoryError: errno.EISDIR,
@@ -57,17 +58,17 @@ def protocol_of(url: str) -> str:
 
 
 def credentials_hint(url: str) -> str:
-    """Where a file system looks for credentials, as the end of "check the credentials"."""
+    """Return where a file system looks for credentials, as a text that follows "check the credentials"."""
     known = _CREDENTIALS.get(protocol_of(url).replace("s3a", "s3"))
     return f" ({known})" if known else " of its file system"
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for ``url``, and the path of ``url`` in it.
+    """Return fsspec's file system for ``url``, and the path of ``url`` in that file system.
 
     Raises:
         ConfigError: there is no such protocol, or a package or library that it needs is not installed.
-        OSError: the file system cannot be reached (those that connect at once).
+        OSError: the file system cannot be reached. Only some file systems connect at once.
     """
     protocol = protocol_of(url)
     try:
@@ -86,7 +87,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             problem(f"data source {url!r} has no file system ({error})", fix="use a protocol that fsspec knows")
         ) from error
     except OSError as error:
-        if "Unable to load lib" in str(error):  # pyarrow's, followed by a line for each of 70 places
+        if "Unable to load lib" in str(error):  # pyarrow's message, which goes on with 70 lines of places it looked at
             raise ConfigError(
                 problem(
                     f"data source {url!r} needs Hadoop's own client library ({_first_line(error)})",
@@ -102,15 +103,15 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def guarded(url: str, action: Callable[[], Result]) -> Result:
-    """``action()``, with whatever a remote file system raises as an ``OSError`` that names ``url``."""
+    """Return ``action()``. Every error of the remote file system becomes an ``OSError`` that names ``url``."""
     try:
         return action()
-    except Exception as error:  # aiohttp, botocore, requests, ...: each with its own kinds
+    except Exception as error:  # aiohttp, botocore, requests and others have exceptions of their own
         raise _as_os_error(error, url) from error
 
 
 def _settings(protocol: str) -> dict[str, Any]:
-    """What a file system is opened with, unless fsspec's own configuration says otherwise."""
+    """Return the settings with which a file system is opened. fsspec's own configuration takes precedence."""
     ours: dict[str, dict[str, Any]] = {}
     if protocol in ("s3", "s3a"):
         retries = {"mode": "standard", "total_max_attempts": 2}
@@ -126,7 +127,7 @@ def _settings(protocol: str) -> dict[str, Any]:
 
 
 def _mend_session(session: Any) -> None:
-    """Against two habits of fsspec's WebHDFS: it waits for ever, and takes a data node's error page for the file."""
+    """Correct two faults of fsspec's WebHDFS: it waits for ever, and takes a data node's error page for the file."""
     from requests.adapters import HTTPAdapter
 
     class PatientAdapter(HTTPAdapter):
@@ -134,7 +135,7 @@ def _mend_session(session: Any) -> None:
             options["timeout"] = options.get("timeout") or (CONNECT_SECONDS, READ_SECONDS)
             return super().send(request, *args, **options)
 
-    if session.hooks["response"] == [_check_webhdfs_answer]:  # mended, and its connections are open
+    if session.hooks["response"] == [_check_webhdfs_answer]:  # corrected before: keep its open connections
         return
     for prefix in ("http://", "https://"):
         session.mount(prefix, PatientAdapter())
@@ -152,7 +153,7 @@ def _check_webhdfs_answer(response: Any, **_: Any) -> None:
     kind: type[OSError] = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}.get(
         response.status_code, OSError
     )
-    if name in ("StandbyException", "RetriableException"):  # sent with 403: this name node does not serve just now
+    if name in ("StandbyException", "RetriableException"):  # sent with 403 by a name node that does not serve for now
         kind = OSError
     raise kind(errno.EIO, f"{response.status_code} {name}: {text}" if name else f"{response.status_code} {text}")
 
@@ -164,9 +165,9 @@ def _how_to_install(protocol: str) -> str:
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
-    """``error`` as an ``OSError`` of a kind that tells whether trying again may help, with its reason and ``url``.
+    """Return ``error`` as an ``OSError`` with its reason and ``url``. The kind tells whether trying again may help.
 
-    Its cause tells more: to fsspec, every failing HTTP file is one that is not there.
+    The cause of ``error`` decides where there is one, because fsspec reports every failing HTTP file as missing.
     """
     if type(error) in _KINDS and isinstance(error, OSError) and error.strerror and error.filename:
         return error
@@ -186,7 +187,7 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status that aiohttp, requests or botocore tell of."""
+    """Return the HTTP status in an error of aiohttp, requests or botocore, or None if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -195,7 +196,7 @@ def _status(error: Exception) -> int | None:
 
 def _reason(cause: Exception, url: str) -> str:
     text = (isinstance(cause, OSError) and cause.strerror) or _first_line(cause)
-    if isinstance(cause, (FileNotFoundError, KeyError)) and text.strip("/'") in url:  # the path is all that it says
+    if isinstance(cause, (FileNotFoundError, KeyError)) and text.strip("/'") in url:  # the text is only the path
         return _NOT_THERE
     is_plain = type(cause).__module__ == "builtins" and isinstance(cause, OSError)
     return (text if is_plain and text else f"{type(cause).__name__}: {text}")[:_SHOWN_CHARACTERS]

@@ -1,7 +1,7 @@
 """Sources that are not in the local file system: anything that fsspec can open (s3://, hdfs://, http://, memory://).
 
-``UrlPath`` stands where readers expect a ``Path``. Whatever a remote file system raises comes out as an ``OSError``
-that names the URL (``data.filesystems``), so that retries and messages need to know one kind of failure only.
+A ``UrlPath`` takes the place of the ``Path`` that readers expect. Every error of a remote file system becomes an
+``OSError`` that names the URL (``data.filesystems``), so that retries and messages deal with one kind of failure only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bytescale.data.filesystems import guarded, open_filesystem
 from bytescale.data.sources import SourceFile
 
 _COPY_BYTES = 8 * 1024**2
-_VERSIONS = (  # what says that a file's content changed, the surest first; names as the file systems give them
+_VERSIONS = (  # entries by which file systems tell that a file's content has changed, the most reliable ones first
     ("ETag", "etag", "md5Hash", "Content-MD5", "Digest"),
     ("modificationTime", "mtime", "Last-Modified", "LastModified", "last_modified", "updated"),
 )
@@ -42,44 +42,47 @@ class UrlPath:
 
     @property
     def suffix(self) -> str:
-        """``.jsonl``."""
+        """The ending of the path, such as ``.jsonl``."""
         return PurePosixPath(self._parts()[0]).suffix
 
     def absolute(self) -> UrlPath:
-        """Itself."""
+        """Return this object: a URL is absolute."""
         return self
 
     def with_suffix(self, suffix: str) -> UrlPath:
-        """The file beside it with another ending."""
+        """Return the file in the same folder with another ending."""
         path, query = self._parts()
         return UrlPath(path.removesuffix(self.suffix) + suffix + query)
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
-        """For reading bytes. Raises ``OSError``."""
+        """Open the file for reading bytes. Raises ``OSError``."""
         assert mode == "rb", "sources are only read"
         system, path = open_filesystem(self.url)
         return io.BufferedReader(_UrlReader(self.url, guarded(self.url, lambda: system.open(path, "rb"))), 1 << 20)
 
     def read_bytes(self) -> bytes:
-        """All of it. Raises ``OSError``."""
+        """Read the whole file. Raises ``OSError``."""
         with self.open() as file:
             return file.read()
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Bytes ``start`` to ``stop``, in one request. Raises ``OSError``."""
+        """Read bytes ``start`` to ``stop - 1`` in one request. Raises ``OSError``."""
         system, path = open_filesystem(self.url)
         return guarded(self.url, lambda: system.cat_file(path, start=start, end=stop))
 
     def has_ranges(self) -> bool:
-        """Whether a part of the file can be read without all of it, which plain web servers may not offer."""
+        """Return whether a part of the file can be read without the rest, which not every web server offers."""
         system, path = open_filesystem(self.url)
         return not _has_no_folders(self.url) or bool(guarded(self.url, lambda: system.info(path)).get("partial"))
 
     def describe(self, listed: Mapping[str, Any] | None = None) -> tuple[int, int]:
-        """Size in bytes, and a number that changes with the content as far as the file system tells.
+        """Return the size in bytes, and a number that changes when the file system reports changed content.
 
         Args:
-            listed: what a listing said of the file, when there was one; saves a question.
+            listed: the entry of the file in a listing, if there was a listing. It saves a request.
+
+        Raises:
+            OSError: the file system does not answer, or does not know the size.
         """
         system, path = open_filesystem(self.url)
         info = guarded(self.url, lambda: system.info(path)) if listed is None else listed
@@ -90,7 +93,7 @@ class UrlPath:
         return int(info["size"]), int.from_bytes(hashlib.blake2b(version.encode(), digest_size=7).digest(), "big")
 
     def _parts(self) -> tuple[str, str]:
-        """Everything up to a query, and the query, which may be part of a name elsewhere than in HTTP."""
+        """Split an HTTP URL into the path and the query. Other URLs have no query: there ``?`` belongs to the name."""
         path, mark, query = self.url.partition("?" if self.url.startswith("http") else "\0")
         return path, mark + query
 
@@ -99,11 +102,13 @@ class UrlPath:
 
 
 def expand_url(source: str) -> Iterator[tuple[UrlPath, bool, Mapping[str, Any] | None]]:
-    """The files of a URL (file, folder or glob), sorted; whether it names that very file; what a listing said of it.
+    """Yield the files of a URL (a file, a folder or a glob), sorted.
+
+    Each item is the file, whether ``source`` names this very file, and the file's entry in a listing if there was one.
 
     Raises:
-        ConfigError: there is no file system for the URL, or it would take a part of it for something else.
-        OSError: it cannot be reached, or there is nothing of that name.
+        ConfigError: there is no file system for the URL, or the file system would misread a ``?`` in it.
+        OSError: the URL cannot be reached, or nothing has that name.
     """
     system, path = open_filesystem(source)
     if _has_no_folders(source):
@@ -117,7 +122,7 @@ def expand_url(source: str) -> Iterator[tuple[UrlPath, bool, Mapping[str, Any] |
                 fix="use * or [abc] instead of ?",
             )
         )
-    guarded(source, system.invalidate_cache)  # a listing of earlier may be out of date
+    guarded(source, system.invalidate_cache)  # an earlier listing may be out of date
     if glob.has_magic(path):
         found = guarded(source, lambda: system.glob(path, detail=True))
         folder = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
@@ -135,12 +140,12 @@ def expand_url(source: str) -> Iterator[tuple[UrlPath, bool, Mapping[str, Any] |
 
 
 def _has_no_folders(source: str) -> bool:
-    """HTTP: a URL is a file, and ``?`` and ``*`` are letters."""
+    """Return whether the protocol is HTTP. There every URL is a file, and ``?`` and ``*`` are ordinary characters."""
     return source.startswith(("http://", "https://"))
 
 
 def local_pair(file: SourceFile, cache_dir: Path) -> SourceFile:
-    """``file`` itself, or a copy of a remote ``.bin/.idx`` pair in the cache. Raises ``OSError``."""
+    """Return ``file`` if it is local, else a copy of the remote ``.bin/.idx`` pair in the cache. Raises ``OSError``."""
     if not isinstance(file.path, UrlPath):
         return file
     copy = local_index(file, cache_dir)
@@ -151,14 +156,18 @@ def local_pair(file: SourceFile, cache_dir: Path) -> SourceFile:
 
 
 def local_index(file: SourceFile, cache_dir: Path) -> Path:
-    """Where a copy of a remote ``.bin`` is or will be; what lies beside it has been copied. Raises ``OSError``."""
+    """Copy the ``.idx`` of a remote ``.bin`` into the cache, and its ``.meta.json`` if there is one.
+
+    Returns the path that the copy of the ``.bin`` has or would have. Raises ``OSError``.
+    """
     path = file.path
     assert isinstance(path, UrlPath), f"{path} is here"
     key = hashlib.blake2b(f"{path}\0{file.num_bytes}\0{file.mtime_ns}".encode(), digest_size=8).hexdigest()
     copy = cache_dir / "fetched" / f"{key}.bin"
     with file_lock(copy.with_suffix(".lock")):
         if not copy.with_suffix(".idx").exists():
-            # What says how the pair was made; few have it, and where listing is forbidden no says 403.
+            # The .meta.json says how the pair was made. Few pairs have one, and S3 answers 403 for a missing file if
+            # listing is forbidden.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 _fetch(path.with_suffix(".meta.json"), copy.with_suffix(".meta.json"))
             _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
@@ -177,9 +186,10 @@ def _fetch(source: UrlPath, target: Path) -> None:
 
 
 def _url_of(name: str, system: Any, source: str, path: str) -> str:
-    """The URL of ``name``, which a listing of ``source`` gave, ``path`` being ``source`` as the file system has it.
+    """Return the URL of ``name``, a path from a listing of ``source``. The file system calls ``source`` ``path``.
 
-    Some file systems (webhdfs, hdfs, sftp) leave the host out of their paths; ``unstrip_protocol`` cannot know it.
+    Some file systems (webhdfs, hdfs, sftp) leave the host out of their paths, so ``unstrip_protocol`` cannot restore
+    it. The host is then taken from ``source``.
     """
     scheme, _, rest = source.partition("://")
     host, _, behind = rest.partition("/")
@@ -194,7 +204,7 @@ def _is_hidden(name: str, folder: str) -> bool:
 
 
 class _UrlReader(io.RawIOBase):
-    """An open remote file whose failures are ``OSError``."""
+    """An open remote file. All its errors are ``OSError``."""
 
     def __init__(self, url: str, file: Any) -> None:
         self._url = url

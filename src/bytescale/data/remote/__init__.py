@@ -1,23 +1,25 @@
-"""The remote loader (paper section 7): servers read and tokenise, one planner plans, ranks fetch just their slices.
+"""The remote loader (paper section 7). Servers read and tokenise, one planner plans, and ranks fetch only their slices.
 
 ==========  ==========================================================================================================
-actor       what it does; what it needs to come back after ``kill -9``
+who         what it does, and how it recovers after ``kill -9``
 ==========  ==========================================================================================================
-server      tokenises its share of the shards, reports document lengths, sends token ranges; finds its work in the cache
-planner     draws, plans and verifies global batches ahead and publishes each once; asks servers for lengths again, and
-            every request says where its step starts
-relay       asks the planner once for all ranks of its node (where there are several nodes) and cuts their parts; asks
-            again
-client      lives in a training rank: gets its part of the plan and fetches the token ranges in it, some steps ahead
+server      It tokenises its share of the shards, reports document lengths and sends token ranges. After a restart it
+            finds its finished work in the cache.
+planner     It draws, plans and verifies global batches ahead of the ranks, and publishes each batch once. After a
+            restart it asks the servers for the lengths again. Every request says where its step starts.
+relay       It exists if there are several nodes. It asks the planner once for all ranks of its node, and cuts the part
+            of each rank from the answer. After a restart it asks again.
+client      It lives in a training rank. It gets the rank's part of the plan, and fetches the token ranges of that part,
+            some steps ahead of training.
 ==========  ==========================================================================================================
 
-Ray does the rest: it places, finds, restarts and ends actors, retries calls that were under way, and moves arrays
-through shared memory. Only this package (and the launcher of ``--launch ray``) imports it.
+Ray does the rest. It places, finds, restarts and ends actors, repeats calls that were under way, and moves arrays
+through shared memory. Only this package and the launcher of ``--launch ray`` import Ray.
 """
 
 import os
 
-# Read once, when Ray is imported, hence here: without the first, Ray takes 127.0.0.1 for the machine's public address
-# and offers its ports to the network; with the second it reports nothing to anybody.
+# Ray reads these variables once, when it is imported, so they are set here. Without the first, Ray would replace
+# 127.0.0.1 by the machine's public address and offer its ports to the network. The second stops Ray's usage reports.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

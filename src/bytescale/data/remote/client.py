@@ -1,4 +1,4 @@
-"""The client in a training rank: asks for its part of each planned step, and for the tokens that the part names."""
+"""The client in a training rank. It asks for the rank's part of each planned step, and for the tokens of that part."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class RemoteLoader:
         Args:
             relay: handle of the ``Relay`` of this node, or of the ``PlannerActor`` itself.
             servers: handles of the ``DataServer`` actors, in order.
-            planner: how the planner actor has to plan; told again whenever it was restarted.
+            planner: function from lengths to a plan. It is sent to the planner actor, and again after each restart.
             rank: HDP rank.
             state: where the first step starts.
-            stop_step: number of the step before which the iteration ends; None: never.
+            stop_step: the iteration ends before the step of this number; None: it has no end.
             prefetch_steps: finished steps that may wait, at least 1.
-            answer_seconds: an actor that takes longer to answer, restarts included, is given up.
+            answer_seconds: how long an actor may take to answer, its restarts included. After that the client gives up.
         """
         self._relay = relay
         self._servers = servers
@@ -64,14 +64,14 @@ class RemoteLoader:
         return self
 
     def __next__(self) -> StepData:
-        """The next step. Raises what fetching it raised, when its turn comes."""
+        """Return the next step. An error while fetching a step is raised when the turn of that step comes."""
         started, ready = time.perf_counter(), self._steps.num_ready
         data = next(self._steps)
         waited = time.perf_counter() - started
         return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
 
     def close(self) -> None:
-        """End the thread. Steps fetched ahead are dropped, and nothing is lost by it: no state counts them."""
+        """End the thread. Steps that were fetched ahead are dropped, which loses nothing: no state counts them."""
         self._steps.close()
 
     def __enter__(self) -> RemoteLoader:
@@ -85,11 +85,11 @@ class RemoteLoader:
     def _fetch_steps(self) -> Iterator[StepData]:
         state, asked = self._state, None
         while self._wants(state):
-            # 1. This rank's part of the plan.
+            # 1. Get this rank's part of the plan.
             part = self._part(state, asked)
             started = time.perf_counter()
             asked = self._ask(part.state_after) if self._wants(part.state_after) else None
-            # 2. One call to each server that has some of its tokens; all of them at the same time.
+            # 2. Call each server that has tokens of this part once, all servers at the same time.
             answers = self._fetch(part.segments)
             micro_batches = assemble(part.rank_plan, part.segments, answers)
             num_bytes = sum(tokens.nbytes for tokens in answers.values())
@@ -119,9 +119,10 @@ class RemoteLoader:
         return self._relay.part.remote(self._rank, state)
 
     def _part(self, state: SamplerState, asked: Any) -> RankStep:
-        """This rank's part of the step that starts at ``state``. A planner that was restarted is told how to plan.
+        """Return this rank's part of the step that starts at ``state``.
 
-        ``asked`` is the request for it, if it is on its way: it travels while the step before is read.
+        A planner that was restarted does not know how to plan, and is told here. ``asked`` is the request for the part
+        if it was sent already, while the tokens of the step before were read.
         """
         who = "the planner actor"
         deadline = time.monotonic() + self._answer_seconds

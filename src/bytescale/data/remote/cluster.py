@@ -1,4 +1,4 @@
-"""Joins Ray, or starts one of our own on this machine that nobody else can reach."""
+"""Joins a running Ray, or starts a Ray of our own on this machine, which no other machine can reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bytescale.common.errors import ConfigError, problem
 
 NAMESPACE = "bytescale"
 _OBJECT_STORE_BYTES = 256 * 1024**2
-"""Of a Ray of our own: a hundred times what ranks have under way with 1M tokens a batch and 2 bytes a token."""
+"""Object store of a Ray of our own: about a hundred batches of 1M tokens with 2 bytes a token."""
 _ANSWER_SECONDS = 10.0
 
 
@@ -35,7 +35,7 @@ def check_installed() -> None:
 
 
 def import_ray() -> ModuleType:
-    """The module ``ray``. Raises ``ConfigError`` where it is not installed."""
+    """Import and return the module ``ray``. Raises ``ConfigError`` if Ray is not installed."""
     check_installed()
     import ray
 
@@ -43,25 +43,25 @@ def import_ray() -> ModuleType:
 
 
 def is_joined() -> bool:
-    """Whether this process is one of Ray's already. Does not import Ray."""
+    """Return whether this process has joined Ray already. Does not import Ray."""
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def configured_address(ray_address: str) -> str:
-    """The address of a running Ray: ``data.ray_address``, else ``RAY_ADDRESS``; empty when there is none."""
+    """Return the address of a running Ray: ``data.ray_address``, else ``RAY_ADDRESS``, else an empty text."""
     return ray_address or os.environ.get("RAY_ADDRESS", "")
 
 
 @contextmanager
 def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
-    """Join the Ray that is configured, or start one for the time of the block; yields its address.
+    """Join the configured Ray, or start a Ray of our own that lives as long as the block. Yields its address.
 
     Args:
         ray_address: ``data.ray_address``.
         num_ranks: training ranks that a Ray of our own must have room for.
 
     Raises:
-        ConfigError: Ray is not installed, its address does not answer, or it is of another version.
+        ConfigError: Ray is not installed, its address does not answer, or it runs another version of Ray or Python.
     """
     address = configured_address(ray_address)
     if address:
@@ -92,13 +92,13 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
 
 @contextmanager
 def _session_folder() -> Iterator[str]:
-    """Where a Ray of our own has its sockets and logs; those of owners that were killed are removed.
+    """Make the folder for the sockets and logs of a Ray of our own, and remove the folders of owners that were killed.
 
-    The owner holds a lock in it, which the kernel frees with the owner: process numbers would say nothing to a
-    container that shares /tmp.
+    The owner holds a lock inside its folder, which the kernel frees when the owner dies. A process id would not do:
+    containers that share /tmp have process ids of their own.
     """
-    for lock in Path("/tmp").glob("bytescale-ray-*/lock"):  # socket paths may have 107 characters
-        with suppress(OSError), lock.open("a") as file:  # somebody else's, in use, or gone in this moment
+    for lock in Path("/tmp").glob("bytescale-ray-*/lock"):  # in /tmp, as a socket path may have only 107 characters
+        with suppress(OSError), lock.open("a") as file:  # fails if the folder is another user's, in use, or gone
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="bytescale-ray-", dir="/tmp"))
@@ -125,7 +125,7 @@ def connect(address: str) -> None:
     if address != "auto":
         _check_answers(address, host, port)
     try:
-        # Without the address of this node Ray would look for it by reaching out to the internet.
+        # Without this address, Ray would find its own address by opening a connection to the internet.
         own = {"_node_ip_address": "127.0.0.1"} if host in ("127.0.0.1", "localhost") else {}
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **own)
     except (RuntimeError, ConnectionError, ValueError) as error:
@@ -133,17 +133,20 @@ def connect(address: str) -> None:
 
 
 def keys_to_join() -> dict[str, str]:
-    """Environment variables that let another process into the Ray that this one has started; its children have them."""
+    """Return the environment variables that let another process join the Ray that this process has started.
+
+    Children of this process inherit them.
+    """
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
 
 
 def disconnect() -> None:
-    """Leave Ray. May be called without having joined."""
+    """Leave Ray. Does nothing if this process has not joined Ray."""
     import_ray().shutdown()
 
 
 def _check_answers(address: str, host: str, port: str) -> None:
-    """Ray itself would try for a minute and then end the process."""
+    """Raise ``ConfigError`` if nothing answers at ``address``. Ray would try for a minute and then end the process."""
     if not host or not port.isdigit():
         raise ConfigError(
             problem(f"the Ray address {address!r} is not host:port", fix="write it like 10.0.0.1:6379, or 'auto'")
