@@ -10,7 +10,10 @@ turns with two others in the same processes:
     once      one reduction and one gathering between two steps (trainer.gradient_bucket_mib = 0)
     buckets   the reduction during backward, the gathering during forward
 
-Medians of the times from one update to the next. Hidden is 1 - (buckets - none) / (once - none).
+Every setting has two lines. "step": medians of the times from one update to the next; the sync is once - none, and
+hidden is 1 - (buckets - none) / (once - none). This needs two idle cores. "waiting": medians of what the rank that
+waits less waits in a step for gradients and parameters; hidden is 1 - buckets / once. On a busy machine this depends
+less on who else computes.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,7 +46,7 @@ TOKENS = 384  # of a micro-batch, three sequences
 ADDRESS = "10.77.43.{}"
 PORT = 29611
 MODES = ("none", "once", "buckets")
-STEPS_IN_A_ROW = 4  # the first of them is not counted: what is left of another mode's step
+STEPS_IN_A_ROW = 3  # the first of them is not counted: what is left of another mode's step
 
 
 @contextmanager
@@ -73,8 +77,8 @@ def limit(names: Sequence[str], bytes_per_second: float) -> None:
         _run("tc", "-n", name, "qdisc", "replace", "dev", "cable", "root", *shaping)
 
 
-def measured(names: Sequence[str], num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the counted steps of each mode, on the slower rank."""
+def measured(names: Sequence[str], num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, Seconds]:
+    """Of the counted steps of each mode: the time on the slower rank, the wait on the rank that waits less."""
     arguments = [sys.executable, __file__, "--micro-batches", str(num_micro_batches), "--bucket-mib", str(bucket_mib)]
     environment = {
         **os.environ,
@@ -98,15 +102,19 @@ def measured(names: Sequence[str], num_micro_batches: int, bucket_mib: float, ro
         for rank in ranks:
             rank.kill()
     of_ranks = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-    return {mode: np.max([own[mode] for own in of_ranks], axis=0).tolist() for mode in MODES}
+    steps = {mode: np.array([own[mode] for own in of_ranks]) for mode in MODES}  # [ranks, steps, 2]
+    return {
+        mode: Seconds(step=statistics.median(both[..., 0].max(0)), waiting=statistics.median(both[..., 1].min(0)))
+        for mode, both in steps.items()
+    }
 
 
-def one_rank(rank: int, num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, list[float]]:
-    """Train in all modes in turns; seconds of the counted steps of each."""
+def one_rank(rank: int, num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, list[list[float]]]:
+    """Train in all modes in turns; of the counted steps of each the seconds, and those waited."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     trainers = {mode: Trainer(mode, num_micro_batches, bucket_mib) for mode in MODES}
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     for _ in range(rounds + 1):  # the first warms up
         for mode, trainer in trainers.items():
             dist.barrier()
@@ -115,21 +123,27 @@ def one_rank(rank: int, num_micro_batches: int, bucket_mib: float, rounds: int) 
     return {mode: values[STEPS_IN_A_ROW - 1 :] for mode, values in seconds.items()}
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step, and what of it a rank waits for gradients and parameters."""
+
+    step: float
+    waiting: float
+
+
 class Trainer:
     """One model that is trained in one mode."""
 
     def __init__(self, mode: str, num_micro_batches: int, bucket_mib: float) -> None:
         mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
-        if mode == "buckets":
-            mesh = replace(mesh, gradients=RankGroup(dist.new_group()))
+        mesh = replace(mesh, gradients=RankGroup() if mode == "none" else RankGroup(dist.new_group()))
         shape = resolve_architecture(
             ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=256)
         )
         bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0
         model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
-        own = replace(mesh, gradients=RankGroup()) if mode == "none" else mesh
         self.mesh = mesh
-        self.optimizer = ShardedAdamW(model.parameters, OptimizerConfig(lr=1e-4), own)
+        self.optimizer = ShardedAdamW(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
             self.optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
         self.part = ModelPart(model=model.chunks[0])
@@ -137,14 +151,14 @@ class Trainer:
         self.rank_plan = RankPlan.of(whole_sequences(num_micro_batches), mesh.hdp.rank)
         self.num_parameters = len(model.parameters.values)
 
-    def steps(self, count: int) -> list[float]:
-        """Take steps; the times from each update to the next."""
+    def steps(self, count: int) -> list[list[float]]:
+        """Take steps; the times from each update to the next, and what of them was waited."""
         ends = []
         for _ in range(count):
             self.step()
-            ends.append(time.perf_counter())
+            ends.append((time.perf_counter(), self.mesh.gradients.collective_seconds))
         self.optimizer.wait_for_parameters()
-        return np.diff(ends).tolist()
+        return np.diff(ends, axis=0).tolist()
 
     def step(self) -> None:
         self.optimizer.begin_step(self.rank_plan)
@@ -183,12 +197,12 @@ def whole_sequences(num_micro_batches: int) -> Plan:
     )
 
 
-def slow_link(fast: dict[str, list[float]], share: float) -> float:
+def slow_link(fast: dict[str, Seconds], share: float) -> float:
     """Bytes a second at which the sync would take ``share`` of a step, by what gloo sends."""
     parameters = 8 * (4 * 256**2 + 3 * 256 * 768) + 2 * 256**2
     # gloo's reduce-scatter is an all-reduce: with two ranks all gradients, then half of the parameters.
     sync_bytes = 4 * parameters + 2 * parameters
-    return sync_bytes / (share / (1 - share) * statistics.median(fast["none"]))
+    return sync_bytes / (share / (1 - share) * fast["none"].step)
 
 
 def main() -> None:
@@ -196,29 +210,36 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--bucket-mib", type=float, nargs="+", default=[1.0, 4.0])
     parser.add_argument("--share", type=float, default=0.3)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         found = one_rank(options.rank, options.micro_batches[0], options.bucket_mib[0], options.rounds)
         print(json.dumps(found))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cable is removed
     with cable() as names:
         print("micro-batches  bucket    link        none       once     buckets   sync share  hidden")
         for count in options.micro_batches:
             limit(names, 1e10)
-            rate = slow_link(measured(names, count, options.bucket_mib[0], 1), options.share)
+            rate = slow_link(measured(names, count, options.bucket_mib[0], 3), options.share)
             limit(names, rate)
             for mib in options.bucket_mib:
-                medians = {k: statistics.median(v) for k, v in measured(names, count, mib, options.rounds).items()}
-                sync = medians["once"] - medians["none"]
-                hidden = 1 - (medians["buckets"] - medians["none"]) / sync
-                times = "  ".join(f"{1e3 * medians[mode]:6.0f} ms" for mode in MODES)
-                print(
-                    f"{count:13}  {mib:4} MiB  {rate / 1e6:5.0f} MB/s  {times}  {sync / medians['once']:9.0%}  "
-                    f"{hidden:6.0%}",
-                    flush=True,
-                )
+                seconds = measured(names, count, mib, options.rounds)
+                print_lines(f"{count:13}  {mib:4} MiB  {rate / 1e6:5.0f} MB/s", seconds)
+
+
+def print_lines(setting: str, seconds: dict[str, Seconds]) -> None:
+    """By steps and by waiting."""
+    none, once, buckets = (seconds[mode] for mode in MODES)
+    sync = once.step - none.step
+    lines = {
+        "step": (none.step, once.step, buckets.step, sync / once.step, 1 - (buckets.step - none.step) / sync),
+        "waiting": (0.0, once.waiting, buckets.waiting, once.waiting / once.step, 1 - buckets.waiting / once.waiting),
+    }
+    for name, (*times, share, hidden) in lines.items():
+        shown = "  ".join(f"{1e3 * time:6.0f} ms" for time in times)
+        print(f"{setting}  {shown}  {share:9.0%}  {hidden:6.0%}  {name}", flush=True)
 
 
 def _run(*command: str) -> None:

@@ -201,11 +201,11 @@ class MemoryModel:
 
     @property
     def optimizer_bytes(self) -> int:
-        """This rank's shard: two moments, the reduced gradient, and master weights where parameters are narrower.
+        """This rank's shard: two moments, and master weights where parameters are narrower.
 
-        A single rank's reduced gradient is the sum itself.
+        Gradients are reduced in place.
         """
-        copies = 2 + int(self.num_ranks > 1) + int(self.element_bytes < self._wide)
+        copies = 2 + int(self.element_bytes < self._wide)
         return copies * self._wide * -(-self.num_parameters // self.num_ranks)
 
     @property
