@@ -1,6 +1,6 @@
-"""Floor 4: executes a plan and never decides. Shapes and partners of every message come from the plan.
+"""Floor 4: executes a plan and never decides. The plan gives the shape and the partner of every message.
 
-Works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imports ``models``.
+The runtime works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imports ``models``.
 """
 
 from bytescale.runtime.activations import Activations

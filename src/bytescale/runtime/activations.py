@@ -18,11 +18,11 @@ from bytescale.runtime.offload import ActivationOffload, offloaded_tokens
 
 
 class Activations:
-    """Checkpointing and offloading of one rank's layers, set up once; then told which micro-batch runs.
+    """Checkpointing and offloading of one rank's layers: set up once, then told which micro-batch runs.
 
     Attributes:
         attention_memory: what ``PackedAttention`` has to be given.
-        offload: None when nothing may go to the host.
+        offload: None when no activations may go to host memory.
     """
 
     def __init__(
@@ -36,11 +36,17 @@ class Activations:
         row_wise: Sequence[tuple[nn.Module, str]] = (),
         chunk_rows: int | None = None,
     ) -> None:
-        """``pool``: host memory for offloading; None: plans whose ratios are above 0 cannot be run.
+        """Apply checkpointing and offloading to ``layers``.
 
-        ``tp``: the tensor-parallel ranks that share a micro-batch's rows. ``row_wise``: modules inside the layers,
-        and methods of theirs that treat every row alone; with checkpointing they take ``chunk_rows`` at a time (None:
-        the device's usual number).
+        Args:
+            layers: the layers of this part of the model, in the order of forward.
+            checkpointing: what is computed again in backward (``runtime.checkpointing``).
+            pool: host memory for offloading. With None, a plan whose offload ratios are above 0 cannot be run.
+            device: the device that computes; None: the CPU.
+            tp: the tensor-parallel ranks that share a micro-batch's rows.
+            row_wise: pairs of a module inside the layers and the name of one of its methods that treats each row
+                independently. With checkpointing these methods process ``chunk_rows`` rows at a time.
+            chunk_rows: rows in one chunk; None: the usual number for the device.
         """
         if checkpointing != "none":
             kind = "cpu" if device is None else device.type
@@ -52,7 +58,7 @@ class Activations:
             self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """All micro-batches of the step that comes, with their offload ratios."""
+        """Prepare for a step. ``micro_batches`` are all micro-batches of the step, with their offload ratios."""
         if self.offload is not None:
             self.offload.begin_step(micro_batches)
             return
@@ -68,9 +74,12 @@ class Activations:
                 )
 
     def forward(self, index: int) -> AbstractContextManager[None]:
-        """Around the forward of micro-batch ``index``."""
+        """Context manager that surrounds the forward of micro-batch ``index``."""
         return nullcontext() if self.offload is None else self.offload.forward(index)
 
     def backward(self, index: int) -> AbstractContextManager[None]:
-        """Around its backward; forwards and backwards of different micro-batches may interleave."""
+        """Context manager that surrounds the backward of micro-batch ``index``.
+
+        Forwards and backwards of different micro-batches may interleave.
+        """
         return nullcontext() if self.offload is None else self.offload.backward(index)

@@ -1,4 +1,4 @@
-"""Losses that only sums over the whole global batch define, such as the load balance of experts."""
+"""Losses that are defined on sums over the whole global batch, such as the load balance of experts."""
 
 from __future__ import annotations
 
@@ -12,41 +12,46 @@ from bytescale.runtime.mesh import Mesh
 
 @runtime_checkable
 class HasBatchLoss(Protocol):
-    """What a model with such a loss offers beside ``TrainableModel``. Every rank calls the first three once a step.
+    """What a model with such a loss offers in addition to ``TrainableModel``.
 
-    The model gathers whatever it needs of its tokens during forward and backward; the runtime adds up ``batch_sums``
-    over ranks in one collective after the last backward. Gradients that ``batch_loss`` makes are this rank's part, and
-    are summed over ranks with all others.
+    Every rank calls ``begin_batch``, ``batch_sums`` and ``batch_loss`` once a step. The model gathers what it needs
+    from its tokens during forward and backward. After the last backward, the runtime adds up ``batch_sums`` over the
+    ranks in one collective. The gradients that ``batch_loss`` makes are this rank's part: they are summed over ranks
+    together with all other gradients.
     """
 
     def begin_batch(self) -> None:
-        """Before the first forward: forget the step before."""
+        """Forget the previous step. Called before the first forward."""
         ...
 
     def batch_sums(self) -> Tensor | None:
-        """fp64, of the same shape on every rank, zeros on one without tokens; None on all ranks: no such loss."""
+        """This rank's sums, fp64, of the same shape on every rank; a rank without tokens returns zeros.
+
+        None, on all ranks alike, means that the model has no such loss.
+        """
         ...
 
     def batch_loss(self, total: Tensor) -> Tensor:
-        """Scalar, the same on every rank, from the sum of all ranks' ``batch_sums``."""
+        """The loss, a scalar that is the same on every rank. ``total`` is the sum of all ranks' ``batch_sums``."""
         ...
 
     def batch_parameters(self) -> Sequence[nn.Parameter]:
-        """All parameters that ``batch_loss`` has a gradient for; none when there is no such loss."""
+        """All parameters for which ``batch_loss`` has a gradient; empty when there is no such loss."""
         ...
 
 
 def begin_batch_loss(model: object) -> None:
-    """Before a step's first forward."""
+    """Prepare the model for a step. Called before the step's first forward."""
     if isinstance(model, HasBatchLoss):
         model.begin_batch()
 
 
 def finish_batch_loss(model: object, mesh: Mesh) -> float:
-    """After a step's last backward: adds the loss's gradient to this rank's; returns its value, 0 where there is none.
+    """Add the gradient of the batch loss to this rank's gradients. Called after a step's last backward.
 
-    One all-reduce over the ranks with the same layers, and none for models without such a loss. (Tensor-parallel ranks
-    have each its tokens at the routers: theirs are added up too.)
+    Returns the value of the loss, or 0 for a model without such a loss. The ranks with the same layers make one
+    all-reduce; without such a loss there is none. At the routers every tensor-parallel rank has tokens of its own, so
+    the sums are added up over tensor-parallel ranks too.
     """
     if not isinstance(model, HasBatchLoss):
         return 0.0
@@ -54,6 +59,6 @@ def finish_batch_loss(model: object, mesh: Mesh) -> float:
     if sums is None:
         return 0.0
     loss = model.batch_loss(mesh.tp.all_reduce(mesh.hdp.all_reduce(sums)))
-    if loss.requires_grad:  # not on a rank without tokens
+    if loss.requires_grad:  # false on a rank without tokens
         loss.backward()
     return float(loss.detach())

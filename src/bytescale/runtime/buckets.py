@@ -1,4 +1,4 @@
-"""ZeRO-1's collectives, bucket by bucket, while ranks compute.
+"""The collectives of ZeRO-1, bucket by bucket, overlapped with compute.
 
 ::
 
@@ -6,17 +6,18 @@
     reduce           bucket 4 | bucket 3 | bucket 2 | bucket 1 | | bucket 0 | update | embedding | layer 0 | layer 1
     gather                                                                    bucket 0 | bucket 1 | bucket 2 | ...
 
-A bucket of the flat buffers (``runtime.flat``) is reduced when the step's last gradient in it is there, from the last
-bucket to the first: the order in which backward ends its layers. Updated parameters are gathered from the first bucket
-to the last, and a layer's forward waits for its own. Both orders are fixed, so they are the same on all ranks, whatever
-each of them has to compute. The sums of a bucket do not depend on when they are made.
+A bucket of the flat buffers (``runtime.flat``) is reduced as soon as the step's last gradient in it is complete. This
+goes from the last bucket to the first, because backward finishes the layers in that order. Updated parameters are
+gathered from the first bucket to the last, and the forward of a layer waits only for the parameters of that layer. Both
+orders are fixed, so they are the same on all ranks, whatever each rank has to compute. The sums of a bucket do not
+depend on when they are made.
 
-A rank starts to reduce behind its last point-to-point message, and not before: ``plan.last_message`` has the rule and
-the proof that nothing hangs. Hence
+A rank starts to reduce only after its last point-to-point message: ``plan.last_message`` has the rule and the proof
+that nothing hangs. Therefore:
 
-* a rank whose last micro-batch holds whole sequences reduces during that micro-batch's backward, layer by layer;
-* every other rank, one without micro-batches too, posts all of these buckets behind its last message;
-* the first buckets (norms, replicas, routers, the embedding) come at the step's end.
+* a rank whose last micro-batch holds whole sequences reduces during the backward of that micro-batch, layer by layer;
+* every other rank, including one without micro-batches, posts all of these buckets after its last message;
+* the first buckets (norms, replicas, routers, the embedding) are reduced at the end of the step.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from bytescale.runtime.group import PendingCollective, RankGroup
 
 
 class BucketCollectives:
-    """One rank's reductions and gathers of all buckets, in their two orders."""
+    """One rank's reductions of all buckets, last to first, and its gathers of all buckets, first to last."""
 
     def __init__(self, parameters: FlatParameters, group: RankGroup) -> None:
         self.parameters = parameters
         self.group = group
-        self._to_reduce = list(parameters.buckets)  # in this step; the next is at the end
+        self._to_reduce = list(parameters.buckets)  # still to do in this step; the next one is at the end
         self._reducing: deque[tuple[Bucket, PendingCollective]] = deque()
         self._gathering: deque[tuple[Bucket, PendingCollective]] = deque()
 
     def reduce_from(self, start: int) -> None:
-        """Start to reduce the buckets that lie at ``start`` or behind it, as far as that has not been done."""
+        """Start to reduce the buckets that begin at ``start`` or later and have not been started in this step."""
         while self._to_reduce and self._to_reduce[-1].start >= start:
             bucket = self._to_reduce.pop()
             pending = self.group.start_reduce_scatter(bucket.of(self.parameters.gradients))
             self._reducing.append((bucket, pending))
 
     def reduced(self) -> Iterator[Bucket]:
-        """Start what is left, then wait for one bucket after the other. Ends the step."""
+        """Start the remaining reductions, then wait for and yield one bucket after another. Ends the step."""
         self.reduce_from(0)
         while self._reducing:
             bucket, pending = self._reducing.popleft()
@@ -66,7 +67,7 @@ class BucketCollectives:
             self._gathering.append((bucket, self.group.start_all_gather(bucket.of(self.parameters.values))))
 
     def wait_for_parameters(self, stop: int | None = None) -> None:
-        """Until the parameters in front of ``stop`` (None: all) are gathered."""
+        """Wait until all parameters that lie before ``stop`` are gathered. None: until all parameters are."""
         while self._gathering and (stop is None or self._gathering[0][0].start < stop):
             self._gathering.popleft()[1].wait()
 
@@ -77,14 +78,17 @@ class Chunk:
 
     model: nn.Module
     layers: Sequence[nn.Module]
-    """Each takes hidden states first, and everything else in the model is in front of them or behind them."""
+    """Each layer takes the hidden states as its first argument. All other modules run before or after the layers."""
 
 
 class Overlap:
-    """Starts reductions from within backward, and makes forward wait for parameters, by hooks on a model's layers."""
+    """Hooks on a model's layers that start reductions during backward and make forward wait for parameters."""
 
     def __init__(self, collectives: BucketCollectives, chunks: Sequence[Chunk], *, stage: int, late_stop: int) -> None:
-        """``chunks``: of this stage, in order. ``late_stop``: gradients before it are finished at the step's end."""
+        """``chunks``: those of this stage, in order. ``late_stop``: gradients before it are complete only at the end.
+
+        The end is that of the step: these gradients change after the last backward (``FlatParameters.late_stop``).
+        """
         self.collectives = collectives
         self.stage = stage
         self.late_stop = late_stop
@@ -96,20 +100,20 @@ class Overlap:
         self._hook_gradients(chunks[0])
 
     def begin_step(self, rank_plan: RankPlan) -> None:
-        """Before the step's first forward."""
+        """Prepare for a step. Called before the step's first forward."""
         self._num_micro_batches = len(rank_plan.micro_batches)
         self._num_forwards = 0
         self._silent = last_backward_is_silent(rank_plan, self.stage)
 
     def after_last_message(self) -> None:
-        """All backwards are done, and the collectives of the step's end are yet to come."""
+        """Called when all backwards are done, before the collectives at the end of the step."""
         self.collectives.reduce_from(self.late_stop)
 
     def _hook_parameters(self, chunk: Chunk) -> None:
         extent = self.collectives.parameters.extent
         of_layers = [extent(layer) for layer in chunk.layers]
         whole = extent(chunk.model)
-        # The first bucket holds what is late; the chunk's own modules in front of its layers come next.
+        # The late parameters come first in the buffer, then those of the chunk's modules that run before its layers.
         in_front = min([place[0] for place in of_layers if place] or [whole[1] if whole else 1])
         chunk.model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1)))
         for layer, place in zip(chunk.layers, of_layers, strict=True):
@@ -119,7 +123,7 @@ class Overlap:
             chunk.layers[-1].register_forward_hook(self._waiting_hook(whole[1]))
 
     def _hook_gradients(self, chunk: Chunk) -> None:
-        """Only the first chunk's: when its last backward begins, every other chunk has done its own."""
+        """Only the first chunk gets hooks: when its last backward begins, all other chunks have finished theirs."""
         chunk.model.register_forward_pre_hook(self._count)
         for layer in chunk.layers:
             place = self.collectives.parameters.extent(layer)
@@ -130,14 +134,14 @@ class Overlap:
         self._num_forwards += 1
 
     def _waiting_hook(self, stop: int) -> Callable[..., None]:
-        """A hook before or after a module's forward."""
+        """A hook that waits for parameters; it fits before and after a module's forward."""
         return lambda *_: self.collectives.wait_for_parameters(stop)
 
     def _finishing_hook(self, start: int) -> Callable[..., None]:
-        """A hook for a layer's forward: when the gradient of its input is there, all of the layer's own are.
+        """A hook for a layer's forward that reduces the layer's gradients once the gradient of its input exists.
 
-        The input's gradient depends on every operation of the layer, and autograd accumulates a parameter's gradient
-        before it takes any other operation that is ready.
+        By then all gradients of the layer's parameters are complete: the input's gradient depends on every operation of
+        the layer, and autograd accumulates a parameter's gradient before it runs any other operation that is ready.
         """
 
         def forward(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -1,16 +1,17 @@
-"""Activation checkpointing, applied to layers from outside: keep less in forward, compute it again in backward.
+"""Activation checkpointing, applied to layers from outside: keep less in forward and compute it again in backward.
 
-``full``: a layer keeps its input. Its ring of keys and values runs once more in backward; all members of a slice group
-do so at the same place in their order, hence messages still match (same tags, first in first out).
+``full``: a layer keeps only its input. Its ring of keys and values runs a second time, in backward. All members of a
+slice group run it again at the same place in their order, so messages still match (same tags, first in first out).
 
-``attention``: a layer keeps its input and attention's output and log-sum-exp, which cost O(s^2) to compute and O(s) to
-keep; the O(s) rest is computed again. No message is sent twice.
+``attention``: a layer keeps its input, and the output and log-sum-exp of attention, which cost O(s^2) to compute and
+O(s) to keep. The rest of the layer, which is O(s), is computed again. No message is sent twice.
 
-Both are exact: backward sees the numbers that forward saw, bit for bit.
+Both modes are exact: backward sees the numbers that forward saw, bit for bit.
 
-With either, what works on each row alone (norm and feed-forward part) is moreover done some rows at a time where there
-are more: of the 4 F numbers a token that it saves, those of one chunk exist. Else they would decide how long a context
-fits; what attention needs goes by groups of heads (``models.head_groups``).
+In both modes the operations that treat each row independently (the norm and the feed-forward part) also run in chunks
+of rows. The feed-forward part saves 4 F numbers a token (F: its width); with chunks, those of a single chunk exist at a
+time. Without chunks these numbers would limit how long a context fits. The memory of attention is divided by groups of
+heads instead (``models.head_groups``).
 """
 
 from __future__ import annotations
@@ -39,24 +40,27 @@ class KeptAttention:
         self._reading: list[object] | None = None
 
     def keep_with(self, pack: Pack, unpack: Unpack) -> None:
-        """How a kept tensor is stored: the offload's own hooks, which checkpointing hides from it otherwise."""
+        """Set how a kept tensor is stored: by the hooks of offloading, which would otherwise never see these tensors.
+
+        Checkpointing hides the tensors that it keeps from saved-tensor hooks.
+        """
         self._pack, self._unpack = pack, unpack
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Output and LSE, if this is a recomputation."""
+        """The kept output and LSE if this is a recomputation, else None."""
         if self._reading is None:
             return None
         out, lse = (self._unpack(packed) for packed in self._reading)
         return out.detach(), lse.detach()
 
     def keep(self, out: Tensor, lse: Tensor) -> None:
-        """Store a result, if this is a forward that will be recomputed."""
+        """Store a result if this forward will be recomputed; otherwise do nothing."""
         if self._writing is not None:
-            # Detached: the output gets its place in the autograd graph, which would then own itself.
+            # Detached: the graph owns what is kept here, and the output refers to the graph, so it would own itself.
             self._writing += [self._pack(out.detach()), self._pack(lse.detach())]
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around one layer's forward, and around its recomputation."""
+        """Two context managers: one for a layer's forward, one for its recomputation."""
         kept: list[object] = []
         return self._around(writing=kept), self._around(reading=kept)
 
@@ -71,10 +75,10 @@ class KeptAttention:
 
 
 def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing) -> KeptAttention | None:
-    """Make every layer recompute. Returns what attention has to be given in mode ``attention``.
+    """Make every layer recompute in backward. Returns what attention has to be given in mode ``attention``, else None.
 
-    A layer's arguments are kept as they are, tensors among them by autograd; its weights are used again as they are at
-    the time of backward, hence must not change in between.
+    A layer's arguments are kept unchanged (autograd keeps the tensors among them). The recomputation uses the weights
+    as they are at the time of backward, so they must not change between forward and backward.
     """
     if mode == "none":
         return None
@@ -86,11 +90,13 @@ def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing) -> Kep
 
 
 def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
-    """Make ``owner.method``, ``[T, C] -> [T, C]``, which treats rows independently, take ``chunk_rows`` at a time.
+    """Make ``owner.method``, ``[T, C] -> [T, C]``, which treats rows independently, process ``chunk_rows`` at a time.
 
-    It keeps its input and computes each chunk again in backward. Parameters' gradients are accumulated chunk by chunk,
-    in order. Fewer rows go through it as before. Where it is the last part of a layer that is computed again, it is
-    not computed for that: what follows a layer's last saved tensor is left out (``_Kept``).
+    The method keeps its input and computes each chunk again in backward. Gradients of parameters are accumulated chunk
+    by chunk, in order. Inputs of at most ``chunk_rows`` rows are processed as before.
+
+    When the method is the last part of a layer that is recomputed, that recomputation skips the method: it stops after
+    the layer's last saved tensor (``_Kept``).
     """
     function: Callable[[Tensor], Tensor] = getattr(owner, method)
 
@@ -106,9 +112,10 @@ def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
 
 
 class _Kept(torch.autograd.Function):
-    """Saves a tensor before the work that needs it in backward, and not after, as that work itself would.
+    """Saves the input of the chunked work before that work runs; the work itself would save it only afterwards.
 
-    ``torch.utils.checkpoint`` ends a recomputation when it has seen as many saved tensors as forward saved.
+    ``torch.utils.checkpoint`` ends a recomputation when it has seen as many saved tensors as forward saved, so work
+    that follows the last saved tensor is not repeated.
     """
 
     @staticmethod
@@ -154,7 +161,7 @@ class _RowChunks(torch.autograd.Function):
 
 def _checkpointed(forward: Callable[..., Tensor], extra: dict[str, Any]) -> Callable[..., Tensor]:
     def recomputing(*args: Any) -> Tensor:
-        # Our layers draw no random numbers, so that their generators' states need not be kept.
+        # Our layers draw no random numbers, so the states of random generators need not be kept.
         result: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **extra)
         return result
 

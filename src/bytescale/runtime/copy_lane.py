@@ -1,8 +1,8 @@
-"""One direction of copies between device and host, beside the computing and ordered against it by events alone.
+"""Copies in one direction between device and host, concurrent with compute and ordered against it by events alone.
 
-On CUDA a lane is a stream: copies of pinned memory run on a DMA engine and take no multiprocessor. On CPU a copy is
-done at once and every event is None, so that all logic above runs, and is tested, without a GPU. Nothing here ever
-makes the host wait.
+On CUDA the copies run on a CUDA stream of their own: copies of pinned memory use a DMA engine and no multiprocessor. On
+the CPU a copy is done at once and every event is None, so that all code that uses this module also runs, and is tested,
+without a GPU. Nothing here ever makes the host wait.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import torch
 from torch import Tensor
 
 Event = torch.cuda.Event | None
-"""Something that will have happened; None has happened."""
+"""A point in the work of a stream that other streams can wait for; None: it has already been reached."""
 
 
 class CopyLane:
-    """Copies in the order in which they were asked for."""
+    """A CUDA stream (nothing on the CPU) that makes copies in the order in which they were requested."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Iterable[Event]) -> Event:
-        """Copy ``(to, from)`` pairs, equally large and contiguous, after some events; the event of their completion."""
+        """Copy ``(to, from)`` pairs of contiguous tensors of equal size, once all events in ``after`` have happened.
+
+        Returns the event of the copies' completion.
+        """
         if self._stream is None:
             for destination, source in pairs:
                 destination.copy_(source)
@@ -38,7 +41,7 @@ class CopyLane:
         return self.mark()
 
     def mark(self) -> Event:
-        """The completion of everything asked for so far."""
+        """The event that happens when all copies requested so far are complete."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -47,7 +50,7 @@ class CopyLane:
 
 
 def compute_mark(device: torch.device) -> Event:
-    """The completion of everything that was launched on the current (compute) stream so far."""
+    """The event that happens when everything launched on the current (compute) stream so far is complete."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -56,6 +59,6 @@ def compute_mark(device: torch.device) -> Event:
 
 
 def compute_waits(event: Event, device: torch.device) -> None:
-    """Nothing launched on the current stream from now on starts before ``event``."""
+    """Make everything that is launched on the current stream from now on wait for ``event``."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

@@ -1,6 +1,7 @@
 """Runs one rank's part of a plan: forwards and backwards of its micro-batches in 1F1B order, with no barrier anywhere.
 
-Without a pipeline that order is forward, backward, forward, backward, ...; with one, ``plan.schedule`` has it.
+Without a pipeline, 1F1B order is forward, backward, forward, backward and so on. With a pipeline, ``plan.schedule``
+defines it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from bytescale.runtime.pipeline import Action, StageLinks
 
 
 class TrainableModel(Protocol):
-    """What the runtime asks of a model, or of a part of one: packed tokens to hidden states, and the logits' weight."""
+    """What the runtime requires of a model or a part of one: packed tokens to hidden states, and the head's weight."""
 
     @property
     def head_weight(self) -> Tensor:
-        """``[V, C]``; asked for on the last part only."""
+        """The output head's weight ``[V, C]``; used on the last part only."""
         ...
 
     @property
@@ -38,11 +39,11 @@ class TrainableModel(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As of an ``nn.Module``; all of one dtype, which is that of hidden states too."""
+        """As in ``nn.Module``. All parameters have one dtype, which is also that of the hidden states."""
         ...
 
     def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
-        """``tokens, position_ids [T]`` int64 -> ``[T, C]``; parts behind the first take the one before's output."""
+        """``tokens, position_ids [T]`` int64 -> ``[T, C]``. Later parts take the previous part's output, not tokens."""
         ...
 
 
@@ -63,7 +64,7 @@ class StepResult:
 
     loss_sum: float  # sum of the tokens' cross-entropies, in nats
     num_targets: int
-    batch_loss: float = 0.0  # of the layers here over the whole global batch; not in loss_sum (runtime.auxiliary)
+    batch_loss: float = 0.0  # of this rank's layers, over the global batch; not in loss_sum (runtime.auxiliary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ def run_rank_plan(
     """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
     Args:
-        parts: what this stage has of the model, in order; several where stages are interleaved, as many on each.
+        parts: this stage's parts of the model, in order. Interleaved stages have several, the same number on each.
         micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
         num_global_targets: tokens with a target in the whole global batch, over all ranks.
         z_loss: see ``linear_cross_entropy``.
@@ -98,8 +99,8 @@ def run_rank_plan(
             step's end.
         ring_gradients: dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``).
 
-    A rank without micro-batches runs nothing; one whose slice holds no target, or no token at all, still takes its
-    part in the ring.
+    A rank without micro-batches runs nothing. A rank whose slice holds no target, or no token at all, still takes part
+    in the ring.
     """
     if len(micro_batches) != len(rank_plan.micro_batches):
         raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {len(rank_plan.micro_batches)}")
@@ -123,7 +124,7 @@ def run_rank_plan(
 
 @dataclass
 class _Run:
-    """What lives between the forward and the backward of a step's micro-batches. Arguments as of ``run_rank_plan``."""
+    """The state of one step, from the first forward to the last backward. Arguments as in ``run_rank_plan``."""
 
     parts: Sequence[ModelPart]
     plan: Sequence[MicroBatch]
@@ -136,10 +137,10 @@ class _Run:
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """Input and output of the forward of a part and a micro-batch, until its backward."""
+    """(part, micro-batch) -> input and output of its forward, kept until its backward."""
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Returns ``[t, C]`` for the next part; None on the last, which has the loss."""
+        """Run one forward. Returns the input ``[t, C]`` of the next part; None on the last part, which has the loss."""
         _, chunk, index = action
         part, data = self.parts[chunk], self.data[index]
         inputs = self._to_device(data.tokens) if received is None else received.requires_grad_()
@@ -155,7 +156,7 @@ class _Run:
         return None if self._is_last(chunk) else output.detach()
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Takes the gradient of the output; returns that of the input, None on the first part."""
+        """Run one backward from the gradient of the output. Returns that of the input; None on the first part."""
         _, chunk, index = action
         inputs, output = self.held.pop((chunk, index))
         with self.parts[chunk].activations.backward(index):

@@ -1,19 +1,19 @@
 """All parameters of a rank in one flat buffer and all gradients in another, so that sharding is a matter of slicing.
 
-Parameters lie in the order in which a forward needs them, so that backward finishes their gradients from the end of the
-buffer to its start. Those whose gradients are finished only after the last backward come first of all: norms and
-replicated parameters, and those that the caller names. Each parameter starts at a multiple of 64 elements, which keeps
-matrix products on aligned memory. This layout depends on the model alone, never on the number of ranks: only the
-padding at the end of the buffer does. Gradients are summed over micro-batches in at least fp32.
+Parameters lie in the order in which forward needs them, so backward finishes their gradients from the end of the buffer
+to its start. *Late* parameters come before all others: their gradients are complete only after the last backward. They
+are norms, replicated parameters, and those that the caller names. Each parameter starts at a multiple of 64 elements,
+which keeps matrix products on aligned memory. This layout depends on the model alone; only the padding at the end of
+the buffer depends on the number of ranks. Gradients are summed over micro-batches in at least fp32.
 
-Ranks share the buffers out by *buckets*, contiguous ranges that need not begin or end with a parameter. Every rank owns
-one equal part of every bucket::
+The buffers are divided into *buckets*: contiguous ranges that need not begin or end with a parameter. Every rank owns
+an equal part of every bucket::
 
     buffer    | late | embedding |   layer 0   |   layer 1   |    head     | padding |
     buckets   |  0  |       1       |       2       |       3       |       4        |
     of rank   | 0 1 |   0   .   1   |   0   .   1   |   0   .   1   |   0    .   1   |
 
-The first bucket is the one that may be smaller: nothing is left to hide its reduction behind.
+Only the first bucket may be smaller than the others: it is reduced last, when no compute is left to overlap with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is here."""
+        """Shape of the part that this rank holds."""
         return self.cut.part_shape
 
     @property
@@ -63,7 +63,7 @@ class Bucket:
         return slice(self.start + rank * size, self.start + (rank + 1) * size)
 
     def of(self, buffer: Tensor) -> Tensor:
-        """This range of a ``[padded]`` buffer, a view."""
+        """A view of this range of a ``[padded]`` buffer."""
         return buffer[self.start : self.stop]
 
 
@@ -81,10 +81,10 @@ class FlatParameters:
 
     Attributes:
         values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
-        gradients: ``[padded]`` in fp32 or wider; sums of all backwards since ``zero_gradients``.
+        gradients: ``[padded]`` in fp32 or wider; sums over all backwards since ``zero_gradients``.
         entries: where each parameter lies, in the buffers' order.
-        buckets: in the buffers' order; together they are the buffers.
-        late_stop: end of the leading part whose gradients are finished after the last backward.
+        buckets: in the buffers' order; together they cover the buffers.
+        late_stop: where the late parameters end.
     """
 
     def __init__(
@@ -100,11 +100,10 @@ class FlatParameters:
 
         Args:
             named_parameters: in the order in which a forward needs them.
-            num_shards: ranks that share the buffers out.
-            cuts: which part of the whole parameter each of them is, by name; without: they are whole.
-            bucket_bytes: gradients in one bucket, at least; 0: there is a single bucket.
-            late: names of parameters whose gradients are finished only after the last backward, beside norms and
-                replicated parameters.
+            num_shards: ranks among which the buffers are divided.
+            cuts: by name, which part of the whole parameter this rank holds; None: it holds whole parameters.
+            bucket_bytes: bytes of gradients in one bucket, at least; 0: there is a single bucket.
+            late: names of late parameters, in addition to norms and replicated parameters.
         """
         parameters = [(name, p) for name, p in named_parameters if p.requires_grad]
         if not parameters:
@@ -117,7 +116,7 @@ class FlatParameters:
         stop = 0
         whole = {name: Cut(shape=tuple(p.shape)) for name, p in parameters} if cuts is None else cuts
         is_late = {name: p.dim() < 2 or whole[name].replicas > 1 or name in late for name, p in parameters}
-        parameters.sort(key=lambda item: not is_late[item[0]])  # stable: otherwise in the order given
+        parameters.sort(key=lambda item: not is_late[item[0]])  # a stable sort: the given order is kept otherwise
         for name, parameter in parameters:
             self.entries.append(Entry(name, whole[name], stop))
             stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
@@ -136,11 +135,11 @@ class FlatParameters:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Dtype of gradients sums, master weights and optimizer states."""
+        """Dtype of gradient sums, master weights and optimizer states."""
         return self.gradients.dtype
 
     def shards(self, rank: int) -> list[slice]:
-        """What ``rank`` owns of the buffers: one range of every bucket, in order."""
+        """The parts of the buffers that ``rank`` owns: one range of every bucket, in order."""
         return [bucket.own(rank) for bucket in self.buckets]
 
     def pieces(self, place: slice) -> Iterator[Piece]:
@@ -151,13 +150,13 @@ class FlatParameters:
                 yield Piece(entry, low, high)
 
     def extent(self, module: nn.Module) -> tuple[int, int] | None:
-        """Where the parameters of ``module`` begin and end, those that are late left out; None without any."""
+        """Where the parameters of ``module`` begin and end, without the late ones; None if it has no others."""
         starts = {self._start_of[id(p)] for p in module.parameters() if id(p) in self._start_of}
         own = [entry for entry in self.entries if entry.start in starts and entry.start >= self.late_stop]
         return (own[0].start, own[-1].stop) if own else None
 
     def zero_gradients(self) -> None:
-        """Forget the gradients of the step before."""
+        """Set all gradients to zero."""
         self.gradients.zero_()
 
     def value_of(self, entry: Entry) -> Tensor:
@@ -191,7 +190,10 @@ def _move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def _buckets(num_elements: int, num_shards: int, bucket_elements: int) -> list[Bucket]:
-    """Equal buckets up to the end of the buffer, the first with what remains; all parts multiples of the alignment."""
+    """Buckets of equal size, counted from the end of the buffer; the first takes what remains.
+
+    Every rank's part of every bucket is a multiple of the alignment.
+    """
     quantum = num_shards * ALIGNMENT
     padded = -(-num_elements // quantum) * quantum
     wanted = max(bucket_elements, -(-padded // MOST_BUCKETS))

@@ -1,10 +1,10 @@
 """A group of ranks: every collective and every message of training goes through one of these.
 
-Without tensor and pipeline parallelism there is one HDP group for messages and sums, and a second one of the same ranks
-for gradients and parameters (``runtime.mesh`` has the others). No collective lies between micro-batches: ranks agree
-before the first forward and share statistics after the last backward; ``runtime.buckets`` says when gradients are
-reduced and parameters gathered. A model whose experts are kept in balance adds one sum of a few KB after the last
-backward.
+Without tensor and pipeline parallelism there is one HDP group for messages and sums, and a second group of the same
+ranks for gradients and parameters (``runtime.mesh`` has the others). No collective lies between micro-batches: ranks
+check that they agree before the first forward, and share statistics after the last backward. ``runtime.buckets`` says
+when gradients are reduced and parameters gathered. A model with a load-balancing loss for its experts adds one sum of a
+few KB after the last backward.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from bytescale.attention import Exchange
 from bytescale.attention.clock import make_clock
 from bytescale.common.errors import RankFailure, problem
 
-# torch 2.13 renamed these two and warns about the old names; 2.11 knows only those.
+# torch 2.13 renamed these two functions and warns about the old names; torch 2.11 knows only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
 class PendingCollective:
-    """A collective under way, on tensors that nobody may touch before ``wait``."""
+    """A collective that has been started. Nobody may touch its tensors before ``wait`` returns."""
 
     group: RankGroup
     work: dist.Work | None  # None: there is a single rank
 
     def wait(self) -> None:
-        """Block (CPU) or order the current stream (CUDA) until the result is there. Raises ``RankFailure``."""
+        """Wait for the result: the host blocks (CPU), or the current CUDA stream waits. Raises ``RankFailure``."""
         work, self.work = self.work, None
         if work is not None:
             self.group.timed(work.wait)
@@ -50,7 +50,7 @@ class RankGroup:
         name: str = "HDP",
         members: Sequence[int] | None = None,
     ) -> None:
-        """``name``: what messages call it. ``members``: what its exchange calls its ranks (``Exchange``)."""
+        """``name``: what error messages call the group. ``members``: what its ``Exchange`` calls the ranks."""
         self.group = group
         self.name = name
         self.rank = 0 if group is None else group.rank()
@@ -61,7 +61,7 @@ class RankGroup:
         self.exchange = self.make_exchange(batched=self.device.type == "cuda")
 
     def make_exchange(self, *, batched: bool) -> Exchange:
-        """Point-to-point messages in this group, of which its own ``exchange`` is one."""
+        """Make an ``Exchange`` for point-to-point messages in this group, such as ``self.exchange``."""
         return Exchange(
             self.group,
             self.rank if self.members is None else self.members[self.rank],
@@ -88,9 +88,9 @@ class RankGroup:
         self.timed(lambda: _all_gather(full, shard, group=self.group))
 
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
-        """Begin to sum ``full [size * n]`` over ranks, in place: this rank's part ``[n]`` of it will hold the sum.
+        """Start to sum ``full [size * n]`` over ranks, in place: afterwards this rank's part ``[n]`` holds the sum.
 
-        What the other parts hold afterwards is undefined.
+        The contents of the other parts are undefined afterwards.
         """
         if self.group is None:
             return PendingCollective(self, None)
@@ -100,13 +100,13 @@ class RankGroup:
         return self._start(lambda: dist.all_reduce(full, group=self.group, async_op=True))
 
     def start_all_gather(self, full: Tensor) -> PendingCollective:
-        """Begin to fill ``full [size * n]`` with every rank's own part of it, in place."""
+        """Start to fill ``full [size * n]`` with every rank's own part of it, in place."""
         if self.group is None:
             return PendingCollective(self, None)
         return self._start(lambda: _all_gather(full, self._own(full), group=self.group, async_op=True))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over ranks, in place; the same bits on every rank."""
+        """Sum ``values`` over ranks, in place. Every rank gets the same bits."""
         if self.group is not None:
             self.timed(lambda: dist.all_reduce(values, group=self.group))
         return values
@@ -121,15 +121,18 @@ class RankGroup:
         return rows.view(self.size, -1).tolist()
 
     def sum_of(self, values: list[float]) -> list[float]:
-        """Sums of ``values`` (fp64, equally many on each rank) over ranks: the same bits on every rank."""
+        """Sums of ``values`` (fp64, equally many on each rank) over ranks. Every rank gets the same bits."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max_of(self, values: list[float]) -> list[float]:
-        """The largest of ``values`` (fp64, equally many on each rank) over ranks, one by one."""
+        """The maximum over ranks of each of ``values`` (fp64, equally many on each rank)."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def gather_on_first(self, values: list[float]) -> list[list[float]]:
-        """Every rank's ``values`` (fp64, equally many on each) in rank order on the first rank, nothing on others."""
+        """Every rank's ``values`` (fp64, equally many on each), in rank order; the first rank alone gets them.
+
+        The other ranks get an empty list.
+        """
         if self.group is None:
             return [values]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -162,7 +165,7 @@ class RankGroup:
             )
 
     def timed(self, collective: Callable[[], object]) -> None:
-        """Run a collective or wait for one: counts the seconds, and raises ``RankFailure`` when a rank is gone."""
+        """Run or await a collective and count its seconds. Raises ``RankFailure`` when a rank is gone."""
         try:
             with self.clock.span():
                 collective()

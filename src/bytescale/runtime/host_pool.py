@@ -1,8 +1,8 @@
-"""Host memory for offloaded activations: pages of one size, pinned beside a GPU, reused for ever, never beyond a limit.
+"""Host memory for offloaded activations: pages of one size, pinned on machines with a GPU, reused, within a limit.
 
-Pages, because micro-batches differ in length: any page serves any tensor, so nothing is ever lost to fragmentation, and
-the limit is a number of pages. A layer writes its tensors one behind the other (``PageWriter``), so that at most one
-page per layer is partly empty. A page goes back when the last tensor in it is gone.
+The memory is divided into pages because micro-batches differ in length: any page serves any tensor, so no memory is
+lost to fragmentation. A layer writes its tensors one after another (``PageWriter``), so at most one page per layer is
+partly empty. A page returns to the pool when the last tensor in it is gone.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from bytescale.common.errors import BytescaleError, problem
 from bytescale.common.units import format_bytes
 from bytescale.runtime.copy_lane import Event
 
-GPU_PAGE_BYTES = 2**24  # PCIe is at full speed from some MiB a copy; a power of two is what CUDA's pinned pages come in
+GPU_PAGE_BYTES = 2**24  # PCIe reaches full speed at a few MiB a copy; CUDA rounds pinned memory up to powers of two
 CPU_PAGE_BYTES = 2**16
-ALIGNMENT = 64  # of each tensor in a page
+ALIGNMENT = 64  # bytes; each tensor in a page starts at a multiple of it
 
 
 class HostMemoryError(BytescaleError, MemoryError):
-    """Offloaded activations need more host memory than they may have."""
+    """Offloaded activations need more host memory than the limit allows."""
 
 
 @dataclass(eq=False)
 class Page:
-    """A fixed piece of host memory. ``users`` are the tensors in it, and the writer while it is being filled."""
+    """A piece of host memory of fixed size.
+
+    ``users`` counts the tensors in the page, and its writer while the page is being filled.
+    """
 
     data: Tensor  # [page_bytes] uint8
     users: int = 0
-    free_after: Event = None  # what still reads it when it is handed back
+    free_after: Event = None  # reads of the page that may still run when it returns to the pool
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class Extent:
 
 
 class HostPool:
-    """Pages for one rank. Pages are made on demand, up to ``limit_bytes``, and kept."""
+    """The pages of one rank. Pages are allocated on demand, up to ``limit_bytes``, and never freed."""
 
     def __init__(self, limit_bytes: int, *, pinned: bool, page_bytes: int | None = None) -> None:
-        """``pinned``: allocate page-locked memory, which needs a CUDA device, for copies beside computing."""
+        """``pinned``: allocate page-locked memory, so that copies overlap with compute. It needs a CUDA device."""
         self.page_bytes = page_bytes or (GPU_PAGE_BYTES if pinned else CPU_PAGE_BYTES)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # most that was ever in use
@@ -62,16 +65,16 @@ class HostPool:
 
     @property
     def bytes_in_use(self) -> int:
-        """Whole pages that tensors or writers hold."""
+        """Bytes of all pages that have a user."""
         return (self._made - len(self._free)) * self.page_bytes
 
     @property
     def bytes_allocated(self) -> int:
-        """Never more than ``limit_bytes``."""
+        """Bytes of all pages, never more than ``limit_bytes``."""
         return self._made * self.page_bytes
 
     def take(self) -> Page:
-        """A page with one user. Raises ``HostMemoryError`` at the limit."""
+        """Take a page out of the pool; it then has one user. Raises ``HostMemoryError`` at the limit."""
         if self._free:
             page = self._free.pop()
         else:
@@ -91,7 +94,10 @@ class HostPool:
         return page
 
     def leave(self, page: Page, reads: Event) -> None:
-        """One user less. ``reads``: the last read from any page so far; a page's next write waits for it."""
+        """Remove one user of ``page``; without users it returns to the pool.
+
+        ``reads`` is the event of the last read from any page so far. The next write to the page waits for it.
+        """
         page.users -= 1
         if page.users == 0:
             page.free_after = reads
@@ -99,7 +105,7 @@ class HostPool:
 
 
 class PageWriter:
-    """Hands out room for the tensors of one layer, one behind the other."""
+    """Reserves room in pages for the tensors of one layer, one after another."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -107,7 +113,7 @@ class PageWriter:
         self._filled = 0
 
     def reserve(self, num_bytes: int) -> list[Extent]:
-        """Room for one tensor. The tensor is a user of every page that it gets, once per extent."""
+        """Reserve room for one tensor. The tensor counts as one user for each extent that it gets."""
         extents: list[Extent] = []
         while num_bytes:
             if self._page is None or self._filled == self._pool.page_bytes:
@@ -128,7 +134,7 @@ class PageWriter:
         return extents
 
     def close(self) -> None:
-        """No more tensors of this layer."""
+        """Stop writing: the layer has no more tensors."""
         if self._page is not None:
             self._pool.leave(self._page, self._page.free_after)
             self._page = None

@@ -1,15 +1,17 @@
-"""Cross-entropy straight from hidden states, chunk by chunk: the logits of all tokens never exist together.
+"""Cross-entropy computed from hidden states, chunk by chunk: the logits of all tokens never exist together.
 
-Gradients are made in the same pass as the loss, while a chunk's logits are at hand (paper section 7 keeps logits in
-BF16 and arithmetic in FP32; here they live only for one chunk). Sums, not means: the caller divides by the number of
-targets in the GLOBAL batch, which no rank can know from its own tokens.
+Gradients are computed in the same pass as the loss, while the logits of a chunk exist (paper section 7 keeps logits in
+BF16 and computes in FP32; here logits exist for one chunk at a time). The loss is a sum, not a mean: the caller divides
+by the number of targets in the GLOBAL batch, which no rank can know from its own tokens.
 
-With the vocabulary sharded over a tensor-parallel group, each rank holds the logits of its own V words. Three numbers
-per token cross the group (all-reduces): the largest of the ranks' LSEs, the sum of their exponentials, and the logit of
-the target, which one rank has. The gradient of the hidden states is summed over the group once, at the end.
+With the vocabulary sharded over a tensor-parallel group, each rank holds the logits of its own V words. The group
+all-reduces three numbers per token: the largest of the ranks' log-sum-exps (LSEs), the sum of their exponentials, and
+the logit of the target, which exactly one rank has. The gradient of the hidden states is summed over the group once, at
+the end.
 
-Memory beside inputs, with n tokens a chunk: n V logits; a gradient of the hidden states ``[T, C]``; one of the weight
-``[V, C]``, summed over chunks in fp32, since a hundred chunks summed in BF16 would keep 8 bits of 15.
+Memory in addition to the inputs, with n tokens a chunk: n V logits; the gradient of the hidden states ``[T, C]``; and
+that of the weight ``[V, C]``, which is summed over chunks in fp32, because a hundred chunks summed in BF16 would keep 8
+bits of 15.
 
 Shape letters: T tokens, C hidden size, V vocabulary (of this rank), n tokens of a chunk.
 """
@@ -39,12 +41,12 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of ``-log softmax(hidden @ weight.T)[label]``, plus ``z_loss * lse^2``.
 
-    Backward may run once: it scales the gradients that forward made, in place.
+    Backward may run only once: it scales the gradients that forward computed, in place.
 
     Args:
         hidden: ``[T, C]``; weight: ``[V, C]``, same dtype.
-        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. In CPU memory, whatever
-            the device of ``hidden``: which tokens have a target is found out there, where nobody waits for a GPU.
+        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. They are in CPU memory,
+            whatever the device of ``hidden``: the tokens with a target are selected there, without waiting for a GPU.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
         group: tensor-parallel ranks that hold one V-word shard each, in rank order; hidden states and labels (of the
             whole vocabulary) are the same on all of them. None: this rank has all words.
@@ -57,10 +59,11 @@ def linear_cross_entropy(
 
 
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as they are; but what ``hidden``'s backward brings of a parameter's gradient is accumulated right there.
+    """Identity. In backward, the head's gradient is accumulated immediately, not when the tied embedding finishes.
 
-    Autograd accumulates when all uses of a parameter have their gradients. A head that is the embedding too would hold
-    its ``[V, C]`` until backward has come to the other end of the model.
+    Autograd accumulates a parameter's gradient only once all uses of the parameter have computed theirs. If the head's
+    weight is also the embedding, its gradient ``[V, C]`` would be held until backward reaches the other end of the
+    model.
     """
     result: tuple[Tensor, Tensor] = _AccumulatedAtOnce.apply(hidden, weight.detach(), weight.backward)
     return result
@@ -75,13 +78,13 @@ def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, z_lo
 
 
 class RowKernel(Protocol):
-    """What is done to a chunk of logits, first ``statistics``, then, where a gradient is wanted, ``gradient``.
+    """The operations on a chunk of logits: first ``statistics`` and then, if a gradient is needed, ``gradient``.
 
-    Both may overwrite the logits. Targets outside ``[0, V)`` are other ranks' words.
+    Both may overwrite the logits. Targets outside ``[0, V)`` are words of other ranks.
     """
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """LSE ``[n]`` of each row of ``logits [n, V]``, and the target's logit ``[n]`` (0 where it is not here)."""
+        """LSE ``[n]`` of each row of ``logits [n, V]``, and the target's logit ``[n]`` (0 if another rank has it)."""
         ...
 
     def gradient(self, logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
@@ -92,8 +95,8 @@ class RowKernel(Protocol):
 class TorchRows:
     """Plain PyTorch; logits in fp32 or wider. One instance serves one chunk at a time.
 
-    Exponentials, the dearest part on a CPU, are taken once: ``statistics`` leaves ``exp(logit - largest)`` behind, and
-    ``gradient`` only scales it.
+    Exponentials, the most expensive part on a CPU, are computed once: ``statistics`` leaves ``exp(logit - largest)`` in
+    the memory of the logits, and ``gradient`` only scales these numbers.
     """
 
     def __init__(self) -> None:
@@ -127,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_word = 0 if group is None else group.rank() * weight.shape[0]
         with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
-        # One copy for all chunks: which rows have a target, and their targets.
+        # One copy to the device serves all chunks: the rows that have a target, and their targets.
         on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
         for chosen, targets in zip(*(half.split(chunk_tokens) for half in on_device), strict=True):
             chunk = hidden[chosen]
@@ -140,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = rows.gradient(logits, targets, lse, z_loss).to(hidden.dtype)
                 d_hidden[chosen] = logits @ weight
                 _add_product(d_weight, logits, chunk)
-            del logits  # before the next chunk's are made: a loop variable would keep both
+            del logits  # freed before the next chunk's logits are made; otherwise both would exist
         if group is not None and d_hidden is not None:
             dist.all_reduce(d_hidden, group=group)
         ctx.weight_dtype = weight.dtype
@@ -174,7 +177,7 @@ class _AccumulatedAtOnce(torch.autograd.Function):
 
 
 def _over_group(lse: Tensor, target_logits: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """LSE over all ranks' words, and the target's logit from the rank that has it."""
+    """LSE ``[n]`` over the words of all ranks, and the target's logit ``[n]`` from the rank that has it."""
     if group is None:
         return lse, target_logits
     largest = lse.clone()
@@ -185,7 +188,7 @@ def _over_group(lse: Tensor, target_logits: Tensor, group: dist.ProcessGroup | N
 
 
 def _add_product(total: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
-    """``total [V, C] += d_logits.T [V, n] @ chunk [n, C]``; where dtypes differ, some words at a time."""
+    """``total [V, C] += d_logits.T [V, n] @ chunk [n, C]``; if the dtypes differ, a few words at a time."""
     if total.dtype == chunk.dtype:
         total.addmm_(d_logits.T, chunk)
         return
@@ -195,14 +198,14 @@ def _add_product(total: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
 
 
 def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` in a dtype that is not wider, in their own memory, hence without room for another ``[V, C]``."""
+    """Convert ``values`` in place to a dtype that is not wider, so that no second ``[V, C]`` is allocated."""
     if values.dtype == dtype:
         return values
     source = values.view(-1)
     result = source.view(dtype)[: len(source)]
     size = HEAD_NUMBERS_PER_CHUNK[values.device.type]
     for part, place in zip(source.split(size), result.split(size), strict=True):
-        # By way of a copy: the place is the memory of this part's numbers, or of earlier ones, which have been read.
+        # ``to`` copies first: ``place`` overlaps this part, or earlier parts, which have been converted already.
         place.copy_(part.to(dtype))
     return result.view_as(values)
 

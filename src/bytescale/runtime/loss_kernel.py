@@ -1,10 +1,10 @@
 """Triton kernels for the softmax cross-entropy of BF16 logits (the paper's FusedSoftmaxCrossEntropy, section 7).
 
-BF16 logits are read, arithmetic is in fp32, and the gradient is written in BF16 over the logits: nothing of the size of
-the logits exists in fp32, and a logit is read twice and written once. Two kernels and not one, so that a vocabulary
-that is sharded over ranks can exchange its statistics in between.
+The kernels read BF16 logits, compute in fp32, and write the gradient in BF16 over the logits. So nothing of the size of
+the logits exists in fp32, and each logit is read twice and written once. There are two kernels, not one, so that ranks
+that share a vocabulary can exchange their statistics in between.
 
-Needs Triton, which comes with CUDA builds of PyTorch; imported only when BF16 logits are on a GPU.
+This module needs Triton, which comes with CUDA builds of PyTorch. It is imported only when BF16 logits are on a GPU.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TritonRows:
     """``loss.RowKernel`` for contiguous BF16 logits ``[n, V]`` on a GPU."""
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """LSE ``[n]`` and the target's logit ``[n]`` (0 where it is another rank's word), fp32."""
+        """LSE ``[n]`` and the target's logit ``[n]`` (0 if it is another rank's word), both fp32."""
         lse = logits.new_empty(len(logits), dtype=torch.float32)
         picked = torch.empty_like(lse)
         self._launch(_statistics_kernel, logits, targets, lse, picked)

@@ -1,26 +1,29 @@
-"""Selective activation offloading: the first r share of a micro-batch's tokens waits for backward in host memory.
+"""Selective activation offloading: a share r of each micro-batch's activations waits for backward in host memory.
 
-What autograd saves inside a layer goes to pinned host memory while forward goes on, and comes back one layer ahead of
-its use in backward (paper section 5.2). For layers 0 .. l-1, in time::
+Tensors that autograd saves inside a layer are copied to pinned host memory while forward continues. They are copied
+back one layer before backward uses them (paper section 5.2). For layers 0 .. l-1, in time::
 
     forward    | layer 0 | layer 1 | layer 2 | .. | l-2 | l-1 |          the last two layers stay on the device
-    D2H lane             | 0       | 1       | ..                        one layer behind: a layer's end waits for the
-    H2D lane                            .. | l-3   | l-4 | ..            copies of the layer before it
+    D2H stream           | 0       | 1       | ..                        one layer behind: a layer's end waits for the
+    H2D stream                          .. | l-3   | l-4 | ..            copies of the layer before it
     backward                | l-1 | l-2  | l-3   | l-4 | ..              one layer ahead
 
-Micro-batches may interleave in any way: each has its own pass, chosen by index around forward and around backward.
+Micro-batches may interleave in any way: each has its own pass, which is selected by index for forward and for backward.
 
-What moves: a saved tensor with one row per token (or K: experts; or of the tokens that a tensor-parallel rank has),
-contiguous, that is no parameter, no buffer and none of what several layers are given (rotary angles): those would be
-kept by the last layers anyway. A region of memory that is saved twice in a layer, also under another shape, moves once;
-a view moves only its own rows, never its base. Of a tensor's rows the first ``n / T`` move, ``n`` the sum of
-floor(r_g n_g) over the micro-batch's groups, and not of each group its own first rows: which tokens move changes
-neither memory nor traffic nor any result, and one range is one copy where several would be several.
+Which tensors move: saved tensors that are contiguous and have one row per token (or K rows per token, in a mixture of
+experts; or one row for each token of this tensor-parallel rank). Parameters and buffers do not move, nor do tensors
+that several layers are given (rotary angles), because the last layers keep those on the device anyway. A region of
+memory that is saved twice in a layer, even with another shape, moves once. A view moves only its own rows, never its
+base.
 
-Why no memory is handed out while a copy is in flight: a tensor under way is held here until the compute stream has been
-made to wait for its copy, and a page's next write waits for its last read. Hence neither ``record_stream``, which would
-return memory late, nor any synchronisation. The numbers that come back are the bytes that left: gradients are bitwise
-those without offloading, whatever r.
+Which rows move: the first ``n / T`` of a tensor's rows, with ``n`` the sum of floor(r_g n_g) over the micro-batch's
+groups. They are not the first rows of each group: which tokens move changes neither memory, traffic nor results, and
+one range needs one copy, where one range per group would need several.
+
+Why no memory is reused while a copy is in flight: a tensor is held here until the compute stream has been made to wait
+for its copy, and the next write to a page waits for the last read from it. So neither ``record_stream``, which would
+return memory late, nor any synchronisation is needed. The copies do not change a bit: gradients are bitwise those
+without offloading, whatever r.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ RESIDENT_LAYERS = 2
 
 
 def offloaded_tokens(micro_batch: MicroBatch) -> int:
-    """Rows of this micro-batch that go to host memory: the sum of floor(r_g n_g) over its groups."""
+    """Tokens of this micro-batch whose rows move to host memory: the sum of floor(r_g n_g) over its groups."""
     return sum(math.floor(ratio * tokens + 1e-9) for tokens, ratio in micro_batch.offload_ratios)
 
 
@@ -63,9 +66,14 @@ class ActivationOffload:
     def __init__(
         self, layers: Sequence[nn.Module], pool: HostPool, device: torch.device, tp: RankGroup | None = None
     ) -> None:
-        """``layers`` in the order of forward; each is called with the residual stream first, then what all share.
+        """Watch ``layers`` with hooks.
 
-        ``tp``: the tensor-parallel ranks among which the rows outside of attention and feed-forward are shared out.
+        Args:
+            layers: in the order of forward. The first argument of each is the residual stream; the others are shared by
+                all layers.
+            pool: host memory.
+            device: the device that computes.
+            tp: the tensor-parallel ranks that divide the rows outside of attention and feed-forward among them.
         """
         self.pool = pool
         self.tp = tp or RankGroup(device=device)
@@ -83,7 +91,7 @@ class ActivationOffload:
             self._watch(index, layer)
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The ratios of all micro-batches of the step that comes."""
+        """Prepare for a step with these micro-batches, which have their offload ratios."""
         if self._passes:
             raise RuntimeError(f"micro-batches {sorted(self._passes)} of the step before had no backward")
         constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
@@ -92,7 +100,7 @@ class ActivationOffload:
 
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:
-        """Around the forward of micro-batch ``index``."""
+        """Context manager that surrounds the forward of micro-batch ``index``."""
         num_tokens, num_moved = self._plan[index]
         if num_moved == 0 or self._num_offloaded_layers == 0:
             yield
@@ -109,7 +117,10 @@ class ActivationOffload:
 
     @contextmanager
     def backward(self, index: int) -> Iterator[None]:
-        """Around the backward of micro-batch ``index``; afterwards nothing of it is left on the host."""
+        """Context manager that surrounds the backward of micro-batch ``index``.
+
+        After it, no activations of this micro-batch are left on the host.
+        """
         try:
             yield
         finally:
@@ -118,12 +129,12 @@ class ActivationOffload:
                 ended.end()
 
     def pack(self, tensor: Tensor) -> object:
-        """What to keep instead of a tensor of the layer that runs, to be given to ``unpack``."""
+        """Returns what is saved in place of a tensor of the current layer. ``unpack`` takes it."""
         layer = self._running.current if self._running is not None else None
         return tensor if layer is None else layer.pack(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again."""
+        """Returns the tensor that ``pack`` took."""
         return packed if isinstance(packed, Tensor) else packed.unpack()
 
     def _watch(self, index: int, layer: nn.Module) -> None:
@@ -171,13 +182,16 @@ class _Pass:
         self._under_way, self.current = self.current, None
 
     def fetch(self, layer: int) -> None:
-        """Start bringing back what layer ``layer`` saved; nothing for a layer below 0, not run, or fetched before."""
+        """Start to copy back what layer ``layer`` saved.
+
+        Does nothing for a layer below 0, one that has not run, or one that has been fetched already.
+        """
         chosen = self.layers[layer] if 0 <= layer < len(self.layers) else None
         if chosen is not None:
             chosen.fetch()
 
     def end(self) -> None:
-        """Give back everything that is still held, whether or not backward came to use it."""
+        """Release everything that is still held, whether or not backward has used it."""
         for layer in self.layers:
             if layer is not None:
                 layer.let_go()
@@ -193,7 +207,7 @@ class _LayerPass:
     def __init__(self, of: _Pass, index: int, moves: bool, staying: set[int]) -> None:
         self.of = of
         self.index = index
-        self.blocks: weakref.WeakSet[_Block] = weakref.WeakSet()  # autograd owns them, and drops them as it goes
+        self.blocks: weakref.WeakSet[_Block] = weakref.WeakSet()  # autograd owns them and drops them during backward
         self._moves = moves
         self._staying = staying
         self._writer = PageWriter(of.owner.pool)
@@ -213,7 +227,7 @@ class _LayerPass:
         return _Moved(self, block, tensor.shape, tensor.dtype)
 
     def let_go(self) -> None:
-        """The compute stream waits for the copies to the host; then the device's memory may be used again."""
+        """Make the compute stream wait for the copies to the host; after that the device memory may be reused."""
         if self._sources:
             compute_waits(self._copied, self.of.owner.device)
         self._sources.clear()
@@ -240,7 +254,7 @@ class _LayerPass:
         )
 
     def _num_moved(self, tensor: Tensor) -> int:
-        """How many of its rows go to the host."""
+        """How many rows of ``tensor`` move to the host."""
         return tensor.shape[0] * self.of.num_moved // self.of.num_tokens
 
     def _move(self, tensor: Tensor) -> _Block:
@@ -253,7 +267,8 @@ class _LayerPass:
         pairs = [(extent.data, piece) for extent, piece in zip(extents, pieces, strict=True)]
         rest = None
         if num_moved < len(rows):
-            # Copied on the lane too: at 64K tokens of a 7B layer and r = 0.5 it is 5 GB, over 1 % of the layer's time.
+            # Copied on the copy stream too: at 64K tokens of a 7B layer and r = 0.5 these rows are 5 GB, and copying
+            # them on the compute stream would take over 1 % of the layer's time.
             rest = torch.empty_like(rows[num_moved:])
             pairs.append((rest, rows[num_moved:]))
         after = [compute_mark(owner.device), *(extent.page.free_after for extent in extents)]
@@ -280,7 +295,7 @@ class _Block:
         self._arrived: Event = None
 
     def fetch(self) -> None:
-        """Start bringing it back."""
+        """Start to copy the region back to the device."""
         if self._restored is not None:
             return
         if not self._extents:
@@ -291,12 +306,12 @@ class _Block:
         moved = self._restored[:num_moved].view(-1)
         pieces = moved.split([extent.stop - extent.start for extent in self._extents])
         pairs = [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)]
-        if self._rest is not None:  # on the lane, as on the way out: held until the compute stream has waited for it
+        if self._rest is not None:  # copied on the copy stream too; held until the compute stream has waited
             pairs.append((self._restored[num_moved:], self._rest))
         self._arrived = self._owner._to_device.copy(pairs, after=[compute_mark(device), self._copied])
 
     def bytes(self) -> Tensor:
-        """``[T, row_bytes]`` uint8 on the device, complete for whatever is launched from now on."""
+        """``[T, row_bytes]`` uint8 on the device, complete for all work that is launched from now on."""
         self.fetch()
         assert self._restored is not None, "fetch() has just made it"
         compute_waits(self._arrived, self._owner.device)
@@ -304,7 +319,7 @@ class _Block:
         return self._restored
 
     def release(self) -> None:
-        """Give the pages back, and the device's memory once nothing writes to it any more."""
+        """Return the pages to the pool, and free the device memory once no copy writes to it any more."""
         for event in (self._copied, self._arrived):
             compute_waits(event, self._owner.device)
         self._copied, self._arrived, self._restored, self._rest = None, None, None, None
@@ -320,7 +335,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Resident:
-    """A saved tensor that stays, but tells where backward has come to."""
+    """A saved tensor that stays on the device. When backward unpacks it, the layer before is fetched."""
 
     layer: _LayerPass
     tensor: Tensor
@@ -332,7 +347,7 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A saved tensor that is (a view of) a block."""
+    """A saved tensor whose memory is a block."""
 
     layer: _LayerPass
     block: _Block

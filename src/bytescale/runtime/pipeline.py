@@ -1,8 +1,8 @@
-"""What travels between pipeline stages: activations forward, their gradients backward, shapes known from the plan.
+"""Messages between pipeline stages: activations forward and their gradients backward. The plan gives their shapes.
 
-Messages are posted between two actions, at the places that ``plan.schedule.messages`` gives, and nowhere else. That is
-what keeps a pipeline from hanging under NCCL, where a call inside an action may wait for everything that its device has
-been given (a new allocation, the first use of a kernel), messages included. The proof is there.
+Messages are posted only between two actions, at the places that ``plan.schedule.messages`` gives. This keeps a pipeline
+from hanging under NCCL, where a call inside an action (a new allocation, the first use of a kernel) may wait for all
+work that its device has been given, including messages. ``plan.schedule.messages`` has the proof.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.token_shards import num_own_rows
 
 Action = tuple[int, int, int]
-"""Backward (0, 1), chunk, micro-batch: a row of ``plan.schedule.stage_actions``."""
+"""(1 for a backward or 0 for a forward, chunk, micro-batch): a row of ``plan.schedule.stage_actions``."""
 
 
 class StageLinks:
     """One stage's messages in one step.
 
     Attributes:
-        actions: what this stage runs, in order. Their numbers in this order are their places.
+        actions: what this stage runs, in order. The *place* of an action is its number in this order.
     """
 
     def __init__(self, mesh: Mesh, rank_plan: RankPlan, num_chunks: int, width: int, dtype: torch.dtype) -> None:
-        """``width``: channels C of the residual stream; ``num_chunks``: of layers, on every stage."""
+        """``width``: channels C of the residual stream; ``num_chunks``: chunks of layers on every stage."""
         self.mesh = mesh
         self.rank_plan = rank_plan
         self.num_chunks = num_chunks
@@ -53,13 +53,13 @@ class StageLinks:
         self._sent: list[tuple[Message, Transfer]] = []
 
     def exchange(self, place: int, made: Tensor | None = None) -> None:
-        """Post what travels just before the action at ``place``: what the action before it made, and receives.
+        """Post the messages that are due just before the action at ``place``: one send at most, and the receives.
 
-        Everything is allocated before anything is posted: an allocation may wait for what has been posted.
+        Everything is allocated before anything is posted, because an allocation may wait for what has been posted.
 
         Args:
-            place: that of the next action; the number of actions after the last one.
-            made: ``[t, C]`` output or gradient made by the action before; None at the ends of the model.
+            place: place of the next action; after the last action, the number of actions.
+            made: ``[t, C]`` output or gradient that the previous action made; None at the ends of the model.
         """
         due = self._due.get(place, [])
         buffers = [self._rows_for(message) for message in due]
@@ -76,7 +76,10 @@ class StageLinks:
             self._coming[message.taken_at] = message, transfer, rows
 
     def receive(self, place: int) -> Tensor | None:
-        """``[t, C]``: input of the forward at ``place``, or gradient of the output for a backward; else None."""
+        """Wait for what the action at ``place`` needs from another stage, ``[t, C]``; None if it needs nothing.
+
+        It is the input of a forward, or the gradient of the output for a backward.
+        """
         if place not in self._coming:
             return None
         message, transfer, rows = self._coming.pop(place)
@@ -91,7 +94,7 @@ class StageLinks:
         self._sent.clear()
 
     def _let_go(self, received: Message) -> None:
-        """Whoever made ``received`` has taken all that its actions up to then needed: free what was sent for them."""
+        """Free the sent tensors that have certainly arrived: the maker of ``received`` used them before it sent."""
         kept = []
         for message, transfer in self._sent:
             if message.taker == received.maker and message.taken_at <= received.made_at:

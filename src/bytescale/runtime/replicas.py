@@ -1,8 +1,8 @@
-"""Parameters that several ranks of a mesh use: their gradients are summed where the HDP group alone does not do it.
+"""Sums the gradients of parameters that several ranks of a mesh use, where the sum over the HDP group is not enough.
 
-* Norms and routers on tensor-parallel ranks, which saw different tokens; and, with fewer key/value heads than ranks,
-  projections of the same head (``Cut.replicas``).
-* The embedding that is the output head too, when the first and the last pipeline stage are different ranks.
+* Norms and routers are replicated on tensor-parallel ranks, which see different tokens. With fewer key/value heads than
+  ranks, so are the projections of a head (``Cut.replicas``).
+* A tied embedding is also the output head. With pipeline stages, the first and the last stage are different ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from bytescale.runtime.mesh import Mesh
 
 
 def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
-    """Add up, over the tensor-parallel ranks that hold the same part, the gradients of replicated parameters.
+    """Sum the gradients of replicated parameters over the tensor-parallel ranks that hold the same part.
 
-    One all-reduce. Every rank gets the same bits, hence replicas stay equal.
+    This takes one all-reduce. Every rank gets the same bits, so replicas stay equal.
     """
     shared = [entry for entry in parameters.entries if entry.cut.replicas > 1]
     if not shared:
         return
-    # Ranks with different parts of a parameter add zeros to each other's.
+    # A rank leaves zeros in the places of the parts that it does not hold.
     sizes = [entry.cut.count * (entry.stop - entry.start) for entry in shared]
     total = parameters.gradients.new_zeros(sum(sizes))
     pieces = [
@@ -38,19 +38,20 @@ def sum_replicas(parameters: FlatParameters, tp: RankGroup) -> None:
 
 
 class TiedHead:
-    """One matrix as embedding on the first stage, which owns it, and as output head on the last, which borrows it.
+    """One matrix that is the embedding on the first stage and the output head on the last stage.
 
-    The owner alone has it in its optimizer and in checkpoints: two copies that are updated apart could drift.
+    The first stage owns the matrix, and the last stage borrows it. Only the owner has it in its optimizer and in
+    checkpoints: two copies that are updated separately could drift apart.
     """
 
     def __init__(self, mesh: Mesh, weight: Tensor, gradient: Tensor) -> None:
-        """``weight, gradient``: contiguous, the owner's, or the borrower's copy and its gradient sum. Same shapes."""
+        """``weight, gradient``: contiguous, of the same shape on both stages; the borrower's are its own copies."""
         self.mesh = mesh
         self.weight = weight
         self.gradient = gradient
 
     def bring_gradient_home(self) -> None:
-        """The borrower's gradient sum goes to the owner, who adds it to its own."""
+        """Send the borrower's gradient sum to the owner, which adds it to its own."""
         if self._owns:
             borrowed = torch.empty_like(self.gradient)
             self._move(self.mesh.backward[0], receive=borrowed)
@@ -60,7 +61,7 @@ class TiedHead:
             self.gradient.zero_()
 
     def lend(self) -> None:
-        """The owner's weight goes to the borrower: after every update."""
+        """Send the owner's weight to the borrower. Called after every update."""
         if self._owns:
             self._move(self.mesh.forward[0], send=self.weight)
         else:

@@ -1,7 +1,7 @@
 """The collectives of sequence parallelism: rows gathered and scattered over the tensor-parallel ranks.
 
 Rank r of N has the rows ``[r n, (r + 1) n)`` of T, with ``n = ceil(T / N)``: the last ranks may have fewer, or none.
-What travels is padded to n rows a rank; the padding never reaches the model.
+Messages are padded to n rows a rank; the padding never reaches the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bytescale.runtime.group import RankGroup
 
 
 class TokenShards:
-    """One rank's view; ``begin`` tells of which T tokens the calls that follow move rows."""
+    """One rank's view. ``begin`` sets the number of tokens T for the calls that follow."""
 
     def __init__(self, tp: RankGroup) -> None:
         self.tp = tp
@@ -30,19 +30,19 @@ class TokenShards:
         return self.tp.size
 
     def begin(self, num_tokens: int) -> None:
-        """What follows works on ``num_tokens`` tokens."""
+        """Set the number of tokens T that the following calls work on."""
         self.num_tokens = num_tokens
 
     def gather(self, rows: Tensor) -> Tensor:
-        """``[t, ...] -> [T, ...]``; the gradient is summed over ranks and scattered."""
+        """All-gather ``[t, ...] -> [T, ...]``. In backward, the gradient is summed over ranks and scattered."""
         return _Gather.apply(rows, self.tp, self.num_tokens, True)
 
     def gather_for_loss(self, rows: Tensor) -> Tensor:
-        """``[t, ...] -> [T, ...]``, for a consumer whose gradient is the same, and complete, on every rank."""
+        """All-gather ``[t, ...] -> [T, ...]`` for a loss whose gradient is complete and the same on every rank."""
         return _Gather.apply(rows, self.tp, self.num_tokens, False)
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Sum of all ranks' ``[T, ...] -> [t, ...]``; the gradient is gathered."""
+        """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
         return _Scatter.apply(partial, self.tp)
 
 
@@ -105,7 +105,7 @@ def _sum_own_rows(partial: Tensor, tp: RankGroup) -> Tensor:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """``rows``, contiguous, with zeros behind them up to ``count``."""
+    """``rows``, contiguous, padded with zeros to ``count`` rows."""
     if len(rows) == count:
         return rows.contiguous()
     padded = rows.new_zeros(count, *rows.shape[1:])

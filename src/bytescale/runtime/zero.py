@@ -1,10 +1,11 @@
 """ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of its part of every bucket.
 
-Ranks of one HDP group hold the same parameters: all of the model, or a pipeline stage's, or a tensor-parallel part.
+Ranks of one HDP group hold the same parameters: those of the whole model, of a pipeline stage, or a tensor-parallel
+part of them.
 
-A step is: reduce-scatter the gradient sums, agree on the global norm, update the own parts in fp32, all-gather the
-parameters. With ``overlap_with`` the reductions begin during the last backward and the gathers end during the next
-forward (``runtime.buckets``). Without it all of this lies between two steps: the slow twin, with the same numbers.
+A step reduce-scatters the gradient sums, computes the global norm, updates this rank's parts in fp32, and all-gathers
+the parameters. With ``overlap_with``, the reductions start during the last backward and the gathers end during the next
+forward (``runtime.buckets``). Without it, all of this happens between two steps: the slow twin, with the same numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class _Shard:
 
     Attributes:
         master: ``[n]`` weights in at least fp32, with the reduced gradient ``[n]`` as ``master.grad``.
-        value: ``[n]`` of the parameters' buffer; the master weights themselves where the dtypes are the same.
-        decayed: the ranges of it that weight decay applies to (matrices).
-        counted: ranges of it, with the number of ranks that hold the same parameters.
+        value: ``[n]`` of the parameters' buffer; the same tensor as ``master`` if the dtypes are the same.
+        decayed: the ranges of the shard that weight decay applies to (matrices).
+        counted: ranges of the shard, each with the number of ranks that hold the same parameters.
     """
 
     master: Tensor
@@ -43,7 +44,7 @@ class _Shard:
 
     @staticmethod
     def of(parameters: FlatParameters, place: slice) -> _Shard:
-        """The range ``place`` of the flat buffers."""
+        """The shard at the range ``place`` of the flat buffers."""
         value = parameters.values[place]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
         master.grad = parameters.gradients[place]  # reduced in place
@@ -56,7 +57,10 @@ class _Shard:
         return _Shard(master, value, [own for own, decays in decayed if decays], counted)
 
     def add_squares(self, total: Tensor) -> None:
-        """Add the gradient's sum of squares to ``total`` (fp64); what several ranks hold counts once over all."""
+        """Add the gradient's sum of squares to ``total`` (fp64).
+
+        Parameters that several ranks hold are divided by the number of these ranks, so they count once over all ranks.
+        """
         assert self.master.grad is not None, "set when the shard was made"
         for own, replicas in self.counted:
             total += _sum_of_squares(self.master.grad[own]) / replicas
@@ -68,7 +72,7 @@ class ShardedAdamW:
     def __init__(
         self, parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
     ) -> None:
-        """``tied_head``: where the embedding is used on the first stage and on the last."""
+        """``tied_head``: the embedding that is shared by the first and the last stage; None if there is none."""
         self.parameters = parameters
         self.config = config
         self.mesh = mesh
@@ -88,27 +92,30 @@ class ShardedAdamW:
         )
 
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
-        """From now on, reduce during backward and gather during forward of ``chunks``, the parts of the model."""
+        """From now on, reduce during backward and gather during forward. ``chunks`` are the parts of the model."""
         late_stop = self.parameters.late_stop
         self._overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop)
 
     def begin_step(self, rank_plan: RankPlan) -> None:
-        """Before the step's first forward: forget the gradients of the step before."""
+        """Set the gradients to zero. Called before the step's first forward."""
         self.parameters.zero_gradients()
         if self._overlap is not None:
             self._overlap.begin_step(rank_plan)
 
     def after_last_message(self) -> None:
-        """To be called by ``run_rank_plan``: this rank has sent and received everything."""
+        """Start the remaining reductions. ``run_rank_plan`` calls it after this rank's last message."""
         if self._overlap is not None:
             self._overlap.after_last_message()
 
     def reduce_gradients(self) -> float:
-        """Sum gradients over ranks; returns this rank's share of the squared norm: every parameter counts once."""
+        """Sum gradients over ranks. Returns this rank's share of the squared norm.
+
+        The shares of all ranks add up to the squared norm in which every parameter counts once.
+        """
         if self.tied_head is not None:
             self.tied_head.bring_gradient_home()
         sum_replicas(self.parameters, self.mesh.tp)
-        self.collectives.wait_for_parameters()  # a rank without micro-batches has not needed them
+        self.collectives.wait_for_parameters()  # a rank without micro-batches has not waited yet
         total = torch.zeros((), dtype=torch.float64, device=self.hdp.device)
         for bucket in self.collectives.reduced():
             self._shard_of[bucket].add_squares(total)
@@ -130,13 +137,13 @@ class ShardedAdamW:
         self._publish()
 
     def wait_for_parameters(self) -> None:
-        """After an update, until this rank has all parameters; with ``overlap_with``, forward waits by itself."""
+        """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
         self.collectives.wait_for_parameters()
 
     def states(self) -> dict[str, list[Tensor]]:
         """Master weights and both moments, to be read or filled in place.
 
-        Of each a list of this rank's parts, in the order of ``parameters.shards``.
+        Each is a list of this rank's parts, in the order of ``parameters.shards``.
         """
         states = [self._adam.state[shard.master] for shard in self._shards]
         for state, shard in zip(states, self._shards, strict=True):
@@ -151,7 +158,7 @@ class ShardedAdamW:
         }
 
     def restore(self, num_updates: int) -> None:
-        """Call after ``states()`` have been filled in place: sets the update count and publishes the parameters."""
+        """Set the number of updates and publish the parameters. Call it after ``states()`` were filled in place."""
         self.states()
         for shard in self._shards:
             self._adam.state[shard.master]["step"].fill_(num_updates)
@@ -166,12 +173,15 @@ class ShardedAdamW:
         if self._overlap is None:
             self.collectives.wait_for_parameters()
         if self.tied_head is not None:
-            self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is among what is late
+            self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
             self.tied_head.lend()
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
-    """Scalar. In fp64, some at a time: whole, the two copies would be as large as all states of the optimizer."""
+    """Sum of squares in fp64, a scalar, computed in pieces.
+
+    Computed at once, the two fp64 copies would be as large as all states of the optimizer.
+    """
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for piece in values.split(_SQUARES_AT_A_TIME):
         total += piece.double().square().sum()
@@ -179,7 +189,7 @@ def _sum_of_squares(values: Tensor) -> Tensor:
 
 
 def _extend(ranges: list[tuple[slice, int]], own: slice, kind: int) -> None:
-    """Add a range, as a part of the one before where that is of the same kind: what lies between them is zero."""
+    """Add a range; it is merged with the previous one if that has the same kind. The gap between them holds zeros."""
     if ranges and ranges[-1][1] == kind:
         own = slice(ranges.pop()[0].start, own.stop)
     ranges.append((own, kind))
