@@ -1,4 +1,4 @@
-"""Calls to actors: bounded in time, with errors that a user can act on."""
+"""Calls to actors, with a time limit and with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bytescale.common.errors import BytescaleError, LoaderFailure, problem
 
 
 def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
-    """What a call returned.
+    """Wait for a call to an actor, and return its result.
 
     Args:
-        reference: of the call, or a list of them.
-        who: was called, for messages: ``"the planner"``.
-        timeout_seconds: None waits as long as ``who`` lives (tokenising takes its time).
+        reference: Ray's reference to the result of the call, or a list of references.
+        who: name of the actor for messages, such as ``"the planner"``.
+        timeout_seconds: longest wait. None waits as long as the actor lives, because tokenising may take long.
 
     Raises:
-        BytescaleError: what the call itself raised, as if it had been raised here.
-        LoaderFailure: no answer in time, the actor is gone for good, or memory or disk of Ray are full.
+        BytescaleError: the error that the call itself raised, as if it had been raised here.
+        LoaderFailure: no answer came in time, the actor is gone for good, or Ray's memory or disk is full.
     """
     try:
         return ray.get(reference, timeout=timeout_seconds)
@@ -29,7 +29,7 @@ def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:
 
 
 def translated(error: Exception, who: str, timeout_seconds: float | None = None) -> Exception:
-    """Ray's ``error`` in our words; errors that are nobody's fault but ours come back as they are."""
+    """Return the error of this project for an ``error`` of Ray. Errors that are bugs of ours come back unchanged."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         if isinstance(cause, BytescaleError):
@@ -58,7 +58,7 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
 
 
 def no_answer(who: str, seconds: float) -> LoaderFailure:
-    """``who`` was given up."""
+    """Return the error for an actor that did not answer within ``seconds``."""
     return LoaderFailure(
         problem(
             f"{who} did not answer within {seconds:.0f} s",

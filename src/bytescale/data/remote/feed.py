@@ -1,4 +1,4 @@
-"""The remote loader as the trainer sees it: the first rank starts the actors, the others find them by name."""
+"""The remote loader as the trainer sees it. The first rank starts the actors; the other ranks find them by name."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ from bytescale.plan import Plan
 _LOOK_AGAIN_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _START_SECONDS = 3600.0
-"""The first rank lists the sources and may train a tokenizer before it starts the actors; if it dies, all ranks end."""
+"""The least time that other ranks wait for the first rank to start the actors.
+
+Before it starts them, the first rank lists the sources and may train a tokenizer. If it dies, all ranks end anyway.
+"""
 
 
 class RemoteFeed:
-    """One rank's end of the actors of one attempt at a run. Ray is joined before and left after."""
+    """One rank's connection to the actors of one attempt at a run.
+
+    The process must have joined Ray before it makes the feed, and leaves Ray after it has closed the feed.
+    """
 
     def __init__(
         self,
@@ -44,15 +50,16 @@ class RemoteFeed:
         is_owner: bool | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start the actors (their owner), or wait for them.
+        """Start the actors if this process is their owner, else wait for them.
 
         Args:
             config: the ``[data]`` section.
             session: name of this attempt, the same on all ranks and never used before.
-            rank: HDP rank, whose slices are fetched; in a mesh several processes have the same.
-            num_ranks: processes that fetch.
-            is_owner: whether this one starts the actors; None: HDP rank 0 does.
-            say: hears how far the servers are, where somebody has to wait for them.
+            rank: HDP rank whose slices are fetched. With tensor or pipeline parallelism, several processes have the
+                same HDP rank.
+            num_ranks: number of processes that fetch.
+            is_owner: whether this process starts the actors; None: HDP rank 0 does.
+            say: called with a line of text about the progress of the servers while somebody has to wait for them.
 
         Raises:
             ConfigError, DataError: as ``prepare_corpus``.
@@ -67,30 +74,33 @@ class RemoteFeed:
             planner = _find(f"{session}-planner", max(config.answer_seconds, _START_SECONDS))
             servers, relays = wait_for(planner.others.remote(), "the planner actor", config.answer_seconds)
             self._actors = Actors(planner=planner, servers=servers, relays=relays)
-        self._state: SamplerState | None = None  # the first step's, until somebody asks
+        self._state: SamplerState | None = None  # None: where the first step starts
 
     @property
     def facts(self) -> CorpusFacts:
-        """Of what has been read of the corpus so far."""
+        """Summary of the parts of the corpus that have been read so far."""
         return wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
 
     @property
     def actors(self) -> list[Any]:
-        """The planner, then the servers, then the relays: for those who watch or kill them."""
+        """Handles of the planner, then of the servers, then of the relays, to watch or to kill them."""
         return [self._actors.planner, *self._actors.servers, *self._actors.relays.values()]
 
     def state_dict(self) -> SamplerState:
-        """Where the first step of ``open`` starts."""
+        """Return where the first step of ``open`` starts."""
         if self._state is None:
             self._state = self._checked(None)
         return dict(self._state)
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go to ``state``, of whichever loader. Raises ``CheckpointError`` when it belongs to other data."""
+        """Go to ``state``, which the local or the remote loader made. Raises ``CheckpointError`` if its data differ."""
         self._state = self._checked(state)
 
     def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> RemoteLoader:
-        """Fetch steps from here on, up to the one before ``stop_step``; ``planner`` is sent to the planner actor."""
+        """Fetch steps from the current position on, up to the one before ``stop_step``; None: without an end.
+
+        ``planner`` is sent to the planner actor.
+        """
         return RemoteLoader(
             relay=self.relay,
             servers=self._actors.servers,
@@ -110,7 +120,10 @@ class RemoteFeed:
 
     @property
     def relay(self) -> Any:
-        """Whom this rank asks for plans: the relay of its node, of another if its node came later, or the planner."""
+        """The actor that this rank asks for plans: the relay of its node, or the planner if there are no relays.
+
+        A node that joined Ray after the relays were started has no relay. Its ranks ask the relays of other nodes.
+        """
         relays = list(self._actors.relays.values())
         if not relays:
             return self._actors.planner
@@ -123,27 +136,27 @@ class RemoteFeed:
             if left not in (0, said):
                 self._say(f"data    servers are tokenising; shards of text to go before the next step: {left}")
             said = left
-        # No limit: what the state needs takes its time to tokenise, and the actors' end would end the wait.
+        # No time limit: tokenising what the state needs may take long, and the wait ends if the actors end.
         return wait_for(asked, "the planner actor", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The handles that keep the actors alive, and what they need when they are restarted."""
+    """Handles of the actors, which keep them alive, and the data that they need when they are restarted."""
 
     planner: Any
     servers: list[Any]
     relays: dict[str, Any]
-    """By node; none where there is only one."""
+    """Relays by the id of their node. Empty if there is only one node."""
     work: SharedWork | None = None
-    """Held by the rank that started them."""
+    """The shards and their reader. Only the rank that started the actors holds them."""
 
 
 def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
-    """Planner and servers, which live as long as this process does: Ray restarts them when they die before it."""
+    """Start planner, servers and relays. They live as long as this process; Ray restarts an actor that dies earlier."""
     work = SharedWork(*plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    # Ray 2.60 places actors that need nothing at random, whatever their affinity: so they need one byte of memory.
+    # Ray 2.60 ignores the node affinity of an actor that needs no resource, so each actor asks for one byte of memory.
     lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
 
     def on(node: str, name: str) -> dict[str, Any]:
@@ -158,7 +171,8 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
         node: ray.remote(Relay).options(**on(node, f"relay-{number}")).remote(*_relay_settings(config, session, number))
         for number, node in enumerate(nodes if len(nodes) > 1 else [])
     }
-    # Every rank asks for the facts at the start, and those of a single node for plans; Ray's own limit is 1000.
+    # Ray allows 1000 calls at the same time by default. At the start every rank asks the planner for the facts, and on
+    # a single node every rank asks it for plans.
     planner = (
         ray.remote(PlannerActor)
         .options(**lasting, name=f"{session}-planner", max_concurrency=4 * num_ranks + 16)
@@ -168,14 +182,14 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
 
 
 def _relay_settings(config: DataConfig, session: str, node: int) -> tuple[Callable[[], Any], int]:
-    """Whom the relay of a node asks, and how many answers it keeps."""
+    """Return a function that finds the actor whom the relay of ``node`` asks, and how many answers the relay keeps."""
     asked = above(node)
     name = f"{session}-planner" if asked is None else f"{session}-relay-{asked}"
     return partial(_find, name, config.answer_seconds), kept_steps(config)
 
 
 def _find(name: str, timeout_seconds: float) -> Any:
-    """The actor of that name, as soon as the first rank has started it."""
+    """Wait until the first rank has started the actor called ``name``, and return its handle."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         try:

@@ -1,9 +1,12 @@
-"""The planner actor: draws, plans and verifies global batches ahead of the ranks, and publishes each of them once.
+"""The planner actor. It draws, plans and verifies global batches ahead of the ranks, and publishes each of them once.
 
-Planning a step is a pure function of where the step starts: every request carries that, so a planner that was killed
-goes on from whatever its clients ask for. What it keeps is only to answer faster. A planned step is one object in
-Ray's memory, of which every node pulls one copy; the node's relay cuts its ranks' own parts from it, and bundles their
-requests (``relay``). So the planner's own work hardly depends on the number of ranks.
+Planning a step is a pure function of the state in which the step starts, and every request carries this state. So a
+planner that was killed goes on from whatever its clients ask for. The planner keeps finished steps only to answer
+faster.
+
+A planned step is one object in Ray's memory, of which every node pulls one copy. The relay of the node bundles the
+requests of its ranks, and cuts their parts from that copy (``relay``). So the planner's own work hardly depends on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class PlannerActor:
     """An asynchronous actor: many requests wait at the same time for one thread that plans."""
 
     def __init__(self, config: DataConfig, work: SharedWork, servers: Sequence[Any], relays: dict[str, Any]) -> None:
-        """Asks nobody for anything yet.
+        """Ask nobody for anything yet.
 
         Args:
             config: the ``[data]`` section.
@@ -64,43 +67,49 @@ class PlannerActor:
         self._planner: Planner | None = None
         self._stop_step: int | None = None
         self._steps: dict[int, asyncio.Future[StepReference]] = {}
-        self._latest = -1  # step that anybody has asked for
+        self._latest = -1  # the latest step that anybody has asked for
         self._running_ahead: asyncio.Task[None] | None = None
 
     async def facts(self) -> CorpusFacts:
-        """Of what has been read of the corpus so far. Raises what reading raises."""
+        """Return the summary of the parts of the corpus that have been read so far.
+
+        Raises:
+            DataError: a part that has to be read first is broken.
+        """
         return (await self._indexed()).facts
 
     async def check_state(self, state: SamplerState | None) -> SamplerState:
-        """``state`` if steps can start there, and the first step's for None, once its texts are tokenised.
+        """Check that a step can start at ``state`` and return it. For None, return where the first step starts.
+
+        The call returns once the texts of that step are tokenised.
 
         Raises:
             CheckpointError: ``state`` belongs to other data.
-            DataError: what has to be read for it is broken.
+            DataError: a part that the step needs is broken.
         """
         index = await self._indexed()
         key = json.dumps(state, sort_keys=True)
-        if key not in self._checked or _failed(self._checked[key]):  # every rank asks the same
+        if key not in self._checked or _failed(self._checked[key]):  # every rank asks about the same state
             self._checked = {key: self._in_thread(lambda: make_sampler(index, self._config, state).state_dict())}
         return await asyncio.shield(self._checked[key])
 
     async def num_waiting(self) -> int:
-        """Parts of text that servers tokenise while somebody waits for them."""
+        """Return the number of parts of text that servers tokenise while somebody waits for them."""
         return self._finder.num_waiting
 
     async def configure(self, planner: Planner, stop_step: int | None) -> None:
-        """How to plan, and before which step to stop planning ahead. Every rank says the same."""
+        """Set how to plan, and the step before which planning ahead ends. Every rank sends the same."""
         self._planner = planner
         self._stop_step = stop_step
 
     async def plan(self, state: SamplerState, lost: str = "") -> Answer:
-        """The step that starts at ``state``; None when the planner was not configured yet.
+        """Return the step that starts at ``state``, or None if the planner was not configured yet.
 
-        Servers may need hours to tokenise the texts of a step: then the answer is that they still do.
+        Servers may need hours to tokenise the texts of a step. In that case the answer is ``StillReading``.
 
         Args:
             state: where the step starts.
-            lost: life of the planner whose object of this step could not be fetched; empty: nothing was lost.
+            lost: the life of the planner whose object of this step could not be fetched; empty if none was lost.
 
         Raises:
             PlanError, CheckpointError: the step cannot be planned.
@@ -114,7 +123,7 @@ class PlannerActor:
         while not planning.done():
             await asyncio.wait([planning], timeout=self._config.answer_seconds / 4)
             if not planning.done() and self._finder.num_waiting:
-                planning.cancel()  # this wait for it; the step itself goes on
+                planning.cancel()  # ends only this request's wait: planning the step goes on
                 return StillReading(self._finder.num_waiting)
         found = planning.result()
         self._latest = max(self._latest, step)
@@ -126,18 +135,18 @@ class PlannerActor:
         return replace(found, steps_planned=ahead)
 
     async def part(self, rank: int, state: SamplerState) -> RankAnswer:
-        """What ``rank`` has to do in the step that starts at ``state``, where its tokens are, and no more.
+        """Return the part of ``rank`` in the step that starts at ``state``: its plan, and where its tokens are.
 
-        None when the planner was not configured yet. Raises as ``plan``.
+        Returns None if the planner was not configured yet. Raises as ``plan``.
         """
         return await part_of(self.plan, rank, state)
 
     async def others(self) -> tuple[list[Any], dict[str, Any]]:
-        """Handles of the servers, in order, and of the relays by node."""
+        """Return the handles of the servers, in order, and of the relays by node."""
         return list(self._servers), self._relays
 
     async def pid(self) -> int:
-        """Of the process that the planner lives in."""
+        """Return the id of the process that the planner lives in."""
         return os.getpid()
 
     async def _indexed(self) -> CorpusIndex:
@@ -149,26 +158,26 @@ class PlannerActor:
         return CorpusIndex(self._config, self._shards, self._reader.tokenizer, self._finder, text_later=True)
 
     def _in_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Run what takes time in the one thread for it: index and sampler belong to that."""
+        """Run ``work``, which takes time, in the planner's one thread. Only that thread uses index and sampler."""
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _step(self, state: SamplerState) -> StepReference:
-        """The step that starts at ``state``, planned now unless it is there or under way."""
+        """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way."""
         step = int(state["step"])
         if step not in self._steps or _failed(self._steps[step]):
             index = await self._indexed()
-        if step not in self._steps or _failed(self._steps[step]):  # nobody else began it while we waited
+        if step not in self._steps or _failed(self._steps[step]):  # nobody else began the step during the await
             self._steps[step] = self._in_thread(lambda: self._plan(index, state))
         found = await asyncio.shield(self._steps[step])
         if found.state_before == state:
             return found
-        self._steps.pop(step, None)  # the feed was moved elsewhere, which no run does
+        self._steps.pop(step, None)  # the feed was moved to another state, which no run does
         return await self._step(state)
 
     def _plan(self, index: CorpusIndex, state: SamplerState) -> StepReference:
         assert self._planner is not None, "requests wait until the planner is configured"
         sampler = self._sampler or make_sampler(index, self._config, state)
-        self._sampler = None  # unless all goes well: half a batch may have been drawn from it
+        self._sampler = None  # after an error it is not used again: half a batch may have been drawn from it
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)
         batch = sampler.next_batch()
@@ -184,7 +193,7 @@ class PlannerActor:
         while self._wants(int(state["step"])):
             try:
                 state = (await self._step(state)).state_after
-            except Exception:  # whoever asks for the step plans it again, and gets this if it still fails
+            except Exception:  # a request for this step plans it again, and gets the error if that fails too
                 return
 
     def _wants(self, step: int) -> bool:
@@ -194,15 +203,15 @@ class PlannerActor:
 
 
 class AskServers:
-    """A ``PartFinder``: every part is asked for once, of the server that has it."""
+    """A ``PartFinder`` that asks servers for the content of parts. Each part is asked for once, of its own server."""
 
     def __init__(self, servers: Sequence[Any], owners: PartOwners) -> None:
         self._servers = servers
         self._owners = owners
-        self._asked: dict[int, Any] = {}  # ahead of need
-        self.parts_ahead = 2 * len(servers)  # chance gives some servers more of them than others
+        self._asked: dict[int, Any] = {}  # requests for parts that are expected and not yet needed
+        self.parts_ahead = 2 * len(servers)  # 2: parts are in random order, so servers get unequal numbers
         self.num_waiting = 0
-        """Parts that somebody waits for now."""
+        """Number of parts that somebody waits for now."""
 
     def expect(self, parts: Sequence[int]) -> None:
         for part in parts:
@@ -210,7 +219,10 @@ class AskServers:
                 self._asked[part] = self._ask(part)
 
     def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
-        """Waits as long as the servers live: tokenising takes its time. The first error ends it."""
+        """Return the content of ``parts``. Waits as long as the servers live, because tokenising may take long.
+
+        Raises the first error of a server.
+        """
         early = {part for part in parts if part in self._asked}
         pending = {self._asked.pop(part, None) or self._ask(part): part for part in parts}
         found: dict[int, PartContent] = {}
@@ -225,7 +237,7 @@ class AskServers:
                     except BytescaleError:
                         if part not in early:
                             raise
-                        early.remove(part)  # it failed when nobody needed it: the reason may be gone
+                        early.remove(part)  # this request was made ahead of need; the reason for its error may be gone
                         pending[self._ask(part)] = part
         finally:
             self.num_waiting = 0
@@ -236,10 +248,13 @@ class AskServers:
 
 
 def _failed(future: asyncio.Future[Any]) -> bool:
-    """Whether it is worth another try: the reason may be gone."""
+    """Return whether the work failed. It is then tried again, because the reason may be gone."""
     return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def kept_steps(config: DataConfig) -> int:
-    """How far behind the foremost rank another one may be, and some more. Older steps would be planned again."""
+    """Return how many steps behind the latest one are kept: as many as a rank may lag behind, and some more.
+
+    Older steps would be planned again.
+    """
     return config.prefetch_steps + 4

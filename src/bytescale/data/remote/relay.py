@@ -1,7 +1,8 @@
-"""The relay actor: one answer of the planner for a node, cut into its ranks' parts. Requests climb a tree of relays.
+"""The relay actor. It asks the planner once for all ranks of its node, and cuts each rank's part from the answer.
 
-There is a relay on each node of several; ranks of a single node ask the planner itself. With 8 ranks a node and
-``FAN_OUT`` relays below each, 16,384 ranks are 64 requests a step for the planner.
+If there are several nodes, each has a relay. On a single node, the ranks ask the planner itself. Relays form a tree:
+the first ``FAN_OUT`` relays ask the planner, and each of the others asks a relay above it, which answers ``FAN_OUT`` of
+them. So with 8 ranks a node, 16,384 ranks cause 64 requests to the planner per step.
 """
 
 from __future__ import annotations
@@ -23,22 +24,28 @@ FAN_OUT = 64
 
 
 def above(node: int) -> int | None:
-    """Number of the node whose relay that of ``node`` asks; None: it asks the planner."""
+    """Return the number of the node whose relay the relay of ``node`` asks; None: it asks the planner."""
     return None if node < FAN_OUT else (node - FAN_OUT) // FAN_OUT
 
 
 def _is_good(answer: Answer, state: SamplerState, lost: str) -> bool:
-    """Whether an answer is the step: anything else is asked about again, as the reason may be gone."""
+    """Return whether ``answer`` is the step that starts at ``state`` and its object was not ``lost``.
+
+    Otherwise the relay asks again, because the reason may be gone.
+    """
     return isinstance(answer, StepReference) and answer.life != lost and answer.state_before == state
 
 
 async def part_of(ask: Callable[[SamplerState, str], Awaitable[Answer]], rank: int, state: SamplerState) -> RankAnswer:
-    """The part of ``rank`` in the step that starts at ``state``, cut from what ``ask`` (``PlannerActor.plan``) says."""
+    """Return the part of ``rank`` in the step that starts at ``state``.
+
+    It is cut from the answer of ``ask``, which has the arguments and answers of ``PlannerActor.plan``.
+    """
     lost = ""
     while isinstance(answer := await ask(state, lost), StepReference):
         try:
             planned: PlannedStep = await answer.planned
-        except ray.exceptions.ObjectLostError:  # it went with the planner that had made it
+        except ray.exceptions.ObjectLostError:  # the object was lost with the planner that had made it
             lost = answer.life
         else:
             return RankStep.of(planned, rank, answer)
@@ -46,14 +53,15 @@ async def part_of(ask: Callable[[SamplerState, str], Awaitable[Answer]], rank: i
 
 
 class Relay:
-    """Keeps the last answers, and how to plan: a planner that was restarted is told again."""
+    """Keeps the last answers. It also keeps how to plan, and tells a planner that was restarted."""
 
     def __init__(self, find_above: Callable[[], Any], kept_steps: int) -> None:
-        """Asks nobody yet.
+        """Ask nobody yet.
 
         Args:
-            find_above: finds the actor that is asked, the planner or another relay: both ``plan`` and ``configure``.
-            kept_steps: answers that are kept.
+            find_above: finds the actor to ask, which is the planner or another relay. Both have the methods ``plan``
+                and ``configure``.
+            kept_steps: number of answers that are kept.
         """
         self._find_above = find_above
         self._kept_steps = kept_steps
@@ -62,18 +70,18 @@ class Relay:
         self._answers: dict[int, asyncio.Task[Answer]] = {}
 
     async def configure(self, planner: Any, stop_step: int | None) -> None:
-        """As ``PlannerActor.configure``: remembered, for a planner that asks."""
+        """Remember how to plan, as ``PlannerActor.configure``, until the planner needs to be told."""
         self._how_to_plan = (planner, stop_step)
 
     async def plan(self, state: SamplerState, lost: str = "") -> Answer:
-        """As ``PlannerActor.plan``; those who ask for the same step share one request."""
+        """Answer as ``PlannerActor.plan``. All who ask for the same step share one request."""
         step = int(state["step"])
         known = self._answers.get(step)
         if known is not None:
             came_in_time = not known.done()
             answer = await self._outcome(known)
             if came_in_time and isinstance(answer, StillReading):
-                return answer  # fresh: a request of one's own would take as long again
+                return answer  # this answer is new: another request would only wait as long again
             if not _is_good(answer, state, lost) and self._answers.get(step) is known:
                 del self._answers[step]
         if step not in self._answers:
@@ -83,15 +91,15 @@ class Relay:
         return await asyncio.shield(self._answers[step])
 
     async def part(self, rank: int, state: SamplerState) -> RankAnswer:
-        """As ``PlannerActor.part``."""
+        """Answer as ``PlannerActor.part``."""
         return await part_of(self.plan, rank, state)
 
     async def pid(self) -> int:
-        """Of the process that this relay lives in."""
+        """Return the id of the process that this relay lives in."""
         return os.getpid()
 
     async def _outcome(self, known: Awaitable[Answer]) -> Answer:
-        """What a request came to; None where it failed."""
+        """Return the answer to a request, or None if the request failed."""
         try:
             return await asyncio.shield(known)
         except Exception:

@@ -1,4 +1,4 @@
-"""The server actor: tokenises its share of the corpus and sends ranges of tokens."""
+"""The server actor. It tokenises its share of the corpus and sends ranges of tokens."""
 
 from __future__ import annotations
 
@@ -17,70 +17,75 @@ from bytescale.data.shards import PartContent, Shard, ShardReader, remote_parts
 
 
 class SharedWork:
-    """The shards of a corpus and their reader, kept once in Ray's memory for as long as somebody holds this.
+    """The shards of a corpus and their reader. Ray's memory keeps one copy as long as somebody holds this object.
 
-    A reference inside an object: as a plain argument of an actor, Ray would not keep it for the actor's restarts.
+    The reference is hidden inside this object on purpose. If it were a plain argument of an actor, Ray would not keep
+    the data until the actor is restarted.
     """
 
     def __init__(self, shards: Sequence[Shard], reader: ShardReader) -> None:
         self._reference = ray.put((list(shards), reader))
 
     def get(self) -> tuple[list[Shard], ShardReader]:
-        """Shards and reader."""
+        """Return the shards and their reader."""
         return ray.get(self._reference)
 
 
 TOKENISING = "tokenising"
-"""The thread of a server that tokenises parts ahead of need, while another one answers reads."""
+"""Name of the thread of a server that tokenises parts ahead of need. Another thread answers reads."""
 
 
 class DataServer:
-    """Keeps nothing that it could not find again: a restarted server opens from the cache what it had tokenised."""
+    """Tokenises and reads parts of the corpus.
+
+    A server holds nothing that it could not find again: after a restart it opens from the cache what it had tokenised.
+    """
 
     def __init__(self, work: SharedWork) -> None:
-        """Reads nothing yet.
+        """Read nothing yet.
 
         Args:
-            work: the shards of the whole corpus and what opens them. Which of them are this server's, ``PartOwners``
-                says; it does what it is asked.
+            work: the shards of the whole corpus and their reader. The server reads any shard that it is asked for;
+                ``PartOwners`` tells the clients whom to ask.
         """
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core is enough
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
         self._shards, self._reader = work.get()
         self._tokens = OpenParts(self._open_tokens, remote_parts(self._shards))
         self._life = uuid.uuid4().hex
 
     @ray.method(concurrency_group=TOKENISING)
     def content(self, part: int) -> PartContent:
-        """Tokenise a part, unless the cache has it, and say what is in it.
+        """Tokenise a part, unless the cache has it, and return its content: the document lengths and the facts.
 
         Raises:
-            DataError: a source is gone or broken; parts that were done before stay in the cache.
+            DataError: a source is gone or broken. Parts that were finished before stay in the cache.
         """
         self._reader.prepare([self._shards[part]])
         return self._reader.open(self._shards[part]).content
 
     def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
-        """The tokens of ``ranges[i]`` tokens from ``places[i]`` of part ``parts[i]``, one range after the other."""
+        """Read ranges of tokens, one after the other: ``ranges[i]`` tokens from ``places[i]`` on in ``parts[i]``."""
         self._tokens.fetch(parts, places, ranges)
         columns = (parts.tolist(), places.tolist(), ranges.tolist())
         found = [self._tokens[part][place : place + count] for part, place, count in zip(*columns, strict=True)]
         return ServerSlices(tokens=np.concatenate(found), server_life=self._life)
 
     def pid(self) -> int:
-        """Of the process that this server lives in."""
+        """Return the id of the process that this server lives in."""
         return os.getpid()
 
     def _open_tokens(self, part: int) -> Tokens:
-        self._reader.prepare([self._shards[part]])  # a restarted server may be asked for text before its cache is found
+        # A restarted server may be asked for text before it has the pair in its cache.
+        self._reader.prepare([self._shards[part]])
         return self._reader.open_tokens(self._shards[part])
 
 
 def server_actor() -> Any:
-    """``DataServer`` as an actor class, with a thread for each kind of work."""
-    settings: dict[str, Any] = {"concurrency_groups": {TOKENISING: 1}}  # which Ray's own stubs do not know
+    """Return ``DataServer`` as an actor class with two threads: one tokenises, the other answers reads."""
+    settings: dict[str, Any] = {"concurrency_groups": {TOKENISING: 1}}  # an argument that Ray's type stubs do not know
     return ray.remote(**settings)(DataServer)
 
 
 def owners_of(shards: Sequence[Shard], num_servers: int) -> PartOwners:
-    """Who reads what of ``shards``."""
+    """Return which server reads which of ``shards``."""
     return PartOwners(num_servers, np.array([shard.file is None for shard in shards], dtype=np.bool_))

@@ -1,7 +1,7 @@
-"""What planner, servers and clients tell each other about a rank's slices, and how slices become training data.
+"""The messages between planner, servers and clients, and how a client turns token ranges into training data.
 
-A *range* is ``count`` tokens from ``place`` on in one part of the corpus. Letters: P segments of all micro-batches of
-a rank, in their order.
+A *range* is ``count`` tokens from ``place`` on in one part of the corpus. In identifiers a sample is called a *piece*;
+``data.pieces`` defines it. Shape letter: P segments of all micro-batches of a rank, in their order.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ IntArray = NDArray[np.int64]
 class SegmentTable:
     """Where the tokens of a rank's segments are."""
 
-    pieces: IntArray  # [P] name of the piece of the corpus
-    servers: IntArray  # [P] server that reads it
-    parts: IntArray  # [P] part of the corpus
-    places: IntArray  # [P] first token inside the part
-    counts: IntArray  # [P] tokens
-    num_labels: IntArray  # [P] tokens with a label: the first ones
+    pieces: IntArray  # [P] name of the sample that the segment is cut from
+    servers: IntArray  # [P] number of the server that reads the segment
+    parts: IntArray  # [P] part of the corpus that holds it
+    places: IntArray  # [P] its first token inside the part
+    counts: IntArray  # [P] its number of tokens
+    num_labels: IntArray  # [P] its tokens that have a label, which are the first ones
 
     @property
     def ranges(self) -> IntArray:
-        """``[P]`` tokens to fetch: the last label of a segment may be the token behind it."""
+        """``[P]`` tokens to fetch. If the last token of a segment has a label, the label is the token behind it."""
         return self.counts + ((self.num_labels == self.counts) & (self.counts > 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A planned global batch and where its tokens are: what every rank's part is cut from.
+    """A planned global batch, and where its tokens are. The parts of all ranks are cut from it.
 
-    Plain arrays, of which every node reads one copy in shared memory. S sequences of the batch.
+    It consists of plain arrays, so that all processes of a node read one copy in shared memory. Shape letter: S
+    sequences of the batch.
     """
 
     step: int
     plan: Plan
-    digest: int  # of the plan
-    pieces: IntArray  # [S] name of the piece of the corpus
+    digest: int  # fingerprint of the plan
+    pieces: IntArray  # [S] name of the sample in the corpus
     parts: IntArray  # [S] part of the corpus that holds it
     places: IntArray  # [S] its first token inside the part
-    num_targets: IntArray  # [S] its tokens with a label: the first ones
+    num_targets: IntArray  # [S] its tokens that have a label, which are the first ones
     owners: PartOwners
     summary: PlanSummary
     state_after: SamplerState
@@ -87,7 +88,7 @@ class PlannedStep:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         arrays = [getattr(self.plan, spec.name) for spec in fields(self.plan)]
         arrays += [self.pieces, self.parts, self.places, self.num_targets]
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
@@ -95,7 +96,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """One rank's own part of a planned step, and what every rank has to know of the whole."""
+    """One rank's part of a planned step, and what every rank has to know of the whole step."""
 
     step: int
     rank_plan: RankPlan
@@ -104,17 +105,17 @@ class RankStep:
     """Tokens with a label in the GLOBAL batch."""
     summary: PlanSummary
     plan: Plan | None
-    """The whole plan, for the first rank, which writes it down."""
+    """The whole plan for the first rank, which records it; None for the others."""
     state_after: SamplerState
     planning_seconds: float
     steps_planned: int = 0
     """Steps beyond this one that were planned already."""
     life: str = ""
-    """Of the planner that planned it: another one after a restart."""
+    """Id of the life of the planner that planned the step. It changes when the planner is restarted."""
 
     @staticmethod
     def of(planned: PlannedStep, rank: int, reference: StepReference) -> RankStep:
-        """Cut the part of ``rank``: 0.1 ms at 16,384 ranks."""
+        """Cut the part of ``rank`` from a planned step. This takes 0.1 ms at 16,384 ranks."""
         rank_plan = RankPlan.of(planned.plan, rank, digest=planned.digest)
         return RankStep(
             step=planned.step,
@@ -131,7 +132,7 @@ class RankStep:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays of the part, without the whole plan."""
+        """Bytes of the arrays of the part, without the whole plan."""
         found: list[SegmentTable | MicroBatch] = [self.segments, *self.rank_plan.micro_batches]
         arrays = [getattr(table, spec.name) for table in found for spec in fields(table)]
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
@@ -139,35 +140,35 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReference:
-    """The planner's answer to a node: small, however large the plan and however many ask."""
+    """The planner's answer to a node. It is small, however large the plan is and however many ask."""
 
     planned: Any
     """Ray's reference to a ``PlannedStep``, which lives as long as the planner that made it."""
     state_before: SamplerState
     state_after: SamplerState
     life: str
-    """Of that planner: another one after a restart."""
+    """Id of the life of that planner. It changes when the planner is restarted."""
     steps_planned: int = 0
     """Steps beyond this one that were planned already."""
 
 
 @dataclass(frozen=True, slots=True)
 class StillReading:
-    """The planner's answer while servers tokenise what the step needs: ask again."""
+    """The planner's answer while servers tokenise what the step needs. The client has to ask again."""
 
-    num_parts: int  # that it waits for
+    num_parts: int  # parts of the corpus that the planner waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSlices:
-    """A server's answer: the ranges one after the other, in the narrow integers of the file."""
+    """A server's answer: the tokens of the ranges, one range after the other, in the integer type of the file."""
 
     tokens: NDArray[np.integer]
-    server_life: str  # another one after a restart
+    server_life: str  # changes when the server is restarted
 
 
 def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
-    """Every segment of a rank's plan, found in the corpus."""
+    """Find every segment of a rank's plan in the corpus."""
     none = [np.zeros(0, dtype=np.int64)]
     micro_batches = rank_plan.micro_batches
     sequences = np.concatenate([m.segment_sequences for m in micro_batches] or none)
@@ -187,20 +188,21 @@ def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class PartOwners:
-    """Which server reads what: a part of text belongs to the one that tokenised it, ``.bin`` files to all in turn.
+    """Says which server reads what.
 
-    They are dealt in the blocks in which they are fetched where they lie elsewhere.
+    A part of text is read by the server that tokenised it. The blocks of a ``.bin`` file are dealt to all servers in
+    turn. They are the blocks in which a remote ``.bin`` is fetched, so that no two servers fetch the same one.
     """
 
     num_servers: int
     is_text: NDArray[np.bool_]  # [number of parts]
 
     def server_of(self, part: int) -> int:
-        """Server that says what is in a part."""
+        """Return the number of the server that is asked for the content of a part."""
         return part % self.num_servers
 
     def servers_of(self, parts: IntArray, places: IntArray) -> IntArray:
-        """``[P]`` server of each range that starts at ``places`` of ``parts``."""
+        """``[P]`` number of the server that reads range i, which starts at ``places[i]`` of ``parts[i]``."""
         turn = np.where(self.is_text[parts], parts, parts + places // BLOCK_TOKENS)
         return turn % self.num_servers
 
@@ -208,12 +210,12 @@ class PartOwners:
 def assemble(
     rank_plan: RankPlan, segments: SegmentTable, answers: dict[int, NDArray[np.integer]]
 ) -> tuple[MicroBatchData, ...]:
-    """Tokens, labels and positions of each micro-batch, equal to what ``loader.read_micro_batch`` reads.
+    """Join the servers' answers into the data of each micro-batch, equal to what ``loader.read_micro_batch`` reads.
 
     Args:
         rank_plan: the plan that ``segments`` belongs to.
-        segments: where each segment is.
-        answers: per server, the tokens of its ranges in the order of ``segments``.
+        segments: where each segment lies in the corpus.
+        answers: for each server, the tokens of its ranges in the order of ``segments``.
     """
     ends = np.cumsum(segments.counts)
     num_tokens = int(ends[-1]) if len(ends) else 0
@@ -229,7 +231,7 @@ def assemble(
         tokens[at : at + count] = source[first : first + count]
         labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
         read[server] = first + fetched
-    # Views, micro-batch by micro-batch: nothing is copied again.
+    # The micro-batches are views of these arrays, so nothing is copied again.
     data = []
     token = segment = 0
     for micro_batch in rank_plan.micro_batches:
