@@ -1,1 +1,1 @@
-"""Floor 0: errors, logging, units and seeds. Imports nothing of ours, and no torch."""
+"""Floor 0: errors, units, labels, cuts and version checks. It imports no other module of bytescale, and no torch."""

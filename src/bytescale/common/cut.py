@@ -1,4 +1,4 @@
-"""Which part of a parameter a tensor-parallel rank has."""
+"""Describes the part of a parameter that a tensor-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 
 class Array(Protocol):
-    """A tensor: this floor works without torch."""
+    """The one method that a cut needs of a tensor. This floor does not import torch."""
 
     def narrow(self, dim: int, start: int, length: int) -> Self: ...
 
@@ -17,35 +17,37 @@ T = TypeVar("T", bound=Array)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One of ``count`` equal parts along ``dim``; ``replicas`` ranks hold the same one."""
+    """One of ``count`` equal parts of a parameter along ``dim``. ``replicas`` ranks hold the same part."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dim: int = 0
+    """Dimension along which the parameter is cut."""
     index: int = 0
-    """Which part."""
+    """Number of this part, from 0."""
     count: int = 1
+    """Number of parts."""
     replicas: int = 1
-    """Tensor-parallel ranks with this very part. Their gradients have to be summed, and it counts once in the norm."""
+    """Tensor-parallel ranks that hold this same part. Their gradients must be summed, and count once in the norm."""
     replica: int = 0
-    """Which of them this rank is."""
+    """Number of this rank among the ``replicas`` ranks."""
 
     @property
     def start(self) -> int:
-        """First row (along ``dim``) of the part."""
+        """First index of the part along ``dim``."""
         return self.index * (self.shape[self.dim] // self.count)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         if self.count == 1:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
 
     def of_row(self) -> Cut:
-        """The cut of ``whole[i]``, for any i (not of a parameter that is cut along its first dimension)."""
+        """Return the cut of ``whole[i]``, for any i. The parameter must not be cut along its first dimension."""
         return replace(self, shape=self.shape[1:], dim=max(self.dim - 1, 0))
 
     def of(self, whole: T) -> T:
-        """The part of a whole parameter, a view."""
+        """Return this part of the parameter ``whole``, as a view."""
         return whole if self.count == 1 else whole.narrow(self.dim, self.start, self.part_shape[self.dim])

@@ -2,7 +2,7 @@
 
 
 class BytescaleError(Exception):
-    """Base of every error that is the user's or the machine's, not ours: printed without a stack trace."""
+    """Base of all errors that the user or the machine causes. They are printed without a stack trace."""
 
 
 class ConfigError(BytescaleError, ValueError):
@@ -26,7 +26,7 @@ class DiskFullError(BytescaleError, RuntimeError):
 
 
 class LoaderFailure(BytescaleError, RuntimeError):
-    """A server or the planner of the remote loader is gone, silent or without room: starting again may help."""
+    """A server or the planner of the remote loader is gone, silent or out of memory. Starting again may help."""
 
 
 class RankFailure(BytescaleError, RuntimeError):
@@ -34,11 +34,17 @@ class RankFailure(BytescaleError, RuntimeError):
 
 
 class RanksRefused(RankFailure):
-    """Every rank refused its input: the user has to change something, starting again would not help."""
+    """Every rank refused its input. The user has to change something: starting again would not help."""
 
 
 def problem(what: str, *, so: str = "", fix: str = "") -> str:
-    """One message in the house form: ``what`` is wrong (with its value), ``so`` what would happen, ``fix`` it how."""
+    """Return an error message in the form that all messages of bytescale have.
+
+    Args:
+        what: what is wrong, with the value.
+        so: the consequence; may be left out.
+        fix: what the user has to do; may be left out.
+    """
     parts = [what, so, f"To fix: {fix}" if fix else ""]
     return " ".join(_sentence(part) for part in parts if part)
 

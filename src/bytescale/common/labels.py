@@ -1,4 +1,4 @@
-"""The label of tokens without a target: loaders write it, the loss passes over it."""
+"""The label of tokens without a target. Loaders write it, and the loss ignores such tokens."""
 
 IGNORE_INDEX = -100
-"""What ``torch.nn.functional.cross_entropy`` ignores by default."""
+"""The label that ``torch.nn.functional.cross_entropy`` ignores by default."""

@@ -1,4 +1,4 @@
-"""Numbers as people write and read them. K, M and G count in 1024 for tokens and bytes, as the paper does."""
+"""Reads and writes numbers as people do. K, M and G are powers of 1024 for tokens and bytes, as in the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oldest versions of other packages that bytescale runs with, checked where an old one would fail late."""
+"""The oldest versions of other packages that bytescale runs with. They are checked early: older ones fail late."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 from bytescale.common.errors import ConfigError, problem
 
 OLDEST_TORCH = (2, 11)
-"""As in pyproject.toml. Older ones lack operators and groups that are met only in the first step."""
+"""The same version as in pyproject.toml. Older ones lack operators and groups that only the first step needs."""
 
 
 def require_torch(installed: str | None = None) -> None:
-    """Raise ``ConfigError`` where torch is older than ``OLDEST_TORCH``, or not there. Imports nothing.
+    """Raise ``ConfigError`` if torch is older than ``OLDEST_TORCH`` or not installed. Does not import torch.
 
-    ``installed``: the version to look at; None: that of the package which is installed.
+    ``installed`` is the version to check. None checks the version of the installed package.
     """
     oldest = ".".join(map(str, OLDEST_TORCH))
     if installed is None:
@@ -25,7 +25,7 @@ def require_torch(installed: str | None = None) -> None:
             ) from None
     numbers = installed.partition("+")[0].split(".")
     if not all(number.isdigit() for number in numbers[:2]):
-        return  # a build of somebody's own, who knows what is in it
+        return  # a custom build: its version number says nothing about its content
     if tuple(int(number) for number in numbers[:2]) < OLDEST_TORCH:
         raise ConfigError(
             problem(

@@ -1,4 +1,4 @@
-"""Floor 4: event-driven execution of a plan on a modelled cluster. Free of torch."""
+"""Floor 4: event-driven execution of a plan on a modelled cluster. Nothing here imports torch."""
 
 from bytescale.simulator.cluster import ClusterConfig
 from bytescale.simulator.result import SimulatedStep, Traffic

@@ -1,4 +1,4 @@
-"""The modelled cluster: devices in nodes, and how tensor, pipeline and hybrid data parallelism lie on them."""
+"""The modelled cluster: devices in nodes, and the devices that tensor, pipeline and hybrid data parallelism use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from bytescale.common.errors import ConfigError, problem
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
-    """Devices and their layout: tp innermost, then HDP, then pp, so that rings meet their neighbours in the node."""
+    """The devices and their layout.
+
+    tp is innermost, then HDP, then pp. So HDP ranks that are neighbours in a ring lie in the same node where possible.
+    """
 
     num_gpus: int = 1024
-    """Devices in all; tp x pp must divide them."""
+    """Number of devices. It must be a multiple of tp x pp."""
     gpus_per_node: int = 8
     """Devices that share a node and its fast links."""
     tp: int = 1
@@ -21,13 +24,13 @@ class ClusterConfig:
     pp: int = 1
     """Pipeline parallelism: stages of layers."""
     virtual_stages: int = 1
-    """Chunks of layers on each stage; above 1 they are interleaved."""
+    """Chunks of layers on each stage. Above 1, the stages are interleaved."""
     gradient_bucket_mib: float = 0.0
-    """MiB of gradients that are reduced at once while ranks compute (trainer.gradient_bucket_mib): what of the sync
-    stays visible is simulated. 0: one reduction and one gathering between two steps."""
+    """MiB of gradients that are reduced at once while ranks compute (trainer.gradient_bucket_mib). The simulator works
+    out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
     sync_overlap: float = 0.0
-    """For systems other than this one: share of the sync that is taken to run beside computation. Needs
-    gradient_bucket_mib = 0."""
+    """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one.
+    Needs gradient_bucket_mib = 0."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "virtual_stages", "num_gpus", "gpus_per_node"):
@@ -74,7 +77,7 @@ class ClusterConfig:
             )
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ``ConfigError`` when a model of ``num_layers`` has too few for every part."""
+        """Raise ``ConfigError`` if a model of ``num_layers`` layers has fewer layers than parts."""
         if self.num_parts > num_layers:
             chunks = f" x cluster.virtual_stages = {self.virtual_stages}" if self.virtual_stages > 1 else ""
             raise ConfigError(
@@ -87,15 +90,15 @@ class ClusterConfig:
 
     @property
     def num_parts(self) -> int:
-        """Of the model: chunk c of stage s is part ``c pp + s``."""
+        """Number of parts that the model is cut into. Chunk c of stage s is part ``c pp + s``."""
         return self.pp * self.virtual_stages
 
     @property
     def num_ranks(self) -> int:
-        """HDP ranks."""
+        """Number of HDP ranks."""
         return self.num_gpus // (self.tp * self.pp)
 
     @property
     def ranks_per_node(self) -> int:
-        """Consecutive HDP ranks whose devices of one stage share a node."""
+        """Number of consecutive HDP ranks whose devices of one stage share a node."""
         return self.gpus_per_node // self.tp

@@ -1,4 +1,4 @@
-"""Ranks over time as a PNG: what every rank runs, with how many others, and where it waits. Needs matplotlib."""
+"""Draws ranks over time as a PNG: what every rank runs, with how many others, and where it waits. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from bytescale.common.errors import BytescaleError, problem
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
 
-COLUMNS = 1600  # of time
-MAX_ROWS = 512  # ranks x stages that are drawn, spread evenly
-MIN_OUTLINED = 12  # columns of a task that is set apart from the next by a line
+COLUMNS = 1600  # width of the picture in pixels, along the time axis
+MAX_ROWS = 512  # most ranks x stages that are drawn; they are spread evenly
+MIN_OUTLINED = 12  # a task wider than this many columns is separated from the next by a line
 _IDLE, _SYNC, _LOCAL = 0.0, 1.0, 2.0  # then 2 + log2 of the degree
 
 
 def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
-    """One panel per step, on one time axis, so that two plans of a batch can be compared by eye.
+    """Draw one panel per step on one time axis, so that two plans of a batch can be compared by eye.
 
-    Colour is the degree, the number of ranks that share the micro-batch; pale red is waiting, grey the gradient sync. A
-    thin white line ends each micro-batch's forward and backward where there is room for it.
-    Raises ``BytescaleError`` when matplotlib is not installed.
+    The colour shows the degree, which is the number of ranks that share the micro-batch. Pale red is waiting, and grey
+    is the gradient sync. Where there is room, a thin white line ends each forward and backward of a micro-batch.
+
+    Raises:
+        BytescaleError: matplotlib is not installed.
     """
     pyplot, colors = _matplotlib()
     longest = max(step.step_seconds for step in steps.values())
@@ -68,10 +70,10 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
 
 
 def raster(step: SimulatedStep, seconds: float) -> tuple[NDArray[np.float64], int]:
-    """``[rows, COLUMNS]`` colour number per rank and time, all ranks of the first stage, then of the next; and how many
-    stages there are.
+    """Return the picture ``[rows, COLUMNS]``, a colour number per rank and time, and the number of stages.
 
-    NaN, which is drawn as nothing: after the step, and between tasks.
+    The rows are the drawn ranks of the first stage, then those of the next. NaN is drawn as nothing. It stands after
+    the end of the step, and between tasks.
     """
     events, timeline = step.events, step.timeline
     num_stages = step.num_stages

@@ -1,20 +1,20 @@
-"""Event-driven execution of 1F1B with shared slice groups: when does every (event, part of the model, direction) run?
+"""Event-driven execution of 1F1B with shared slice groups. It finds when every task runs.
 
-A *task* is one event's forward or backward on one part: a stage, or a chunk of an interleaved one. It starts when all
-members' stages are free for it and its input has arrived, and then occupies all of them until it ends. Which task a
-stage is free for is the schedule:
+A *task* is the forward or the backward of one event on one part of the model. A part is a stage, or a chunk of an
+interleaved stage. A task starts when its input has arrived and the stages of all members of the event are free for it.
+It occupies all these stages until it ends. The schedule decides for which tasks a stage is free:
 
-``1f1b``    the fixed order that the runtime runs, plain or interleaved (``plan.schedule``). Groups may deadlock it (see
-            below), which is found and named.
-``aligned`` the same bound on micro-batches in flight, ``pp - p``, and backward before forward, but a stage that waits
-            for group members does what else is ready. It cannot deadlock: forwards run in the plan's total order on
-            every rank, so the first unfinished event is in flight, or next, on all of its members. Only for plain
-            stages: rounds through chunks have no such order.
+``1f1b``    The stage runs the fixed order of the runtime, plain or interleaved (``plan.schedule``). Shared groups may
+            deadlock this order (see below). A deadlock is found and reported.
+``aligned`` Stage p has at most ``pp - p`` micro-batches in flight, as in 1F1B, and prefers backward to forward. A stage
+            that waits for members of a group runs another task that is ready. This schedule cannot deadlock: forwards
+            run in the plan's total order on every rank, so the first unfinished event is in flight, or next, on all of
+            its members. It exists only for plain stages, because the rounds through chunks have no such order.
 
-Example that deadlocks under ``1f1b`` on two stages: rank A runs [g1, g2], rank B [g1, y, y', g2]. A wants F(g2) before
-B(g1), and B the reverse.
+An example that deadlocks under ``1f1b`` on two stages: rank A runs [g1, g2] and rank B runs [g1, y, y', g2]. On the
+first stage, A runs forward(g2) before backward(g1), and B runs backward(g1) before forward(g2).
 
-The heap holds ends of tasks and arrivals of inputs, never tokens: a step on 16,384 devices takes seconds.
+The heap holds ends of tasks and arrivals of inputs, never tokens. So simulating a step on 16,384 devices takes seconds.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _END, _ARRIVAL = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """When tasks ran. Arrays ``[E, parts, 2]`` in seconds from the first micro-batch's start; 2: forward, backward.
+    """When tasks ran, in seconds from the start of the first micro-batch.
 
-    Part ``c pp + s`` is chunk c of stage s; a stage that is not interleaved is one part.
+    Arrays are ``[E, parts, 2]``; the last dimension is forward, backward. Part ``c pp + s`` is chunk c of stage s. A
+    stage that is not interleaved is one part.
     """
 
-    arrival: FloatArray  # when the task's input was there
+    arrival: FloatArray  # when the task's input had arrived
     start: FloatArray
     end: FloatArray
 
@@ -62,14 +63,15 @@ def run_events(
     """Run all tasks.
 
     Args:
-        events: who runs what, in which order.
+        events: the events, which say who runs what and in which order.
         seconds: ``[parts, 2, E]`` duration of every task.
-        transfer_seconds: ``[E]`` from one part to the next, either direction.
-        num_stages: pp, which divides the parts.
-        schedule: see the top of this file; more parts than stages need ``1f1b``.
+        transfer_seconds: ``[E]`` time to send the result from one part to the next, in either direction.
+        num_stages: number of stages, pp. The number of parts must be a multiple of it.
+        schedule: see the top of this file. If there are more parts than stages, it must be ``1f1b``.
         progress: called with (tasks done, tasks) now and then.
 
-    Raises ``PlanError`` when the schedule deadlocks.
+    Raises:
+        PlanError: the schedule deadlocks.
     """
     strict = schedule == "1f1b"
     assert strict or len(seconds) == num_stages, "the aligned schedule has no interleaved form"
@@ -78,7 +80,11 @@ def run_events(
 
 
 class _Engine:
-    """State of one run. A rank's stage is ``unit = rank * pp + stage``, a task ``(event * parts + part) * 2 + d``."""
+    """State of one run. Stages of ranks and tasks are numbered.
+
+    Stage s of rank r is ``unit = r * pp + s``. The task of an event on a part is ``(event * parts + part) * 2 + d``
+    with d = ``FORWARD`` or ``BACKWARD``.
+    """
 
     def __init__(
         self, events: Events, seconds: FloatArray, transfer: FloatArray, num_stages: int, *, strict: bool
@@ -93,7 +99,7 @@ class _Engine:
         edges = np.concatenate([[0], np.cumsum(counts)]).tolist()
         order = events.micro_batch_events.tolist()
         self.queue = [order[edges[r] : edges[r + 1]] for r in range(events.num_ranks)]
-        self.order = self._fixed_order(counts) if strict else []  # of each unit's tasks
+        self.order = self._fixed_order(counts) if strict else []  # the tasks of each unit in order
         num_tasks = 2 * self.parts * events.num_events
         self.num_tasks = num_tasks
         self.arrival = [float("inf")] * num_tasks
@@ -101,7 +107,7 @@ class _Engine:
         self.end = [0.0] * num_tasks
         self.waiting = [0] * num_tasks  # members whose stage is free for the task
         self.offered: list[tuple[int, ...]] = [()] * (events.num_ranks * self.pp)
-        self.done = [[0, 0] for _ in range(events.num_ranks * self.pp)]  # forwards and backwards started per unit
+        self.done = [[0, 0] for _ in range(events.num_ranks * self.pp)]  # forwards and backwards that each unit started
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self, progress: Progress | None) -> Timeline:
@@ -135,7 +141,7 @@ class _Engine:
         return Timeline(**dict(zip(("arrival", "start", "end"), arrays, strict=True)))
 
     def _fixed_order(self, counts: NDArray[np.int64]) -> list[list[int]]:
-        """Every unit's tasks, in the order of ``plan.schedule``. ``counts [R]``: each rank's micro-batches."""
+        """Return the tasks of every unit, in the order of ``plan.schedule``. ``counts [R]`` micro-batches per rank."""
         order: list[list[int]] = []
         most, num_chunks = int(counts.max(initial=0)), self.parts // self.pp
         for rank, queue in enumerate(self.queue):
@@ -146,8 +152,11 @@ class _Engine:
         return order
 
     def _offer(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The tasks that a free stage may run next: the one that is due, or, when nothing is fixed, backward first and
-        forward while few enough are in flight."""
+        """Return the tasks that a free stage may run next.
+
+        Under ``1f1b`` this is the next task of the fixed order. Under ``aligned`` it is the oldest backward that is
+        due, and the next forward if few enough micro-batches are in flight.
+        """
         unit = rank * self.pp + stage
         forwards, backwards = self.done[unit]
         tasks: list[int] = []
@@ -165,7 +174,7 @@ class _Engine:
         return self.offered[unit]
 
     def _start_ready(self, touched: set[int], now: float) -> None:
-        """Start what can: backwards before forwards, earlier events before later ones, so that ties are settled."""
+        """Start those of ``touched`` that can start. To decide ties, backwards go first, then earlier events."""
         for task in sorted(touched, key=lambda task: (1 - task % 2, task)):
             event, stage = task // 2 // self.parts, task // 2 % self.parts % self.pp
             members = self.members[event]
@@ -182,7 +191,7 @@ class _Engine:
             heapq.heappush(self.heap, (self.end[task], _END, task))
 
     def _finish(self, task: int, now: float) -> list[int]:
-        """Free the members' stages, send the result on; returns the tasks whose chances changed."""
+        """Free the stages of the members, and send the result on. Returns the tasks that may be able to start now."""
         event, part, direction = task // 2 // self.parts, task // 2 % self.parts, task % 2
         if direction == FORWARD:
             last = part == self.parts - 1

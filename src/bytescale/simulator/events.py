@@ -1,7 +1,7 @@
-"""A plan as the simulator runs it: what each micro-batch holds, and which of them run as one.
+"""Prepares a plan for the simulator: what each micro-batch holds, and which micro-batches run together.
 
-An *event* is what starts and ends together: a local micro-batch, or a shared slice group with the micro-batches of all
-its members.
+An *event* is a set of micro-batches that start and end together: a single local micro-batch, or the micro-batches of
+all members of a shared slice group.
 
 Shape letters: M micro-batches of all ranks, E events, R ranks, G groups, S sequences.
 """
@@ -23,13 +23,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Events:
-    """A plan's micro-batches and how they join. Events are numbered by the plan's order, shared groups first."""
+    """A plan's micro-batches, and the events that they form. Shared groups come first, each kind in plan order."""
 
-    loads: Loads  # of M micro-batches
-    micro_batch_ranks: IntArray  # [M]
-    micro_batch_events: IntArray  # [M]
-    member_offsets: IntArray  # [E + 1] into member_micro_batches
-    member_micro_batches: IntArray  # [M] micro-batches by event
+    loads: Loads  # the work of the M micro-batches
+    micro_batch_ranks: IntArray  # [M] rank that runs each micro-batch
+    micro_batch_events: IntArray  # [M] event that each micro-batch belongs to
+    member_offsets: IntArray  # [E + 1] offsets into member_micro_batches
+    member_micro_batches: IntArray  # [M] micro-batches, ordered by event
     intra_node_ring_tokens: FloatArray  # [M] tokens of K/V that the rank sends to its neighbour inside its node
     inter_node_ring_tokens: FloatArray  # [M] the same, to a neighbour in another node
     num_ranks: int
@@ -39,18 +39,21 @@ class Events:
         return len(self.member_offsets) - 1
 
     def longest_member(self, seconds: FloatArray) -> FloatArray:
-        """``[..., E]`` from ``[..., M]``: members run in step, hence an event lasts as long as its slowest member."""
+        """Return seconds per event, ``[..., E]``, from seconds per micro-batch, ``[..., M]``.
+
+        Members of an event run in lockstep, so the event lasts as long as its slowest member.
+        """
         ordered = seconds[..., self.member_micro_batches]
         return np.maximum.reduceat(ordered, self.member_offsets[:-1], axis=-1)
 
 
 def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None = None) -> Events:
-    """The events of ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
+    """Return the events of ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
 
     Args:
         plan: a verified plan.
         ranks_per_node: consecutive HDP ranks with fast links between them.
-        speeds: ``[R]`` relative speeds, all 1 when None.
+        speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
     """
     ranks = plan.micro_batch_ranks
     entry_micro_batch = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.micro_batch_group_offsets))
@@ -76,17 +79,17 @@ def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Members:
-    """Every micro-batch as a member of its shared group. Arrays ``[M]``; 0 or False without a shared group."""
+    """Every micro-batch as a member of its shared group. Arrays are ``[M]``; without a shared group, 0 or False."""
 
-    group: IntArray  # -1 without one
-    share: FloatArray  # of the group's tokens
-    largest_share: FloatArray
-    next_share: FloatArray  # of the member that this one sends to
-    next_is_near: NDArray[np.bool_]  # in the same node
-    inter_node: NDArray[np.bool_]  # whether the group spans nodes
+    group: IntArray  # number of the shared group, or -1
+    share: FloatArray  # share of the group's tokens that this member holds
+    largest_share: FloatArray  # largest share of any member of the group
+    next_share: FloatArray  # share of the member that this one sends to
+    next_is_near: NDArray[np.bool_]  # whether that member lies in the same node
+    inter_node: NDArray[np.bool_]  # whether the group spans several nodes
 
     def of_group(self, values: NDArray, otherwise: float = 0.0) -> FloatArray:
-        """``[M]`` the shared group's entry of ``values [G]``."""
+        """``[M]`` the entry of ``values [G]`` for each micro-batch's shared group; ``otherwise`` without one."""
         return np.where(self.group >= 0, values[self.group], otherwise).astype(np.float64)
 
     @staticmethod
@@ -140,7 +143,10 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray) -> Loads:
 
 
 def _join(shared_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """``event [M]``, ``offsets [E + 1]``, ``members [M]``: micro-batches of one shared group become one event."""
+    """Join the micro-batches of each shared group to one event. Returns ``event``, ``offsets`` and ``members``.
+
+    They are ``micro_batch_events [M]``, ``member_offsets [E + 1]`` and ``member_micro_batches [M]`` of ``Events``.
+    """
     local = shared_group < 0
     number = shared_group.copy()
     number[local] = shared_group.max(initial=-1) + 1 + np.arange(int(local.sum()))
@@ -151,7 +157,7 @@ def _join(shared_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _member_places(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    """Where each (group, rank) pair stands in ``plan.group_ranks``."""
+    """Return the index of each (group, rank) pair in ``plan.group_ranks``."""
     owner = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
     keys = owner * plan.num_ranks + plan.group_ranks
     order = np.argsort(keys)

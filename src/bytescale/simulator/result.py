@@ -1,4 +1,4 @@
-"""What a simulated step says: its time, where each rank's time went, traffic and memory."""
+"""The result of a simulated step: its time, where each rank's time went, traffic and memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traffic:
-    """Bytes sent in one step by the devices of all ranks together (all tp devices of a rank counted)."""
+    """Bytes that the devices of all ranks send together in one step. All tp devices of a rank are counted."""
 
     ring_intra_node: float
     ring_inter_node: float
     pipeline: float
     gradient_sync: float
-    offload: float  # to host memory, and as much back
+    offload: float  # to host memory; as many bytes come back. Not part of ``total``
 
     @property
     def total(self) -> float:
@@ -30,8 +30,9 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """One step. Arrays ``[R, pp]`` in seconds; for every rank and stage their sum is ``step_seconds``.
+    """One simulated step. Arrays are ``[R, pp]`` in seconds: R HDP ranks, pp stages.
 
+    For every rank and stage,
     ``compute + exposed_ring + exposed_offload + wait_members + dp_bubble + pp_bubble + sync + loader = step``.
     """
 
@@ -39,32 +40,32 @@ class SimulatedStep:
     compute: FloatArray
     exposed_ring: FloatArray
     exposed_offload: FloatArray
-    wait_members: FloatArray  # inside a shared micro-batch, for slower members
-    dp_bubble: FloatArray  # for other HDP ranks: to start a shared micro-batch, or at the gradient sync
-    pp_bubble: FloatArray  # for other stages
-    sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather, as far as nothing hides them
-    loader_seconds: float  # input that came too late
-    peak_activation_bytes: FloatArray  # per device
+    wait_members: FloatArray  # waiting for slower members inside a shared micro-batch
+    dp_bubble: FloatArray  # waiting for other HDP ranks, to start a shared micro-batch or at the gradient sync
+    pp_bubble: FloatArray  # waiting for other stages
+    sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather that no computation hides
+    loader_seconds: float  # waiting for input that comes too late
+    peak_activation_bytes: FloatArray  # [R, pp] bytes per device
     traffic: Traffic
     events: Events
     timeline: Timeline
     num_tokens: int
-    schedule: Schedule  # the order in which pipelines worked
+    schedule: Schedule  # the order in which the pipelines worked
 
     @property
     def num_stages(self) -> int:
-        """pp."""
+        """Number of pipeline stages, pp."""
         return self.compute.shape[1]
 
     @property
     def stage_event_seconds(self) -> FloatArray:
-        """``[E, pp]`` that each event takes of each stage, forward and backward, all chunks."""
+        """``[E, pp]`` seconds that each event occupies each stage: forward and backward of all chunks."""
         seconds = self.timeline.end - self.timeline.start
         return seconds.reshape(len(seconds), -1, self.num_stages, 2).sum(axis=(1, 3))
 
     @property
     def rank_seconds(self) -> FloatArray:
-        """``[R]`` end of each rank's last backward, 0 for a rank without micro-batches."""
+        """``[R]`` seconds at which each rank's last backward ends; 0 for a rank without micro-batches."""
         ends = np.zeros(self.events.num_ranks)
         last = self.timeline.end[:, 0, 1][self.events.micro_batch_events]
         np.maximum.at(ends, self.events.micro_batch_ranks, last)
@@ -75,7 +76,7 @@ class SimulatedStep:
         return self.num_tokens / self.step_seconds
 
     def shares(self) -> dict[str, float]:
-        """Mean share of the step that ranks spend on each thing; they add up to 1."""
+        """Return the mean share of the step that ranks spend on each activity. The shares add up to 1."""
         parts = {
             "compute": self.compute,
             "ring": self.exposed_ring,

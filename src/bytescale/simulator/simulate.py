@@ -1,10 +1,10 @@
-"""One step of a plan on a modelled cluster.
+"""Simulates one step of a plan on a modelled cluster.
 
-1. what each micro-batch holds, and which run as one              events.events_of
-2. what each costs every stage, chunk by chunk                    cost.stage
-3. when every forward and backward runs                           engine.run_events
-4. what stays visible of each stage's gradient sync               cost.step
-5. where the time of every rank and stage went                    here
+1. Find what each micro-batch holds, and which micro-batches run together (``events.events_of``).
+2. Compute what each micro-batch costs every stage, chunk by chunk (``cost.stage``).
+3. Compute when every forward and backward runs (``engine.run_events``).
+4. Compute how much of each stage's gradient sync is not hidden by computation (``cost.step``).
+5. Add up where the time of every rank and stage went (here).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(slots=True, kw_only=True)
 class LoaderConfig:
-    """Reading the next global batch while this one trains."""
+    """The modelled loader, which reads the input of every step."""
 
     seconds: float = 0.0
-    """Time to read, preprocess and deliver one step's input."""
+    """Time to read, preprocess and deliver the input of one step."""
     overlapped: bool = True
-    """Whether it runs beside the step (remote loader); otherwise every step waits for it."""
+    """Whether the loader works beside the step before, as the remote loader does. If not, every step waits for it."""
 
     def exposed_seconds(self, step_seconds: float) -> float:
-        """What a step of ``step_seconds`` waits for its input."""
+        """Return how long a step of ``step_seconds`` waits for its input."""
         return max(0.0, self.seconds - step_seconds) if self.overlapped else self.seconds
 
 
@@ -64,21 +64,22 @@ def simulate(
     recompute: bool = False,
     progress: Progress | None = None,
 ) -> SimulatedStep:
-    """Execute ``plan``, event by event, as ``profile`` says that each takes.
+    """Execute ``plan`` event by event. ``profile`` gives the time of each.
 
     Args:
-        plan: for as many ranks as ``cluster`` has.
+        plan: a verified plan for as many ranks as ``cluster`` has.
         profile: costs per layer at the cluster's tp.
-        cluster: devices and layout.
-        speeds: ``[R]`` relative speeds of the ranks, all 1 when None.
-        loader: input; free when None.
-        schedule: how a pipeline orders its work, see ``engine``; auto: 1f1b unless it deadlocks, else aligned, which
-            interleaved stages do not have. The result says which.
-        recompute: every layer's forward, ring included, runs once more before its backward.
+        cluster: the devices and their layout.
+        speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
+        loader: how long the input takes; None: no time.
+        schedule: how a pipeline orders its work, see ``engine``. ``auto`` takes ``1f1b``, and ``aligned`` if ``1f1b``
+            deadlocks. Interleaved stages have no ``aligned`` schedule. The result names the schedule that was used.
+        recompute: whether every layer's forward, ring included, runs once more before its backward.
         progress: called with (tasks done, tasks).
 
-    Raises ``ConfigError`` when plan, profile, cluster and schedule do not belong together and ``PlanError`` on a
-    deadlock.
+    Raises:
+        ConfigError: plan, profile, cluster and schedule do not belong together.
+        PlanError: the schedule deadlocks.
     """
     _check(plan, profile, cluster, schedule)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds)
@@ -156,7 +157,7 @@ def _account(
     for stage in range(pp):
         dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage, pp)
         sync[:, stage] = _visible_sync(plan, profile, cluster, events, timeline, stage)
-    stage_done = last.max(axis=0)  # a stage's gradients are reduced once all its ranks have run their last backward
+    stage_done = last.max(axis=0)  # gradients of a stage are reduced when all its ranks have run their last backward
     dp_bubble += stage_done - last
     end = float((stage_done + sync[0]).max())
     pp_bubble += end - (stage_done + sync[0])
@@ -180,7 +181,10 @@ def _account(
 def _visible_sync(
     plan: Plan, profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline, stage: int
 ) -> float:
-    """Seconds of a stage's reduction and gathering that no computation hides, the next step's being like this one."""
+    """Return the seconds of a stage's reduction and gathering that no computation hides.
+
+    The gathering runs beside the next step, which is taken to be like this one.
+    """
     parameters = _parameters(profile, cluster, stage)
     count = num_buckets(parameters, cluster.gradient_bucket_mib * 2**20)
     ranks = {"num_ranks": events.num_ranks, "ranks_per_node": cluster.ranks_per_node}
@@ -226,9 +230,10 @@ def _per_rank(values: FloatArray, ranks: NDArray[np.int64], num_ranks: int) -> F
 
 
 def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Per rank ``[R]``: seconds that one stage waited for other ranks, for other stages, and when it ended.
+    """Return for one stage of each rank: seconds waited for other ranks, for other stages, and its end. Each ``[R]``.
 
-    A gap before a task is the pipeline's fault until the task's input is there, and the group members' from then on.
+    A gap before a task counts as waiting for other stages until the task's input has arrived. From then on it counts as
+    waiting for the members of the group.
     """
     start, end, arrival = (
         times[events.micro_batch_events, stage::pp].ravel()
@@ -247,7 +252,7 @@ def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[Flo
 
 
 def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline) -> FloatArray:
-    """``[R, pp]`` most bytes that a device keeps for backwards still to come."""
+    """Return the largest number of bytes that a device keeps for later backwards, ``[R, pp]``."""
     peaks = np.zeros((events.num_ranks, cluster.pp))
     kept = [
         stage_activation_bytes(profile, events.loads, num_layers=len(layers))
@@ -258,8 +263,8 @@ def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, 
             memory_changes(events, timeline, part, kept[part]) for part in range(stage, cluster.num_parts, cluster.pp)
         ]
         when, change, ranks = (np.concatenate(arrays) for arrays in zip(*changes, strict=True))
-        order = np.lexsort((change, when, ranks))  # at equal times what is freed goes first
-        level = np.cumsum(change[order])  # every rank's changes add up to 0, so levels of one rank start at 0
+        order = np.lexsort((change, when, ranks))  # at equal times, bytes are freed before bytes are added
+        level = np.cumsum(change[order])  # the changes of each rank add up to 0, so the next rank starts at 0
         np.maximum.at(peaks[:, stage], ranks[order], level)
     return peaks
 
@@ -267,7 +272,10 @@ def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, 
 def memory_changes(
     events: Events, timeline: Timeline, part: int, kept: FloatArray
 ) -> tuple[FloatArray, FloatArray, NDArray[np.int64]]:
-    """Times, byte changes and ranks, each ``[2 M]``: activations come with forward's start, go with backward's end."""
+    """Return times, changes in bytes, and ranks, each ``[2 M]``.
+
+    Activations are kept from the start of a micro-batch's forward to the end of its backward.
+    """
     event = events.micro_batch_events
     when = np.concatenate([timeline.start[event, part, 0], timeline.end[event, part, 1]])
     return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)

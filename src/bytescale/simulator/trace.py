@@ -1,4 +1,4 @@
-"""A simulated step as Chrome trace JSON: open it in https://ui.perfetto.dev or chrome://tracing."""
+"""Writes a simulated step as Chrome trace JSON, to be opened in https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import numpy as np
 
 from bytescale.simulator.result import SimulatedStep
 
-MICRO = 1e6  # the format counts microseconds
+MICRO = 1e6  # the format counts in microseconds
 
 
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
-    """Write tasks and the gradient sync of ``max_ranks`` ranks, spread evenly over all, as one process per rank and one
-    thread per stage. Shared micro-batches carry the number of ranks that run them, interleaved stages their chunk."""
+    """Write the tasks and the gradient sync of up to ``max_ranks`` ranks, spread evenly over all ranks.
+
+    The trace has one process per rank and one thread per stage. The name of a task says how many ranks share its
+    micro-batch and, if stages are interleaved, which chunk runs.
+    """
     ranks = np.unique(np.linspace(0, step.events.num_ranks - 1, min(max_ranks, step.events.num_ranks)).astype(int))
     content = {"traceEvents": trace_events(step, ranks.tolist()), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
-    """The trace's entries of ``ranks``, in the format's own words."""
+    """Return the entries of ``ranks``, as dictionaries in Chrome's trace event format."""
     events, timeline = step.events, step.timeline
     num_stages, num_parts = step.num_stages, timeline.start.shape[1]
     entries: list[dict[str, Any]] = []
