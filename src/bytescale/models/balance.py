@@ -1,27 +1,26 @@
 """The load-balancing loss of a mixture of experts, exact over the global batch, without a collective in any layer.
 
-What is computed, for L layers, E experts, K of them per token, and the T tokens of the GLOBAL batch (all of them: there
-is no padding)::
+The loss, for L layers, E experts, K of them per token, and all T tokens of the GLOBAL batch (there is no padding)::
 
     f[l, e] = how often layer l's router chose expert e, over T        (sums to K; no gradient)
     P[l, e] = mean over the T tokens of the router's probability of e   (sums to 1)
     loss    = weight * E / L * sum over l and e of f[l, e] * P[l, e]    (Switch Transformer, equations 4 to 6)
 
-f and P couple all tokens, and f is known only when the last forward is over. Two facts make that cheap:
+f and P couple all tokens, and f is known only after the last forward. Two facts make the loss cheap all the same:
 
-1. The loss acts on the ROUTERS alone: their input is taken as constant, so that other weights serve the language model
-   only. (Hugging Face lets the gradient flow on into the layers below.)
-2. Then the gradient is linear in f with coefficients that each rank can sum up token by token. With p the probabilities
-   of a token and h its hidden state, of the router's weight row j it is::
+1. The loss acts on the ROUTERS alone: their input is treated as constant, so all other weights are trained for language
+   modelling only. (Hugging Face lets the gradient flow on into the layers below.)
+2. The gradient is then linear in f, with coefficients that each rank can sum up token by token. With p the
+   probabilities of a token and h its hidden state, the gradient of row j of the router's weight is::
 
        weight * E / (L T) * sum over e of (f[l, j] - f[l, e]) * B[l, e, j],     B[l, e, j] = sum over tokens p[e] p[j] h
 
-Each rank keeps B ``[E, E, C]`` per layer (1 MiB for Mixtral 8x7B; E^2 C multiplications a token against 6 K F C) and
-2 L E sums. After the last backward the ranks add up those sums, a few KB, in one collective, and everyone adds ITS part
-of the gradient. Value and gradient are the same for every plan and every number of ranks.
+Each rank keeps B ``[E, E, C]`` per layer (1 MiB for Mixtral 8x7B; it takes E^2 C multiplications a token, compared with
+6 K F C for the experts) and 2 L E sums. After the last backward the ranks add up the sums, a few KB, in one collective,
+and each rank adds ITS part of the gradient. Value and gradient are the same for every plan and every number of ranks.
 
-Against Hugging Face's ``load_balancing_loss_func``: the same value for one layer; with several it first averages f and
-P over layers, which hides layers that are uneven in opposite ways.
+For one layer the value equals that of Hugging Face's ``load_balancing_loss_func``. For several layers that function
+first averages f and P over the layers, which hides layers that are unbalanced in opposite ways.
 
 Shape letters: T tokens, C hidden size, E experts, K experts of a token, L layers.
 """
@@ -38,7 +37,7 @@ from bytescale.config import Architecture
 
 
 def count_tokens(chosen: Tensor, num_experts: int) -> Tensor:
-    """How often each expert stands in ``chosen [T, K]``, ``[E]`` int64. (``bincount`` would wait for the GPU.)"""
+    """How often each expert occurs in ``chosen [T, K]``, ``[E]`` int64. (``bincount`` would wait for the GPU.)"""
     return (chosen.reshape(-1, 1) == torch.arange(num_experts, device=chosen.device)).sum(0)
 
 
@@ -46,8 +45,9 @@ class BalanceSums:
     """Sums over the tokens of one layer on this rank, since ``reset``.
 
     Attributes:
-        counts, probabilities: ``[E]`` fp64.
-        products: ``[E, E, C]`` in the logits' dtype, sum of ``p[e] p[j] h``. None, all three: no token yet.
+        counts, probabilities: ``[E]`` fp64, sums of choices and of the router's probabilities.
+        products: ``[E, E, C]`` in the logits' dtype, the sum of ``p[e] p[j] h``. All three are None before the first
+            token.
     """
 
     def __init__(self, shape: Architecture) -> None:
@@ -55,13 +55,13 @@ class BalanceSums:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the tokens of the step before."""
+        """Forget the tokens of the previous step."""
         self.counts: Tensor | None = None
         self.probabilities: Tensor | None = None
         self.products: Tensor | None = None
 
     def add(self, logits: Tensor, hidden: Tensor) -> None:
-        """Take in tokens: ``logits [T, E]`` and the router's input ``hidden [T, C]``, same dtype."""
+        """Add tokens: ``logits [T, E]`` and the router's input ``hidden [T, C]``, of the same dtype."""
         p = logits.softmax(dim=-1)
         num_experts = p.shape[1]
         chosen = p.topk(self.experts_per_token, dim=-1).indices
@@ -85,12 +85,12 @@ class BalanceLoss:
     """The loss over all layers that this rank holds."""
 
     def __init__(self, shape: Architecture, layers: Sequence[tuple[BalanceSums, HasWeight]]) -> None:
-        """``layers``: of each one its sums and its router, with a weight ``[E, C]``. Stages hold some of the L."""
+        """``layers``: the sums and the router (weight ``[E, C]``) of each layer. A stage holds some of the L layers."""
         self.shape = shape
         self.layers = list(layers)
 
     def reset(self) -> None:
-        """Before a step's first forward."""
+        """Forget the previous step. Called before a step's first forward."""
         for sums, _ in self.layers:
             sums.reset()
 
@@ -104,13 +104,13 @@ class BalanceLoss:
         return total
 
     def loss(self, total: Tensor) -> Tensor:
-        """The loss, from the sums of all ranks; its gradient is what THIS rank's tokens add to the routers'."""
+        """The loss, from the sums of all ranks. Its gradient is THIS rank's part of the routers' gradients."""
         shape = self.shape
         num_tokens = total[:, 0].sum(-1, keepdim=True).clamp_min(1) / shape.experts_per_token  # [layers, 1]
         fractions, means = (total[:, part] / num_tokens for part in (0, 1))
         scale = shape.router_aux_loss_weight * shape.num_experts / shape.num_layers
         value = scale * (fractions * means).sum()
-        # A term of value zero that carries the gradient, so that autograd puts it where it puts all others.
+        # A term of value zero that has this gradient: so autograd accumulates it like all other gradients.
         carriers = []
         for layer, (sums, router) in enumerate(self.layers):
             if sums.products is None:

@@ -1,19 +1,19 @@
-"""What a layer computes between its matrix products, compiled, and put on a plain model from outside.
+"""The operations between a layer's matrix products, compiled, and applied to a plain model from outside.
 
 ========================  ==========================================  =============================================
                           forward, in one pass                        backward, in one pass
 ========================  ==========================================  =============================================
 norm before attention     norm                                        its gradient + that of the residual stream
 norm after attention      residual + attention's result, norm         the same
-  where rows are chunked  norm                                        its gradient
-rotation                  heads turned, in fp32                       turned back
+  with chunks of rows     norm                                        its gradient
+rotation                  heads rotated, in fp32                      gradients rotated back
 SwiGLU                    silu(gate) * up                             the gradients of gate and up
 final norm                norm                                        its gradient
 ========================  ==========================================  =============================================
 
-Each is an ``autograd.Function`` whose two halves are compiled functions (``attention.compiled``): forward saves what is
-named in it and nothing else, so that a layer keeps no more than it does without compilation; the product of SwiGLU
-keeps less, since silu(gate) is computed again. The plain model is the slow twin.
+Each operation is an ``autograd.Function`` whose forward and backward are compiled functions (``attention.compiled``).
+Forward saves exactly the tensors that its code names, so a layer keeps no more memory than without compilation. SwiGLU
+keeps less, because silu(gate) is computed again in backward. The plain model is the slow twin.
 
 Shape letters: T tokens, C hidden size, F feed-forward width, H heads, D head width.
 """
@@ -33,9 +33,12 @@ from bytescale.models.rope import Rotation
 
 
 def apply_compiled(model: Llama, compiler: RowCompiler, *, chunked: bool) -> None:
-    """Make ``model`` (all of it, or a stage; cut or whole) compute what is pointwise by compiled functions.
+    """Replace the operations of ``model`` between matrix products by compiled functions.
 
-    ``chunked``: the feed-forward parts will take their rows in chunks (checkpointing), norm included.
+    Args:
+        model: the whole model or a stage, with or without tensor parallelism. It is changed in place.
+        compiler: compiles the functions.
+        chunked: whether the feed-forward parts, with their norms, will process their rows in chunks (checkpointing).
     """
     functions = _Functions(compiler)
     for layer in model.layers:
@@ -52,7 +55,7 @@ def apply_compiled(model: Llama, compiler: RowCompiler, *, chunked: bool) -> Non
 
 
 class _Functions:
-    """The compiled functions, each made once for all layers."""
+    """The compiled functions. Each is compiled once and serves all layers."""
 
     def __init__(self, compiler: RowCompiler) -> None:
         self.norm = compiler.compile(_norm)
@@ -123,7 +126,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _NormBeside(torch.autograd.Function):
-    """``hidden`` (+ ``update``) and its norm: the residual stream goes on beside what the norm is for."""
+    """``hidden`` (+ ``update``) and its norm. Both are outputs, because the residual stream continues past the norm."""
 
     @staticmethod
     def forward(
@@ -160,7 +163,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _norm(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm ``[T, C]``, and what each row was multiplied by, ``[T, 1]`` in fp32 or wider."""
+    """The norm ``[T, C]``, and the scale of each row, ``[T, 1]`` in fp32 or wider."""
     wide = _wide(hidden)
     scale = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     return (wide * scale * _wide(weight)).to(hidden.dtype), scale

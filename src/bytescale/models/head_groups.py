@@ -1,15 +1,15 @@
-"""Attention and its projections some heads at a time, put on a plain model from outside: what long contexts fit by.
+"""Attention and its projections, a group of heads at a time, so that longer contexts fit. Applied from outside.
 
-All heads at once, backward of a layer's attention holds queries, keys, values, output, the gradient of each and the
-kernel's sums: ten tensors and more of the size of the residual stream, and nothing else in a layer is as large. Heads
-know nothing of each other between the projections. With N groups of them, forward keeps its input, attention's output
-and its log-sum-exp, and backward takes group after group::
+With all heads at once, backward of a layer's attention holds queries, keys, values, output, the gradient of each and
+the kernel's sums. These are more than ten tensors of the size of the residual stream, and nothing else in a layer is as
+large. Between the projections, heads are independent. With N groups of heads, forward keeps its input, attention's
+output and its log-sum-exp, and backward processes one group after another::
 
     q, k, v again  ->  dq, dk, dv  ->  its rows of d q_proj, d k_proj, d v_proj;  added to the gradient of the input
 
-so that a N-th of those tensors exists at a time. A ring sends as many bytes, in N times as many messages. What is
-computed twice is the three projections; attention is not. The only other number: the gradient of the input is a sum
-over groups, rounded to its dtype after each.
+So an N-th of those tensors exists at a time. A ring sends the same bytes in N times as many messages. The three
+projections are computed twice; attention is not. Only one result differs: the gradient of the input is a sum over
+groups that is rounded to its dtype after each group.
 
 Shape letters: T tokens, C hidden size, H query heads, G key/value heads, D head width, N groups.
 """
@@ -29,7 +29,7 @@ from bytescale.models.rope import Rotate, Rotation, rotate_back
 
 
 class HeadwiseAttention(Protocol):
-    """An attention callable that also works outside of autograd, on whichever heads it is given."""
+    """An attention callable that also works outside of autograd, on any subset of the heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """``q [T, h, D]``, ``k, v [T, g, D]`` -> ``out [T, h, D]``, ``lse [T, h]``."""
@@ -42,14 +42,15 @@ class HeadwiseAttention(Protocol):
         ...
 
     def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """``out [T, H, D]`` and ``lse [T, H]`` of this layer's call before, if it is a recomputation that has them."""
+        """``out [T, H, D]`` and ``lse [T, H]``, kept from the forward if this is a recomputation, else computed."""
         ...
 
 
 def apply_head_groups(module: Attention, num_groups: int) -> None:
-    """Make ``module`` work in ``num_groups`` groups of heads, which must divide its key/value heads.
+    """Make ``module`` process its heads in ``num_groups`` groups. This must divide the number of its key/value heads.
 
-    Its attention callable has to be a ``HeadwiseAttention``. One group: nothing changes.
+    The attention callable has to be a ``HeadwiseAttention``. With one group nothing changes. Raises ``ValueError`` if
+    the heads cannot be divided.
     """
     num_kv_heads = module.k_proj.out_features // module.head_dim
     if num_kv_heads % num_groups:
@@ -75,7 +76,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Projections:
-    """The weights by heads, ``q [H, D, C]``, ``k, v [G, D, C]``, ``o [C, H, D]``, and the angles of every token."""
+    """The weights by head, ``q [H, D, C]``, ``k, v [G, D, C]``, ``o [C, H, D]``, and the angles of every token."""
 
     q: Tensor
     k: Tensor
@@ -104,14 +105,17 @@ class _Projections:
     def backward(
         self, gradients: tuple[Tensor, Tensor, Tensor], hidden: Tensor, group: _Group, d_hidden: Tensor
     ) -> list[Tensor]:
-        """From ``dq, dk, dv`` the gradients of the group's weights, ``[heads, D, C]``; adds that of ``hidden``."""
+        """Returns the gradients of the group's weights, ``[heads, D, C]``, from ``dq, dk, dv``.
+
+        Adds the gradient of ``hidden`` to ``d_hidden``.
+        """
         counts = [heads.shape[1] for heads in gradients]
         together = gradients[0].new_empty(len(hidden), sum(counts), gradients[0].shape[2])
         d_q, d_k, d_v = together.split(counts, dim=1)
         rotate_back(gradients[0], self.rotation, d_q, self.rotate)
         rotate_back(gradients[1], self.rotation, d_k, self.rotate)
         d_v.copy_(gradients[2])
-        # One product for all three: the sum in d_hidden is rounded once a group.
+        # One matrix product for q, k and v together: so the sum in d_hidden is rounded once per group.
         weights = torch.cat([self.q[group.queries], self.k[group.keys], self.v[group.keys]])
         d_hidden.addmm_(together.flatten(1), weights.flatten(0, 1))
         return list((together.flatten(1).T @ hidden).view_as(weights).split(counts))
@@ -147,7 +151,7 @@ class _HeadGroups(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden)
         d_q, d_k, d_v = (torch.empty_like(weight) for weight in (projections.q, projections.k, projections.v))
         for group in projections.groups(ctx.num_groups):
-            # In one expression: no name keeps a group's tensors while the next one's are made.
+            # One expression, so that no variable keeps a group's tensors alive while the next group's are made.
             d_q[group.queries], d_k[group.keys], d_v[group.keys] = projections.backward(
                 _attend_back(d_result, hidden, projections, out, lse, ctx.attention, group), hidden, group, d_hidden
             )
@@ -176,7 +180,7 @@ def _attend_back(
     attention: HeadwiseAttention,
     group: _Group,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One group's ``dq, dk, dv``, from the gradient ``[T, C]`` of what the block returned."""
+    """One group's ``dq, dk, dv``, from the gradient ``[T, C]`` of the block's output."""
     heads = group.queries
     columns = projections.o[:, heads]
     d_out = (d_result @ columns.flatten(1)).unflatten(-1, columns.shape[1:])

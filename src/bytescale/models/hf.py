@@ -1,7 +1,7 @@
-"""Our parameter names and shapes against those of Hugging Face's safetensors files, piece by piece.
+"""How our parameter names and shapes correspond to those of Hugging Face's safetensors files.
 
-A ``Piece`` is one tensor of such a file, and where its numbers lie inside one of our parameters. Llama's map one to
-one; Mixtral's experts are tensors of their own there, and slices of one parameter here.
+A ``Piece`` is one tensor of such a file, together with its place inside one of our parameters. Llama's tensors map one
+to one. Each expert of Mixtral is a tensor of its own in these files, and a slice of one parameter here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _EXPERT_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor in Hugging Face's naming."""
+    """One tensor of a Hugging Face file, and the parameter or slice of a parameter that it corresponds to."""
 
     hf_name: str
     name: str
-    """Our parameter."""
+    """Name of our parameter."""
     expert: int | None
-    """Its slice ``parameter[expert]``; None: all of it."""
+    """The tensor is the slice ``parameter[expert]``; None: it is the whole parameter."""
     shape: tuple[int, ...]
-    """Of the tensor, the same on both sides."""
+    """Shape of the tensor."""
 
 
 def pieces_of(model: nn.Module) -> list[Piece]:

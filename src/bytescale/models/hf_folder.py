@@ -34,11 +34,11 @@ _SHOWN = 8
 
 
 def check_pieces(folder: Path, pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
-    """Which file holds which pieces. Reads headers only.
+    """Find out which file holds which pieces, and check their shapes. Reads headers only.
 
     Raises:
-        ConfigError: there are no weights.
-        CheckpointError: with the names of the tensors that are missing or of another shape.
+        ConfigError: if the folder has no weights that can be read.
+        CheckpointError: if tensors are missing or have another shape; the message names them.
     """
     files = _files_by_tensor(folder)
     missing = [piece.hf_name for piece in pieces if piece.hf_name not in files]
@@ -58,9 +58,9 @@ def check_pieces(folder: Path, pieces: Sequence[Piece]) -> dict[Path, list[Piece
 
 
 def read_pieces(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
-    """Every piece with its tensor, file by file; files are memory-mapped, so that one tensor at a time is in memory.
+    """Yield every piece with its tensor, file by file. Files are memory-mapped: one tensor at a time is in memory.
 
-    Raises what ``check_pieces`` raises, before anything is read.
+    Raises the errors of ``check_pieces``, before anything is read.
     """
     for file, own in check_pieces(folder, pieces).items():
         with safe_open(file, framework="pt") as tensors:
@@ -71,9 +71,10 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, 
 def write_pieces(
     folder: Path, pieces: Sequence[Piece], value: Callable[[Piece], Tensor], *, dtype: torch.dtype, shard_bytes: int
 ) -> list[Path]:
-    """Write shards of at most ``shard_bytes`` (one tensor at least) and, if there are several, their index.
+    """Write shards of at most ``shard_bytes``, and an index if there are several. Returns the paths of the shards.
 
-    ``value`` gives a piece's numbers; at most one shard of them is in memory.
+    A shard holds at least one tensor, however large. ``value`` returns the tensor of a piece; at most one shard is in
+    memory at a time.
     """
     shards: list[list[Piece]] = [[]]
     filled = 0
@@ -97,7 +98,7 @@ def write_pieces(
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer and generation settings; returns the names of what was there."""
+    """Copy the tokenizer and the generation settings. Returns the names of the files that were found."""
     found = [name for name in COMPANIONS if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, target / name)
@@ -105,7 +106,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Two spaces, as Hugging Face does."""
+    """Write JSON with an indent of two spaces, as Hugging Face does."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

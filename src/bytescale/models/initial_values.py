@@ -1,8 +1,8 @@
-"""Initial weights: a function of the seed and the parameter's name, whatever the ranks, and drawn part by part.
+"""Initial weights: a function of the seed and the parameter's name, independent of the ranks.
 
-A rank draws what it holds and little more. A parameter is cut into tiles of about a million numbers, and every tile has
-a random generator of its own, so that no rank has to draw what comes before its part. (A 70B model in two stages has 35
-billion numbers a stage: drawn whole on every rank, they took 7.5 minutes.)
+A rank draws little more than the numbers that it holds. A parameter is divided into tiles of about a million numbers,
+and every tile has a random generator of its own, so no rank has to draw the numbers before its part. (A 70B model in
+two stages has 35 billion numbers a stage: drawn completely on every rank, they took 7.5 minutes.)
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from bytescale.config import Architecture
 
 TILE_NUMBERS = 2**20
 TILE_COLUMNS = 1024
-"""At most; a tile of a narrower matrix has more rows."""
+"""Columns of a tile, at most. A tile of a narrower matrix has more rows."""
 
 
 def initial_values(name: str, cut: Cut, architecture: Architecture, seed: int) -> Tensor:
     """The part ``cut`` of a parameter's initial values, fp32: ``[*cut.part_shape]``.
 
-    Matrices are normal with ``init_std``; those that write to the residual stream are scaled down by
-    ``sqrt(2 * layers)``, so that its variance does not grow with depth (GPT-2). Norms are ones.
+    Matrices are drawn from a normal distribution with standard deviation ``init_std``. For matrices that write to the
+    residual stream it is divided by ``sqrt(2 * layers)``, so that the stream's variance does not grow with depth
+    (GPT-2). Norms are ones.
     """
     if len(cut.shape) == 1:
         return torch.ones(cut.part_shape)
-    residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))  # the last: of experts
+    residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))  # the last name is that of experts
     std = architecture.init_std / (2 * architecture.num_layers) ** 0.5 if residual else architecture.init_std
     starts = [cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape))]
     part = torch.empty(cut.part_shape)
@@ -53,7 +54,7 @@ def initial_values(name: str, cut: Cut, architecture: Architecture, seed: int) -
 
 
 def _tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of all tiles but the last ones: whole matrices of several experts where these are small."""
+    """Shape of a tile; the last tiles may be smaller. A tile may hold the whole matrices of several small experts."""
     *experts, rows, columns = shape
     columns = min(columns, TILE_COLUMNS)
     rows = min(rows, max(1, TILE_NUMBERS // columns))
@@ -62,7 +63,7 @@ def _tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _generator(name: str, index: tuple[int, ...], seed: int) -> torch.Generator:
-    """Of one tile. The first tile's knows the name alone, as if there were no tiles."""
+    """The random generator of one tile. That of the first tile depends on the seed and the name alone."""
     place = "/" + ".".join(map(str, index)) if any(index) else ""
     digest = hashlib.blake2b(f"{seed}/{name}{place}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,7 +1,7 @@
 """Llama: pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU.
 
-Plain mathematics on packed tokens: one row per token, no batch dimension, no padding, no rank. Which rows attend to
-which is the business of the attention callable that the caller passes in.
+Plain mathematics on packed tokens: one row per token, no batch dimension, no padding, no rank. The attention callable,
+which the caller passes in, decides which rows attend to which.
 
 Shape letters: T tokens, C hidden size, H query heads, G key/value heads, D head width, F feed-forward width, V
 vocabulary.
@@ -27,11 +27,11 @@ SwiGLU = Callable[[Tensor, Tensor], Tensor]
 
 
 class Llama(nn.Module):
-    """``forward`` gives the final hidden states; the loss takes them together with ``head_weight``.
+    """``forward`` returns the final hidden states; the loss takes them together with ``head_weight``.
 
-    Parameters carry Hugging Face's names, less the ``model.`` prefix. A part of the model, for a pipeline stage, keeps
-    the names and the numbers of its layers; the part with the first layer has the embedding, the one with the last the
-    final norm and the head.
+    Parameters have Hugging Face's names without the ``model.`` prefix. A part of the model, for a pipeline stage, keeps
+    the names and the numbers of its layers. The part with the first layer has the embedding; the part with the last
+    layer has the final norm and the head.
     """
 
     def __init__(self, shape: Architecture, layers: range | None = None) -> None:
@@ -49,8 +49,8 @@ class Llama(nn.Module):
     def forward(self, inputs: Tensor, position_ids: Tensor, attention: AttentionCallable) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` in the parameters' dtype.
 
-        A part without the embedding takes hidden states ``[T, C]`` in place of tokens; one without the last layer
-        returns the residual stream as it is.
+        A part without the embedding takes hidden states ``[T, C]`` instead of tokens. A part without the last layer
+        returns the residual stream without the final norm.
         """
         hidden = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         rotation = rope_rotation(position_ids, self.shape, hidden.dtype)
@@ -73,7 +73,7 @@ class Llama(nn.Module):
         return self.shape.hidden_size
 
     def make_feed_forward(self) -> nn.Module:
-        """What each layer has behind its attention; families that differ there replace it."""
+        """The module that follows attention in each layer. Other model families override this method."""
         return FeedForward(self.shape)
 
     def initialise(self, seed: int) -> None:
@@ -84,7 +84,7 @@ class Llama(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers under their numbers in the whole model, so that parameters of a part have the whole model's names."""
+    """Layers that keep their numbers in the whole model, so that parameters of a part have the same names as there."""
 
     def __init__(self, numbered: Iterable[tuple[int, Layer]]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Layer(nn.Module):
         return hidden + self.feed_forward(hidden)
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
-        """What the second half adds to the residual stream: ``[T, C] -> [T, C]``, each row by itself."""
+        """The feed-forward update of the residual stream, ``[T, C] -> [T, C]``; rows are independent."""
         return self.mlp(self.post_attention_layernorm(hidden))
 
 

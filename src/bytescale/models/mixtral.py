@@ -25,24 +25,24 @@ class Mixtral(Llama):
         self._balance = BalanceLoss(shape, balanced) if balanced else None
 
     def make_feed_forward(self) -> nn.Module:
-        """One layer's mixture."""
+        """The mixture of experts of one layer."""
         return MixtureOfExperts(self.shape)
 
     def begin_batch(self) -> None:
-        """Before the first forward of a step."""
+        """Forget the previous step. Called before a step's first forward."""
         if self._balance is not None:
             self._balance.reset()
 
     def batch_sums(self) -> Tensor | None:
-        """What the load-balancing loss needs of this rank's tokens, fp64; None when it is off."""
+        """This rank's sums for the load-balancing loss, fp64; None when that loss is off."""
         return None if self._balance is None else self._balance.sums()
 
     def batch_loss(self, total: Tensor) -> Tensor:
-        """The weighted loss from all ranks' sums, with this rank's part of its gradient."""
+        """The weighted loss from all ranks' sums. Its gradient is this rank's part."""
         if self._balance is None:
             raise RuntimeError("batch_loss() of a model whose router_aux_loss_weight is 0")
         return self._balance.loss(total)
 
     def batch_parameters(self) -> Sequence[nn.Parameter]:
-        """The routers' weights, which alone the load-balancing loss acts on."""
+        """The weights of the routers: the load-balancing loss acts on them alone."""
         return [] if self._balance is None else [router.weight for _, router in self._balance.layers]

@@ -1,7 +1,7 @@
-"""Mixture of experts: a router sends each token to K of E feed-forward blocks, and none is ever dropped.
+"""Mixture of experts: a router sends each token to K of E feed-forward blocks, and no token is ever dropped.
 
-Tokens are sorted by expert, every expert's rows lie together, and one grouped matrix product per projection serves all
-experts, those without a token included.
+Tokens are sorted by expert, so that the rows of each expert are contiguous. One grouped matrix product per projection
+then serves all experts, including those without a token.
 
 Shape letters: T tokens, C hidden size, E experts, K experts of a token, F feed-forward width, R = T K rows.
 """
@@ -27,7 +27,7 @@ class MixtureOfExperts(nn.Module):
     """``[T, C] -> [T, C]``: the sum of the chosen experts' outputs, weighted by the router.
 
     Attributes:
-        balance: sums for the load-balancing loss, gathered while gradients flow back; None: there is no such loss.
+        balance: sums for the load-balancing loss, gathered during backward; None: there is no such loss.
     """
 
     def __init__(self, shape: Architecture) -> None:
@@ -51,7 +51,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
 
     def forward(self, hidden: Tensor, balance: BalanceSums | None = None) -> Tensor:
-        """``hidden [T, C] -> [T, E]``; ``balance`` is told of all tokens when their backward comes."""
+        """``hidden [T, C] -> [T, E]``. In backward, the tokens are added to ``balance``."""
         return _RouterLogits.apply(hidden, self.weight, balance)
 
 
@@ -69,8 +69,8 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """``hidden [T, C], weights [T, K] fp32, chosen [T, K] int64 -> [T, C]``.
 
-        Sorting moves rows by permutation, forward and backward, and each token's K rows are summed in a fixed order:
-        the result is the same bit for bit in every run, which scattered additions on a GPU are not.
+        Rows are sorted by a permutation, in forward and in backward, and each token's K rows are summed in a fixed
+        order. So the result is bitwise the same in every run; scattered additions on a GPU would not be.
         """
         num_tokens, num_chosen = chosen.shape
         order = chosen.flatten().argsort(stable=True)
@@ -85,14 +85,16 @@ class Experts(nn.Module):
 
 
 def route(logits: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
-    """``logits [T, E]`` -> weights ``[T, K]``, which sum to one, and experts ``[T, K]`` int64, the likeliest first."""
+    """``logits [T, E]`` -> weights ``[T, K]``, which sum to one, and experts ``[T, K]`` int64, most likely first."""
     weights, chosen = logits.softmax(dim=-1).topk(experts_per_token, dim=-1)
     return weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
 def expert_products(dtype: torch.dtype) -> ExpertProducts:
-    """The products for a dtype: grouped, but for fp64, which ``grouped_mm`` does not take (torch 2.13) and which is
-    there for checks only."""
+    """The function for a dtype: grouped products, except for fp64.
+
+    ``grouped_mm`` does not support fp64 (torch 2.13), which serves checks only.
+    """
     return looped_products if dtype == torch.float64 else grouped_products
 
 
@@ -122,7 +124,7 @@ def _grouped(rows: Tensor, weights: Tensor, stops: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """``rows[order]``, whose gradient is ``gradient[place]`` with the inverse permutation: no scattered additions."""
+    """``rows[order]``. Its gradient is ``gradient[place]``, by the inverse permutation: no scattered additions."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -136,9 +138,9 @@ class _Permute(torch.autograd.Function):
 
 
 class _RouterLogits(torch.autograd.Function):
-    """``hidden @ weight.T`` in fp32 without keeping fp32 copies; tells the balance sums of its tokens on the way back.
+    """``hidden @ weight.T`` in fp32 without keeping fp32 copies. Its backward adds the tokens to the balance sums.
 
-    Backward is the one moment that comes exactly once per micro-batch, whether or not the layer is computed again.
+    They are added in backward because it runs exactly once per micro-batch, whether or not the layer is recomputed.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with the two ways in use of stretching them to longer contexts."""
+"""Rotary position embeddings, and the two common ways to stretch them to longer contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def rope_frequencies(shape: Architecture, device: torch.device) -> Tensor:
     """``[D / 2]`` fp64 angular frequencies in radians per token.
 
     ``linear`` divides every frequency by the factor. ``llama3`` divides those whose wavelength exceeds the original
-    context, leaves those four times shorter, and blends in between (Llama 3.1's low_freq_factor 1, high_freq_factor 4).
+    context, keeps those whose wavelength is below a quarter of it, and blends in between (low_freq_factor 1 and
+    high_freq_factor 4 of Llama 3.1).
     """
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64, device=device) / shape.head_dim
     frequencies = shape.rope_theta**-exponent
@@ -38,7 +39,7 @@ def rope_frequencies(shape: Architecture, device: torch.device) -> Tensor:
 def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype) -> Rotation:
     """Cosine and sine ``[T, 1, D / 2]`` of each token's angles, fp32 (fp64 for an fp64 model).
 
-    Angles are taken in fp64: at a position of 2M, fp32 is off by a tenth of a radian.
+    Angles are computed in fp64: at a position of 2M, fp32 is off by a tenth of a radian.
     """
     frequencies = rope_frequencies(shape, position_ids.device)
     angles = position_ids.to(torch.float64)[:, None, None] * frequencies
@@ -47,7 +48,7 @@ def rope_rotation(position_ids: Tensor, shape: Architecture, dtype: torch.dtype)
 
 
 def rotate(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
-    """Rotate ``heads [T, H, D]`` into ``out``, outside of autograd; fp32 copies are made of some rows at a time."""
+    """Rotate ``heads [T, H, D]`` into ``out``, outside of autograd. Rows are copied to fp32 a few at a time."""
     cos, sin = rotation
     pieces = (tensor.split(ROWS_AT_A_TIME) for tensor in (heads, cos, sin, out))
     for piece, piece_cos, piece_sin, place in zip(*pieces, strict=True):
@@ -59,7 +60,7 @@ def rotate(heads: Tensor, rotation: Rotation, out: Tensor) -> Tensor:
 
 
 def rotate_back(gradient: Tensor, rotation: Rotation, out: Tensor, by: Rotate = rotate) -> Tensor:
-    """From the gradient of rotated heads that of the heads: the rotation ``by`` opposite angles."""
+    """Turn the gradient of rotated heads into that of the heads: rotate by the opposite angles, using ``by``."""
     cos, sin = rotation
     return by(gradient, (cos, -sin), out)
 

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism, put on a plain model from outside: its mathematics stays as it is written.
+"""Tensor and sequence parallelism, applied to a plain model from outside: the model's code does not change.
 
 With N ranks (Megatron-LM, Shoeybi et al. 2019, section 3; sequence parallelism, Korthikanti et al. 2022, section 4),
 T tokens and t of them on this rank::
@@ -6,21 +6,23 @@ T tokens and t of them on this rank::
     residual stream and norms    [t, C]     each rank its tokens, all channels
     between gather and scatter   [T, C/N]   all tokens, each rank its heads, feed-forward columns or words
 
-    embedding     words are cut: each rank looks up its own            scatter
+    embedding     words are cut: each rank looks up its words          scatter
     attention     gather    q, k, v: rows of heads; o: columns         scatter
     feed-forward  gather    gate, up: rows of F; down: columns         scatter
     experts       gather    the same, in every expert                  scatter
     router        every rank its tokens; logits are gathered, so that all ranks send all tokens to the same experts
     head          gather    words are cut; the loss sums over ranks
 
-*gather* makes all tokens of each rank's; its gradient is summed over ranks and scattered. *scatter* sums the ranks'
-partial results and leaves each its tokens; its gradient is gathered. So the same collectives run forward and backward,
-and a norm or router sees each token on one rank only: their gradients are partial sums, added up once a step.
+*gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
+ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
+and backward. A norm or router sees each token on one rank only, so its gradients are partial sums; they are added up
+once a step.
 
-Attention needs no change at all: a rank has fewer heads, and its ring runs among ranks with the same heads. With fewer
-key/value heads than ranks, neighbours hold the same one (``Cut.replicas``).
+Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
+heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
 
-Why plain sharded linears and not DTensor: for small blocks DTensor's dispatch costs 4x the products (docs/LOG.md).
+The linears are plain and sharded, not DTensors: for small blocks DTensor's dispatch takes four times as long as the
+matrix products (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from bytescale.models.moe import MixtureOfExperts
 
 
 class TokenShards(Protocol):
-    """How a model's rows are spread over the tensor-parallel ranks, and the collectives that move them."""
+    """How a model's rows are divided among the tensor-parallel ranks, and the collectives that move them."""
 
     @property
     def rank(self) -> int: ...
@@ -46,26 +48,26 @@ class TokenShards(Protocol):
     def size(self) -> int: ...
 
     def begin(self, num_tokens: int) -> None:
-        """What follows works on ``num_tokens`` tokens."""
+        """Set the number of tokens T that the following calls work on."""
         ...
 
     def gather(self, rows: Tensor) -> Tensor:
-        """``[t, ...] -> [T, ...]``; the gradient is summed over ranks and scattered."""
+        """All-gather ``[t, ...] -> [T, ...]``. In backward, the gradient is summed over ranks and scattered."""
         ...
 
     def gather_for_loss(self, rows: Tensor) -> Tensor:
-        """``[t, ...] -> [T, ...]``, for a consumer whose gradient is the same, and complete, on every rank."""
+        """All-gather ``[t, ...] -> [T, ...]`` for a loss whose gradient is complete and the same on every rank."""
         ...
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Sum of all ranks' ``[T, ...] -> [t, ...]``; the gradient is gathered."""
+        """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
         ...
 
 
 def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:
-    """Cut ``model`` (all of it, or a stage) down to one rank's part. Returns the cut of every parameter, by name.
+    """Reduce ``model`` (the whole model or a stage) to one rank's part. Returns the cut of every parameter, by name.
 
-    The model is changed in place and may be on the meta device. Sizes have been checked (``config.validate``).
+    The model is changed in place and may be on the meta device. ``config.validate`` has checked its sizes before.
     """
     whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = {name: _cut(name, size, model, shards) for name, size in whole.items()}
@@ -92,9 +94,10 @@ def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut
 
 
 def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
-    """What treats every row alone, as modules and the names of their methods: the feed-forward parts of all layers.
+    """Modules with the name of a method that treats each row independently: the feed-forward parts of all layers.
 
-    With the norm before them, but where rows are gathered in between; none where rows move between ranks inside.
+    The method includes the norm before the feed-forward part, unless tensor parallelism gathers rows in between. The
+    list is empty if rows move between ranks inside the feed-forward part.
     """
     if not is_row_wise(model.shape, tp_size):
         return []
@@ -102,7 +105,7 @@ def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
 
 
 class VocabularyShard(nn.Module):
-    """An embedding of which this rank has some words: ``[T] -> [t, C]``."""
+    """An embedding of which this rank holds a part of the words: ``[T] -> [t, C]``."""
 
     def __init__(self, part: nn.Embedding, shards: TokenShards) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ class VocabularyShard(nn.Module):
 
 
 def _cut(name: str, size: tuple[int, ...], model: Llama, shards: TokenShards) -> Cut:
-    """Where a parameter is cut: by its rows (what it makes), its columns (what it takes), or not at all."""
+    """Where a parameter is cut: by its rows (outputs), by its columns (inputs), or not at all."""
     if len(size) == 1 or name.endswith("router.weight"):
         return Cut(shape=size, replicas=shards.size, replica=shards.rank)
     if name.endswith(("k_proj.weight", "v_proj.weight")):
@@ -141,7 +144,7 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> None:
 
 
 def _begin_before(attention: nn.Module, shards: TokenShards) -> None:
-    """Every layer says how many tokens it works on: it may be one that is computed again, amid other micro-batches."""
+    """Make every layer announce its number of tokens, because a recomputation may run between other micro-batches."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         _, (cosines, _), _ = args

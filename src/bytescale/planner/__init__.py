@@ -51,12 +51,12 @@ def make_planner(
     Args:
         config: the ``[planner]`` section.
         cluster: the ranks.
-        cost: tells times.
-        context_length: the longest sequence that may come; sizes the static mesh when ``static_cp`` is not set.
-        num_stages: of the pipeline; above 1 plans are aligned, so that 1F1B cannot hang.
+        cost: tells the time of a group.
+        context_length: the longest sequence that may occur; it sizes the static mesh when ``static_cp`` is not set.
+        num_stages: pipeline stages; with more than one, plans are aligned, so that 1F1B cannot hang.
 
     Raises:
-        ConfigError: for a planner that does not exist.
+        ConfigError: if the planner does not exist.
     """
     if config.name == "static":
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)

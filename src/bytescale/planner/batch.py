@@ -1,4 +1,4 @@
-"""What every planner does with its input first: check it, and sort it so that no result depends on its order."""
+"""What planners do with their input first: check it, and sort it so that the result does not depend on its order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ IntArray = NDArray[np.int64]
 
 
 def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = False) -> IntArray:
-    """``[S]`` int64. Raises ``PlanError`` for a batch that no plan can run.
+    """The lengths as ``[S]`` int64. Raises ``PlanError`` for a batch that no plan can run.
 
     Args:
         lengths: ``[S]`` whole numbers of at least 1.
         cluster: the ranks that have to hold them.
-        uniform: the planner gives every rank the same share, so that the smallest capacity counts for all.
+        uniform: whether the planner gives every rank the same share, so that the smallest capacity limits all ranks.
     """
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
@@ -75,5 +75,5 @@ def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room:
 
 
 def longest_first(lengths: IntArray) -> IntArray:
-    """``[S]`` sequence numbers in descending length, equal lengths by number."""
+    """``[S]`` sequence numbers by descending length; equal lengths are in the order of their numbers."""
     return rising(lengths.max() - lengths)

@@ -1,9 +1,9 @@
 """From a planner's decisions to a ``Plan``.
 
 A planner decides which sequences form a group, on which ranks, and *when*: each group gets a **slot**, a whole number
-that is its place in time. A rank runs its groups in rising slot; groups of equal slot on one rank are one micro-batch
-(at most one of them shared). Since slots order the groups of all ranks alike, numbering groups by slot gives the
-plan's total order for free.
+that is its place in time. A rank runs its groups in rising order of slots. Groups of equal slot on one rank form one
+micro-batch; at most one of them is shared. Slots order the groups of all ranks in the same way, so groups numbered by
+slot are in the plan's total order.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Draft:
 
 
 def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str) -> Plan:
-    """The ``Plan`` of a draft. Groups are numbered by slot, shared ones before local ones of the same slot."""
+    """The ``Plan`` of a draft. Groups are numbered by slot; in a slot, shared groups come before local ones."""
     draft = _in_order(draft)
     sequences, counts, degrees, ranks = draft.sequences, draft.sequence_counts, draft.degrees, draft.ranks
-    # A stable sort by rank now gives every rank's schedule.
+    # The groups are in order, so a stable sort by rank gives every rank's schedule.
     by_rank = rising(ranks)
     entry_ranks = ranks[by_rank]
     entry_groups = np.repeat(np.arange(len(degrees)), degrees)[by_rank]
@@ -62,7 +62,7 @@ def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str)
 
 
 def _in_order(draft: Draft) -> Draft:
-    """The same groups by slot, shared ones first."""
+    """The same groups, ordered by slot; in a slot, shared groups come first."""
     keys = draft.slots * 2 + (draft.degrees == 1)
     if (keys[1:] >= keys[:-1]).all():
         return draft
@@ -81,7 +81,7 @@ def _in_order(draft: Draft) -> Draft:
 def _offload_ratios(
     lengths: IntArray, sequences: IntArray, counts: IntArray, degrees: IntArray, cluster: Cluster
 ) -> NDArray[np.float64]:
-    """``[G]`` smallest r with which each group's slices fit (0 unless the cluster offloads)."""
+    """``[G]`` smallest offload ratio r with which each group's slices fit (0 unless the cluster offloads)."""
     if cluster.offload is None or len(degrees) == 0:
         return np.zeros(len(degrees))
     slices = np.add.reduceat(-(-lengths[sequences] // np.repeat(degrees, counts)), np.cumsum(counts) - counts)
@@ -89,13 +89,13 @@ def _offload_ratios(
 
 
 def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None) -> IntArray:
-    """``first, first + 1, ..., first + count - 1`` of each run, one behind the other; modulo the number of ranks."""
+    """``first, first + 1, ..., first + count - 1`` of each run, one after another, each taken ``modulo`` if given."""
     values = concatenated_ranges(first, first + counts)
     return values if modulo is None else values % modulo
 
 
 def _runs(counts: IntArray, order: IntArray) -> IntArray:
-    """Places of the items of CSR runs taken in another order."""
+    """Places of the items of CSR runs when the runs are taken in ``order``."""
     starts = np.cumsum(counts) - counts
     return concatenated_ranges(starts[order], starts[order] + counts[order])
 

@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper with another step 3: the rank that is free first is served first."""
+"""Algorithm 2 of the paper with a different step 3: the ranks that are free first are served first."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def greedy_plan(
     pipeline: bool = False,
     aligned: bool = False,
 ) -> Plan:
-    """Algorithm 2 of the paper (``paper_plan``), whose step 3 is replaced by a greedy one.
+    """Algorithm 2 of the paper (``paper_plan``) with a greedy step 3.
 
-    3. Until the buckets are empty: the next group, of D ranks, takes the D ranks that are free first. It starts when
-       the last of them is free, so the time that its other members wait counts as theirs.
+    3. Until the buckets are empty, the next group, of D ranks, takes the D ranks that are free first. It starts when
+       the last of them is free, so the time for which the other members wait counts as busy time.
 
-    The published step 3 serves ranks in rounds and counts a rank's own micro-batches only, so its plans end later
-    (docs/benchmarks.md). With one bucket this is list scheduling, longest sequence first.
+    The published step 3 serves ranks in rounds and counts only the time of a rank's own micro-batches, so its plans end
+    later (docs/benchmarks.md). With one bucket this is list scheduling, longest sequence first.
 
     Args: as ``paper_plan``.
     """

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper: hybrid data parallelism with the fewest ranks per sequence, and no balance."""
+"""Algorithm 1 of the paper: hybrid data parallelism with the fewest ranks per sequence, without balancing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def naive_plan(
     degrees: IntArray | None = None,
     ratios: NDArray[np.float64] | None = None,
 ) -> Plan:
-    """Long sequences on the fewest ranks, short ones packed, all dealt to the ranks in turn (paper Algorithm 1).
+    """Long sequences on the fewest ranks, short ones packed, all assigned to the ranks in turn (paper Algorithm 1).
 
     1. A sequence longer than the capacity C takes the fewest ranks that hold it (Eq. 3; ceil(s / C) if the cluster
        does not offload).
     2. Shorter ones are packed, best fit, into micro-batches of at most C tokens.
-    3. In the batch's order of arrival, each takes the next D ranks, round and round; a pack comes when its first
-       sequence does. So the plan depends on the order of ``lengths``, as no other planner's does: dealt longest first
-       the ranks are closer together than the paper's (60 s to 279 s).
+    3. In the batch's order of arrival, each takes the next D ranks, cyclically; a pack takes the place of its first
+       sequence. So the plan depends on the order of ``lengths``, unlike that of any other planner. If sequences were
+       assigned longest first, the ranks' times would be closer together than the paper's (60 s to 279 s).
 
     Args:
         lengths: ``[S]`` tokens per sequence.
-        cluster: the ranks; the smallest capacity counts for all.
-        cost: not looked at; here so that all planners are called alike.
-        degrees: ``[S]`` ranks of each sequence, instead of step 1's.
+        cluster: the ranks; the smallest capacity limits all of them.
+        cost: ignored; it is a parameter so that all planners are called alike.
+        degrees: ``[S]`` number of ranks of each sequence, in place of those of step 1.
         ratios: ``[S]`` offload ratio of each sequence that goes with ``degrees``.
     """
     del cost
@@ -69,7 +69,7 @@ def naive_plan(
 
 
 def minimal_groups(lengths: IntArray, order: IntArray, cluster: Cluster) -> tuple[IntArray, IntArray, IntArray]:
-    """Steps 1 and 2 for Algorithm 2's buckets, longest first.
+    """Steps 1 and 2 for a bucket of Algorithm 2, longest first.
 
     Args:
         lengths: ``[S]`` of the whole batch.

@@ -13,17 +13,17 @@ IntArray = NDArray[np.int64]
 
 
 def best_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """Bin of each item, items taken in the order given (longest first: best-fit decreasing).
+    """The bin of each item. Items are taken in the given order (longest first is best-fit decreasing).
 
-    Each item goes to the fullest bin that still holds it, else to a new one. Bins are numbered in order of opening;
-    of equally full bins the oldest is taken.
+    Each item goes to the fullest bin that has room for it, else to a new one. Bins are numbered in order of opening; of
+    equally full bins the oldest is taken.
 
     Args:
         sizes: ``[n]`` each at most ``capacity``.
         capacity: of every bin.
 
     Returns:
-        ``[n]`` int64.
+        ``[n]`` int64, the number of each item's bin.
     """
     free: list[int] = []  # room left and, in the lower bits, bin: rising
     bins: list[int] = []
@@ -42,11 +42,11 @@ def best_fit(sizes: IntArray, capacity: int) -> IntArray:
 
 
 def grouped(items: IntArray, bins: IntArray) -> tuple[IntArray, IntArray]:
-    """Items bin by bin, in the order given inside each, and the number in each bin."""
+    """Items bin by bin, in the given order inside each bin, and the number of items in each bin."""
     order = np.argsort(bins, kind="stable")
     return items[order], np.bincount(bins)
 
 
 def smallest_capacity(cluster: Cluster) -> int:
-    """What the paper's planners, which know only equal ranks, may put into any micro-batch."""
+    """Tokens that fit into a micro-batch of any rank: the limit for the paper's planners, which assume equal ranks."""
     return int(cluster.capacity_tokens.min())

@@ -1,12 +1,13 @@
-"""What a pipeline changes: the longest micro-batch of a rank costs p times its stage's time, not once (``evaluate``).
+"""What a pipeline changes: the longest micro-batch of a rank costs p times its stage time, not once (``evaluate``).
 
-So long sequences take more ranks than memory and balance ask for: a shorter stage time tau spares (p - 1) tau on every
-rank that holds one of them, until rings no longer hide. For a given tau the end is about
+So long sequences take more ranks than memory and balance require. A shorter stage time tau saves (p - 1) tau on every
+rank that holds one of them, as long as compute hides the ring's messages. For a given tau the makespan is about
 
     T(tau) = ( sum of D t  +  local  +  (p - 1) * sum over R ranks of the longest t on each ) / R
 
-with every long sequence on the fewest ranks that end it within tau, and longest upon longest, so that the groups with
-the largest t cover the ranks once and each of these pays once. A grid of tau is tried, the best few are laid out.
+Here every long sequence is on the fewest ranks that end it within tau. Long groups are stacked on long groups, so the
+groups with the largest t cover every rank once, and each rank pays for one of them. A grid of values of tau is
+estimated, and complete plans are made for the best few.
 
 Shape letters: L sequences that have to be shared for a tau, R ranks.
 """
@@ -21,31 +22,32 @@ from bytescale.planner.target import degrees_within
 from bytescale.planner.trial import Batch, num_shared
 
 MIN_PACK = 8192
-"""Tokens: packs are halved down to this."""
+"""Tokens; pack sizes are halved down to this size."""
 STEPS = 24
-"""Levels tried, in geometric steps from all of the target down to one micro-batch of short sequences."""
+"""Levels estimated, in geometric steps from the target down to the time of one micro-batch of short sequences."""
 LAID_OUT = 5
-"""Of these, how many are laid out."""
+"""How many of these levels are made into plans."""
 
 
 class Level(NamedTuple):
-    """A longest stage time and the end that it promises, seconds."""
+    """A longest stage time (tau) and the estimated makespan with it (``end``), both in seconds."""
 
     end: float
     longest: float
 
 
 def pack_sizes(capacity: int) -> list[int | None]:
-    """Tokens of whole sequences in one micro-batch that are tried: as many as fit, and halves of it.
+    """Sizes of packs of whole sequences that are tried, in tokens: as many as fit (None), and repeated halves of it.
 
-    Fewer fill and drain a pipeline in less time, for more launches. Long ones make no difference to short capacities.
+    Smaller packs fill and drain a pipeline in less time, at the cost of more launches. Packs below ``MIN_PACK`` tokens
+    are not tried.
     """
     halvings = max(0, int(np.log2(max(capacity, 1) / MIN_PACK)))
     return [None, *(capacity >> halving for halving in range(1, halvings + 1))]
 
 
 def pack_seconds(batch: Batch) -> float:
-    """Time of a full micro-batch of whole sequences, the mean over the batch's tokens."""
+    """Mean time of a full micro-batch of whole sequences, in seconds, weighted by tokens."""
     whole = batch.fewest == 1
     tokens = batch.lengths[whole].sum()
     return float(batch.local_seconds[whole].sum() / max(tokens, 1) * min(batch.pack_tokens, tokens))

@@ -1,9 +1,9 @@
-"""Local search over degrees, for batches of few sequences on few ranks, where every single one counts.
+"""Local search over degrees, for batches of few sequences on few ranks, where every sequence matters.
 
-Each sequence has a degree. A schedule follows from the degrees alone: shared sequences, widest first (or longest in
-time first), each on the consecutive ranks that are free first, waiting for the last of them; then whole sequences,
-longest first, on the rank that is free first. The search changes one degree, or one up and another down, as long as
-the end comes earlier.
+Each sequence has a degree, and the degrees determine a schedule. Shared sequences come first, either widest first or
+longest in time first. Each takes the consecutive ranks that are free first, and starts when the last of these is free.
+Whole sequences follow, longest first, each on the rank that is free first. The search changes one degree, or raises one
+and lowers another, as long as the makespan falls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SCHEDULES = 1500
 
 
 def improve(batch: Batch, trial: Trial, good_enough: float) -> Trial:
-    """``trial``, or a better one, found by at most ``MAX_SCHEDULES`` schedules; stops at ``good_enough`` seconds."""
+    """``trial`` or a better one, after at most ``MAX_SCHEDULES`` schedules. Stops at a makespan of ``good_enough``."""
     search = _Search(batch)
     start = np.ones(len(batch.lengths), dtype=np.int64)
     start[trial.shared] = trial.placed.degrees
@@ -49,7 +49,7 @@ class _Search:
             for work, length in zip(works, self.lengths, strict=True)
         ]
         node = batch.cost.ranks_per_node
-        self.windows = [  # first ranks per degree; what fits into a node stays in one
+        self.windows = [  # first ranks per degree; a group that fits into a node stays in one
             [first for first in range(self.num_ranks - degree + 1) if degree > node or first % node + degree <= node]
             for degree in range(self.num_ranks + 1)
         ]
@@ -58,7 +58,7 @@ class _Search:
         self.num_schedules = 0
 
     def descend(self, degrees: list[int], good_enough: float) -> None:
-        """Take every move that ends earlier, until none does."""
+        """Take moves that lower the makespan until none does."""
         here = self._end(degrees)
         improved = True
         while improved and self.best_end > good_enough:
@@ -72,7 +72,7 @@ class _Search:
                     break
 
     def _moves(self, degrees: list[int]) -> list[list[int]]:
-        """One degree to any other; then one up and another down."""
+        """All neighbours: first one degree set to any other; then one degree raised and another lowered by one."""
         moves = []
         for place, degree in enumerate(degrees):
             for other in range(self.fewest[place], self.num_ranks + 1):
@@ -87,7 +87,7 @@ class _Search:
         return moves
 
     def _end(self, degrees: list[int]) -> float:
-        """The earlier end of both orders; remembers the best of all."""
+        """The smaller makespan of the two orders. Also remembers the best schedule of all."""
         ends = []
         for widest_first in (True, False):
             end = max(self._schedule(degrees, widest_first)[2])
@@ -122,7 +122,7 @@ class _Search:
         return placed, ranks, free
 
     def trial(self) -> Trial:
-        """The best schedule, whole sequences behind the shared ones in the batch's order."""
+        """The best schedule as a trial. Whole sequences follow the shared ones, in the batch's order."""
         degrees, widest_first = self.best
         placed, ranks, free = self._schedule(degrees, widest_first)
         shared = np.array([place for place, _ in placed], dtype=np.int64)

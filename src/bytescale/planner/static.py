@@ -18,19 +18,19 @@ IntArray = NDArray[np.int64]
 def static_plan(
     lengths: ArrayLike, *, cluster: Cluster, cost: CostModel | None = None, cp: int | None = None, context: int = 0
 ) -> Plan:
-    """Pack to the context length; shard every sequence of a pack over all ranks of one mesh row.
+    """Pack sequences to the context length, and shard every sequence of a pack over all ranks of one mesh row.
 
     1. The mesh has R / cp rows of ``cp`` consecutive ranks.
-    2. Best-fit packing, longest first, into packs of cp * C tokens. A sequence counts ``ceil(s / cp)`` on every rank,
-       its largest slice.
-    3. Packs go to the rows in turn.
+    2. Sequences are packed, longest first by best fit, into packs of cp * C tokens. A sequence counts as
+       ``ceil(s / cp)`` tokens on every rank, its largest slice.
+    3. Packs are assigned to the rows in turn.
 
     Args:
         lengths: ``[S]`` tokens per sequence.
-        cluster: the ranks; the smallest capacity counts for all.
-        cost: not looked at; here so that all planners are called alike.
+        cluster: the ranks; the smallest capacity limits all of them.
+        cost: ignored; it is a parameter so that all planners are called alike.
         cp: context-parallel degree, a divisor of R; None: the smallest that holds the context.
-        context: longest sequence that the mesh has to hold, when longer than the batch's.
+        context: longest sequence that the mesh has to hold, if it is longer than the batch's longest.
 
     Raises:
         PlanError: for an impossible batch or a ``cp`` that does not divide R or cannot hold the longest sequence.

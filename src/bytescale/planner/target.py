@@ -1,4 +1,4 @@
-"""What to aim for: the time at which everybody could end together, and the degrees that a time asks for.
+"""The target: the time at which all ranks could end together. Also the degrees that a given time requires.
 
 Shape letter: L sequences that may have to be shared, longest first.
 """
@@ -16,14 +16,14 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 PRECISION = 1.002
-"""Of the target: lower and upper bound differ by no more."""
+"""The target's lower and upper bound differ by at most this factor."""
 
 GRID = 96
-"""Degrees tried, in geometric steps, where the formula finds none."""
+"""Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
 
 
 def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:
-    """``[L]`` time of one sequence on ``degrees`` consecutive ranks; up to a node's ranks they stay inside a node."""
+    """``[L]`` seconds of each sequence on ``degrees`` consecutive ranks. Groups that fit into a node stay in one."""
     lengths = np.asarray(lengths, dtype=np.float64)
     return cost.group_seconds(lengths, lengths * lengths, degrees, np.asarray(degrees) > cost.ranks_per_node)
 
@@ -33,16 +33,16 @@ def degrees_within(
 ) -> tuple[IntArray, FloatArray]:
     """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
 
-    Compute falls with the degree, exposed traffic does not: start from what compute alone asks for, and add ranks for
-    what the ring then takes. Where that finds none, try a grid of degrees; a sequence that none of them ends in time
-    takes its best.
+    Compute time falls with the degree, but exposed communication does not. So start from the degree that compute alone
+    requires, and add ranks for the ring's exposed time. If that finds no degree, try a grid of degrees. A sequence that
+    no degree ends in time takes its fastest degree.
 
     Args:
         cost: tells the time of a group.
         lengths: ``[L]`` tokens.
         fewest: ``[L]`` ranks that hold each sequence.
         num_ranks: R, the most that any may have.
-        seconds: the time to keep.
+        seconds: the time limit.
     """
     work = cost.work_seconds(lengths)
     room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
@@ -66,7 +66,7 @@ def degrees_within(
 def _best_on_grid(
     cost: CostModel, lengths: IntArray, fewest: IntArray, num_ranks: int, seconds: float
 ) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` for sequences near the least time they can take: try ``GRID`` degrees from fewest to all."""
+    """``degrees_within`` for sequences near their shortest possible time: try ``GRID`` degrees from fewest to all."""
     steps = (num_ranks / fewest[:, None]) ** (np.arange(GRID) / (GRID - 1))
     degrees = np.minimum(np.round(fewest[:, None] * steps), num_ranks).astype(np.int64)  # [L, GRID]
     taken = block_seconds(cost, lengths[:, None], degrees)
@@ -86,17 +86,17 @@ def is_ideal(cost: CostModel) -> bool:
 def target_seconds(
     cost: CostModel, long_lengths: IntArray, fewest: IntArray, local_seconds: float, num_ranks: int
 ) -> float:
-    """The earliest end that spreading everything evenly allows, exposed communication included.
+    """The earliest makespan if all work could be spread evenly, exposed communication included.
 
-    The smallest T for which the ranks' time R T is as much as all sequences take: local ones ``local_seconds`` in sum,
-    the others degree times time on the degree that T asks for. And never less than the longest sequence takes on
-    its best degree.
+    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take. Local sequences take
+    ``local_seconds`` in sum; each other one takes its degree times its time, on the degree that T requires. T is never
+    less than the time of the longest sequence on its fastest degree.
 
     Args:
         cost: tells the time of a group.
         long_lengths: ``[L]`` sequences that may have to be shared.
         fewest: ``[L]`` ranks that hold each.
-        local_seconds: time of all other sequences.
+        local_seconds: sum of the times of all other sequences.
         num_ranks: R.
     """
     work = float(cost.work_seconds(long_lengths).sum())

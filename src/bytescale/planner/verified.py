@@ -1,4 +1,4 @@
-"""The configured planner with its check, as one value: it can be sent to another process, which then plans alike."""
+"""The configured planner and its check in one object, which can be sent to another process to plan identically."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from bytescale.planner import make_planner
 
 @dataclass(frozen=True)
 class VerifiedPlanner:
-    """From lengths ``[S]`` to a plan that was checked as ``config.verify`` says before anybody runs it."""
+    """A function from lengths ``[S]`` to a plan that has been checked as ``config.verify`` says."""
 
     config: PlannerConfig
     cluster: Cluster
     cost: CostModel
     limits: MemoryLimits | None = None
     num_stages: int = 1
-    """Of the pipeline."""
+    """Pipeline stages."""
     num_chunks: int = 1
-    """Of layers on each stage."""
+    """Chunks of layers on each stage."""
 
     @cached_property
     def _plan(self) -> Callable[[ArrayLike], Plan]:
         return make_planner(self.config, self.cluster, self.cost, num_stages=self.num_stages)
 
     def __call__(self, lengths: ArrayLike) -> Plan:
-        """Raises ``PlanError`` when there is no plan, or the planner made one that breaks a rule."""
+        """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule."""
         plan = self._plan(lengths)
         if self.config.verify != "off":
             verify(
