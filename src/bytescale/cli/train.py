@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bytescale.cli.options import check_setting_names, leading_path, parse
+from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.versions import require_torch
 from bytescale.config import Config, ModelConfig, config_to_toml, load_config, validate
@@ -45,6 +46,7 @@ class TrainOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
+    use_expandable_segments()  # before anything imports torch; ranks that are started from here inherit it
     require_torch()
     options = read_options(arguments)
     config = options.config

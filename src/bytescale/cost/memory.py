@@ -35,6 +35,11 @@ from bytescale.plan.limits import MemoryLimits, Phase
 Checkpointing = Literal["none", "full", "attention"]
 DeviceKind = Literal["cpu", "cuda"]
 RESIDENT_LAYERS = 2
+NCCL_BYTES_PER_NEIGHBOUR = 32 * (10 + 2) * 2**20
+"""Buffers that NCCL allocates beside PyTorch when two GPUs of a node first exchange messages, and about what a
+communicator takes for collectives: 32 channels, 10 MiB each to receive and 2 MiB to send (as its log of allocations
+shows on 8 H100s, NVIDIA/nccl#1685, where seven peers took 3.28 GB). Peers behind the network share one buffer."""
+_GPUS_PER_NODE = 8
 LOGITS_PER_CHUNK = {
     "cpu": 2**22,  # 16 MiB in fp32, which fits the last-level cache of a server
     "cuda": 2**28,  # 512 MiB in BF16: summing the head's gradient costs 10 bytes of traffic per weight and chunk
@@ -60,6 +65,8 @@ class MemoryModel:
     checkpointing: Checkpointing = "none"
     fused_norm: bool = True
     """Whether RMSNorm is one kernel (CUDA), which saves neither the normalised rows nor copies in fp32."""
+    nccl_bytes: int = 0
+    """What NCCL holds beside everything that is counted here."""
     ring_gradients: RingGradients = "wide"
     """In what the gradients of keys and values travel around a ring."""
     fused_attention: bool = False
@@ -114,6 +121,7 @@ class MemoryModel:
             num_stages=num_stages,
             virtual_stages=virtual_stages,
             ring_gradients=ring_gradients,
+            nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, num_stages) if on_gpu else 0,
         )
 
     def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
@@ -337,7 +345,7 @@ class MemoryModel:
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
         """The same as plain numbers, for ``plan.verify``."""
         return MemoryLimits(
-            states_bytes=self.states_bytes,
+            states_bytes=self.states_bytes + self.nccl_bytes,
             saved_bytes_per_token=self.saved_bytes_per_token,
             movable_bytes_per_token=self.movable_bytes_per_token,
             phases=self.phases(),
@@ -451,6 +459,17 @@ class MemoryModel:
         if self.fused_loss or self.element_bytes == self._wide:
             return self.element_bytes
         return self._wide + self.element_bytes
+
+
+def nccl_reserve_bytes(num_hdp_ranks: int, tensor_parallel: int, num_stages: int) -> int:
+    """What NCCL holds on one rank of a mesh: for its communicators, and for every neighbour that it may get.
+
+    Over a run a rank meets all HDP ranks of its node in rings, and the stages before and after its own.
+    """
+    hdp, tp, pp = (size > 1 for size in (num_hdp_ranks, tensor_parallel, num_stages))
+    communicators = int(hdp or tp or pp) + int(hdp) + int(hdp and (tp or pp)) + int(tp)  # world, gradients, HDP, TP
+    neighbours = min(num_hdp_ranks, _GPUS_PER_NODE) - 1 + 2 * int(pp)
+    return NCCL_BYTES_PER_NEIGHBOUR * (communicators + neighbours)
 
 
 def is_row_wise(architecture: Architecture, tensor_parallel: int) -> bool:

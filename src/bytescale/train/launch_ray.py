@@ -18,6 +18,7 @@ import ray.exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
 from bytescale.config import Config
 from bytescale.train.stop import StopRequest
@@ -47,6 +48,7 @@ class RankActor:
     def run(self, config: Config, environment: dict[str, str], console: Any) -> None:
         """Train; the first rank's lines go to ``console``."""
         os.environ.update(environment)
+        use_expandable_segments()
         from bytescale.train import train
 
         train(config, print_line=lambda line: ray.get(console.write.remote(line)), stop=self._stop)

@@ -61,6 +61,8 @@ class MemoryBudget:
             f"parameters {format_bytes(self.model.parameter_bytes)}, gradients "
             f"{format_bytes(self.model.gradient_bytes)}, optimizer {format_bytes(self.model.optimizer_bytes)}"
         )
+        if self.model.nccl_bytes:
+            states += f", NCCL {format_bytes(self.model.nccl_bytes)}"
         saved = self.model.saved_bytes_per_token * tokens
         groups = self.model.head_groups
         lines = [
@@ -179,7 +181,8 @@ def _fitting_capacity(config: Config, model: MemoryModel, device_bytes: float) -
     if fits == 0:
         raise ConfigError(
             problem(
-                f"parameters, gradients and optimizer need {format_bytes(model.states_bytes)} a rank, of "
+                f"parameters, gradients and optimizer{' and NCCL' if model.nccl_bytes else ''} need "
+                f"{format_bytes(model.states_bytes + model.nccl_bytes)} a rank, of "
                 f"{format_bytes(device_bytes)} that a rank may use",
                 so="not one token would fit beside them",
                 fix="use more ranks (the optimizer is sharded over them), a smaller model, or memory.device_gib",

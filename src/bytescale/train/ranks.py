@@ -21,6 +21,7 @@ import torch.distributed as dist
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
 from bytescale.runtime import Mesh, MeshShape, RankGroup
+from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
 
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Set by our launcher: it may be gone before its ranks have imported torch."""
@@ -93,6 +94,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     dtype = choose_dtype(config.trainer.dtype, device)
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     if device.type == "cuda":
+        check_nccl_options()
         torch.cuda.set_device(device)
     prepare_gloo(int(os.environ.get("WORLD_SIZE", "1")))
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -149,6 +151,8 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
             dist.all_reduce(torch.zeros(1, device=world.device), group=group)
         return group
 
+    if world.device.type == "cuda":
+        check_same_nccl_options(world)
     parallel = config.parallel
     shape = MeshShape(hdp=world.size // (parallel.tp * parallel.pp), tp=parallel.tp, pp=parallel.pp)
     mesh = Mesh.of(

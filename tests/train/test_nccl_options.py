@@ -1,0 +1,86 @@
+"""Settings of NCCL and of CUDA's allocator in the environment: what we add, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytescale.common.cuda_allocator import use_expandable_segments
+from bytescale.common.errors import ConfigError
+from bytescale.config import PRESETS
+from bytescale.cost.memory import NCCL_BYTES_PER_NEIGHBOUR, MemoryModel, nccl_reserve_bytes
+from bytescale.runtime import RankGroup
+from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
+from tests.helpers.ranks import run_ranks
+
+
+def test_segments_are_expandable_unless_the_user_has_said_anything() -> None:
+    environment: dict[str, str] = {}
+    use_expandable_segments(environment)
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        own = {name: "max_split_size_mb:512"}
+        use_expandable_segments(own)
+        assert own == {name: "max_split_size_mb:512"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"NCCL_MIN_P2P_NCHANNELS": "16", "NCCL_MAX_P2P_NCHANNELS": "8"},
+            r"NCCL_MIN_P2P_NCHANNELS = 16 exceeds .* = 8",
+        ),
+        ({"NCCL_MIN_CTAS": "4", "NCCL_MAX_CTAS": "2"}, "NCCL_MIN_CTAS = 4 exceeds NCCL_MAX_CTAS = 2"),
+        ({"NCCL_NCHANNELS_PER_NET_PEER": "8", "NCCL_MAX_P2P_NCHANNELS": "4"}, "rings would not have the channels"),
+        (
+            {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "NVL"},
+            "forbids what NCCL_P2P_LEVEL = NVL .*To fix: unset",
+        ),
+        ({"NCCL_BUFFSIZE": "4MB"}, "NCCL_BUFFSIZE is '4MB'.*NCCL would ignore it"),
+    ],
+)
+def test_contradicting_options_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_nccl_options(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"NCCL_MIN_P2P_NCHANNELS": "8", "NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_DEBUG": "INFO"},
+        {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "LOC"},
+        {"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"},
+    ],
+)
+def test_options_that_go_together_are_left_alone(environment: dict[str, str]) -> None:
+    check_nccl_options(environment)
+
+
+def test_ranks_with_different_options_are_refused_on_every_rank() -> None:
+    def one_rank(world: RankGroup) -> str:
+        check_same_nccl_options(world, {"NCCL_BUFFSIZE": "4194304"})
+        try:
+            check_same_nccl_options(world, {"NCCL_MAX_P2P_NCHANNELS": "8"} if world.rank == 1 else {})
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for message in run_ranks(3, one_rank):
+        assert "NCCL_MAX_P2P_NCHANNELS is unset and 8 on different ranks" in message
+
+
+def test_the_memory_model_counts_what_nccl_holds() -> None:
+    """One rank nothing; eight in a node their seven neighbours, in two communicators; CPUs nothing."""
+    assert nccl_reserve_bytes(1, 1, 1) == 0
+    assert nccl_reserve_bytes(8, 1, 1) == 9 * NCCL_BYTES_PER_NEIGHBOUR
+    assert nccl_reserve_bytes(512, 1, 1) == 9 * NCCL_BYTES_PER_NEIGHBOUR
+    assert nccl_reserve_bytes(8, 8, 4) > nccl_reserve_bytes(8, 8, 1) > nccl_reserve_bytes(8, 1, 1)
+    models = {
+        kind: MemoryModel.on_device(PRESETS["7b"], kind, element_bytes=2, num_ranks=8)  # type: ignore[arg-type]
+        for kind in ("cpu", "cuda")
+    }
+    peaks = {kind: float(model.limits().device_peak(0, 0, 0)) for kind, model in models.items()}
+    phases = {kind: float(max(p.bytes(0, 0) for p in model.phases())) for kind, model in models.items()}
+    assert peaks["cuda"] - models["cuda"].states_bytes - phases["cuda"] == 9 * NCCL_BYTES_PER_NEIGHBOUR
+    assert peaks["cpu"] - models["cpu"].states_bytes - phases["cpu"] == 0
