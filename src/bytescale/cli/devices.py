@@ -35,10 +35,11 @@ class Devices:
             return wanted
         capacity = self.memory.capacity_tokens(self.usable_bytes)
         if capacity == 0:
-            states = max(stage.states_bytes for stage in self.memory.stages())
+            states = max(stage.states_bytes + stage.nccl_bytes for stage in self.memory.stages())
             raise ConfigError(
                 problem(
-                    f"parameters, gradients and optimizer need {format_bytes(states)} a device, of "
+                    f"{'NCCL, ' if self.memory.nccl_bytes else ''}parameters, gradients and optimizer need "
+                    f"{format_bytes(states)} a device, of "
                     f"{format_bytes(self.usable_bytes)}",
                     so="not one token would fit beside them",
                     fix="use more devices per rank (tp, pp), more ranks, or a larger device_gib",

@@ -181,7 +181,7 @@ def _fitting_capacity(config: Config, model: MemoryModel, device_bytes: float) -
     if fits == 0:
         raise ConfigError(
             problem(
-                f"parameters, gradients and optimizer{' and NCCL' if model.nccl_bytes else ''} need "
+                f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
                 f"{format_bytes(model.states_bytes + model.nccl_bytes)} a rank, of "
                 f"{format_bytes(device_bytes)} that a rank may use",
                 so="not one token would fit beside them",
