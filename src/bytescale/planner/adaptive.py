@@ -1,17 +1,19 @@
-"""Our planner: degrees follow the cluster and the batch, nobody waits, everybody ends together.
+"""Our planner: degrees adapt to the cluster and the batch, so that no rank waits and all ranks end together.
 
-    1. Target    the time at which everybody would end if all work were spread evenly (``target``)
+    1. Target    the time at which all ranks would end if all work were spread evenly (``target``)
     2. Degrees   each sequence takes the fewest ranks that hold it and end it within the target
     3. Blocks    shared sequences go to consecutive ranks that are free at the same moment, widest first (``blocks``)
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
-    5. Again     while the end is not close to the target: other settings of steps 2 to 4, least traffic first; one
-                 fills low gaps with shared short sequences (``gaps``), one places the shared sequences in time instead
-                 of on neighbours (``backfill``)
-    6. Small     few sequences on few ranks: local search over the degrees (``small``)
-    7. Rivals    what is still not close to the target has to beat the paper's planner, fewest ranks, and the mesh
+    5. Again     while the makespan is not close to the target, try other settings of steps 2 to 4, those with the least
+                 traffic first. One setting fills low gaps with shared short sequences (``gaps``). Another one schedules
+                 the shared sequences in time first, and then on ranks that need not be consecutive (``backfill``)
+    6. Small     with few sequences on few ranks: local search over the degrees (``small``)
+    7. Rivals    a plan that is still not close to the target is replaced by the best plan of the other planners, if
+                 that is better: Algorithm 2 with our step 3 (``greedy``), with one bucket and with several, and the
+                 static mesh
 
-In a pipeline steps 2 to 4 are taken for several longest stage times and sizes of packs (``pipeline``), and 5 and 6 left
-out. Ranks that differ in speed or capacity take the same steps in ``mixed``, without 6 and 7.
+In a pipeline, steps 2 to 4 run for several longest stage times and sizes of packs (``pipeline``), and steps 5 and 6 are
+left out. For ranks that differ in speed or capacity, ``mixed`` takes the same steps without 6 and 7.
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -49,13 +51,13 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 1.009
-"""An end within this factor of the target ends the search."""
+"""A makespan within this factor of the target ends the search."""
 GOOD_ENOUGH_MIXED = 1.015
-"""The same for ranks that differ, where an attempt takes ten times as long."""
+"""The same factor for ranks that differ, where an attempt takes ten times as long."""
 CLEARLY_BETTER = 0.998
 """An attempt replaces an earlier one only if it is better by this factor."""
 MAX_RIVAL_SEQUENCES = 4096
-"""Batches up to this size are compared with the other planners, which take 2 to 10 microseconds a sequence."""
+"""Up to this batch size the plan is compared with the other planners', which take 2 to 10 microseconds a sequence."""
 
 
 class Attempt(NamedTuple):
@@ -63,41 +65,41 @@ class Attempt(NamedTuple):
 
     slack: float  # target over the ideal one
     snap: float = 0.0  # how readily a group takes a whole plateau (``blocks``)
-    floors: float = 1.0  # degrees are chosen so that this many of the longest sequences fit above each other
+    floors: float = 1.0  # degrees are such that this many of the longest sequences fit one after another
     fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
-    backfills: bool = False  # whether shared sequences are placed in time (``backfill``), not as blocks
+    backfills: bool = False  # whether shared sequences are scheduled by ``backfill``, not as blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Steps 2 and 3 of an attempt, and step 4 when asked for: an attempt whose shared groups are late needs none."""
+    """Steps 2 and 3 of an attempt. Step 4 is computed on demand: late shared groups make it unnecessary."""
 
     batch: Batch
     attempt: Attempt
-    shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
-    placed: Placement  # of these, up to one that was late
+    shared: IntArray  # [G] places in the batch, in the order in which ranks run them
+    placed: Placement  # of the shared sequences, up to the first late one
     local: IntArray  # [S - G] places of the others, longest first
     before: IntArray | None = None  # [S - G] member, of all groups, that runs each before its group; -1, or None: none
 
     @property
     def is_whole(self) -> bool:
-        """Whether all shared groups were placed: none was late."""
+        """Whether all shared groups were placed, because none was late."""
         return len(self.placed.degrees) == len(self.shared)
 
     @cached_property
     def shared_end(self) -> float:
-        """When the last shared group ends, seconds; at least so late where not all were placed."""
+        """Seconds at which the last shared group ends; a lower bound if not all groups were placed."""
         return float(self.placed.free_at.max())
 
     def ends_by(self, latest: float) -> bool:
-        """Whether all is done by then; takes step 4 only if the shared groups are."""
+        """Whether the whole layout ends by ``latest``. Step 4 is computed only if the shared groups do."""
         return self.shared_end <= latest and self.trial.end <= latest
 
     @cached_property
     def trial(self) -> Trial:
         """Step 4."""
         batch = self.batch
-        # A pipeline of short micro-batches only has their bubbles.
+        # Ranks with short micro-batches only have the bubbles of these.
         bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
         seconds, free_at = batch.local_seconds[self.local], np.maximum(self.placed.free_at, bubbles)
         if self.before is None:
@@ -120,10 +122,10 @@ ATTEMPTS = (
     *(Attempt(1.004, snap) for snap in (0.2, 0.4)),
     *(Attempt(1.01, snap, floors) for floors in (2, 8, 64) for snap in (0.3, 0.6)),
 )
-"""Below ``LARGE`` ranks."""
+"""Attempts after ``FIRST``, on clusters of less than ``LARGE`` ranks."""
 SLACK_IN_PIPELINE = 1.01
 LARGE = 512
-"""Ranks from which the quick attempts come first: two, chosen by what was late in the first."""
+"""From this many ranks on, fewer attempts are made: those below, chosen by what was late in the first attempt."""
 LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8), *BACKFILLED)
 LATE_WHOLE = (Attempt(1.009), Attempt(1.009, fills=True), *BACKFILLED)
 
@@ -135,7 +137,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
         lengths: ``[S]`` tokens per sequence.
         cluster: the ranks.
         cost: tells the time of a group.
-        num_stages: of the pipeline; above 1 the plan is one that cannot hang under 1F1B (``aligned``).
+        num_stages: pipeline stages; with more than one, the plan cannot hang under 1F1B (``aligned``).
 
     Raises:
         PlanError: for an empty batch, lengths below 1, or a sequence that the whole cluster cannot hold.
@@ -158,10 +160,10 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
 
 
 def _search(batch: Batch) -> Trial:
-    """Steps 2 to 5: the best trial."""
+    """Steps 2 to 5. Returns the best trial."""
     enough = GOOD_ENOUGH * batch.target
     is_large = batch.cluster.num_ranks >= LARGE
-    limit = enough if is_large else np.inf  # a few attempts are soon made again; many are not
+    limit = enough if is_large else np.inf  # few attempts on a large cluster: those cut short can be repeated below
     laid = [_lay_out(batch, FIRST, limit)]
     attempts = ATTEMPTS
     if is_large:
@@ -181,9 +183,9 @@ def _search(batch: Batch) -> Trial:
 
 
 def _plan_in_pipeline(batch: Batch, order: IntArray, lengths: IntArray) -> Plan:
-    """The best plan over sizes of packs, and the one made as if there were no pipeline; see ``adaptive_plan``."""
+    """The best of several plans: one per size of packs, and one made as if there were no pipeline."""
     cluster, cost = batch.cluster, batch.cost
-    plans = [adaptive_plan(lengths, cluster=cluster, cost=cost)]  # where rings are dear, bubbles may be cheaper
+    plans = [adaptive_plan(lengths, cluster=cluster, cost=cost)]  # the best one where rings cost more than bubbles
     for pack_tokens in pack_sizes(int(cluster.capacity_tokens.min())):
         sized = batch
         if pack_tokens is not None:
@@ -204,7 +206,7 @@ def _search_in_pipeline(batch: Batch) -> Trial:
 
 
 def _lay_out(batch: Batch, attempt: Attempt, limit: float = np.inf) -> Layout:
-    """Steps 2 and 3, the latter up to a group that ends after ``limit``."""
+    """Steps 2 and 3. Step 3 stops at the first group that ends after ``limit`` seconds."""
     target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
     count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
     degrees, seconds = degrees_within(
@@ -251,7 +253,7 @@ def _lay_out(batch: Batch, attempt: Attempt, limit: float = np.inf) -> Layout:
 
 
 def _narrow_work(batch: Batch, degrees: IntArray, seconds: FloatArray) -> FloatArray:
-    """``[max degree + 1]`` rank-seconds of all sequences of at most each degree."""
+    """``[max degree + 1]`` for each degree, the rank-seconds of all sequences of at most this degree."""
     work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
     work[1] += batch.local_seconds[len(degrees) :].sum()
     return np.cumsum(work)
@@ -262,7 +264,11 @@ def _end(batch: Batch, plan: Plan) -> float:
 
 
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
-    """Step 8. With free communication the mesh always balances and never pays: then only what is close counts."""
+    """Step 7: the best of ``plan`` and the plans of other planners, until one is good enough.
+
+    With free communication, a static mesh balances every batch at no cost. A plan close to the target is then good
+    enough; otherwise it has to reach the target.
+    """
     if plan.num_sequences > MAX_RIVAL_SEQUENCES:
         return plan
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
@@ -273,7 +279,7 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
         partial(greedy_plan, num_buckets=1, aligned=aligned),
         partial(greedy_plan, aligned=aligned),
     ]
-    for planner in rivals + [static_plan] * mesh_holds:  # the mesh is aligned, and does not offload
+    for planner in rivals + [static_plan] * mesh_holds:  # the mesh is always aligned; it does not offload
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)

@@ -1,10 +1,10 @@
 """Plans that cannot hang in a pipeline: the members of every shared group meet at the same micro-batch index.
 
-That is enough under 1F1B, plain or interleaved, whatever else the ranks run and however many micro-batches each has:
-every action then has a time on one clock (``plan.schedule.action_times``) that grows along everything that an action
-may wait for, its rank's messages included, and the members of a group, having one index, have one time. So nothing
-waits in a circle. ``plan.pipeline_order`` finds the circles of plans that are not aligned, and tests run it over
-thousands of plans of these planners.
+This is sufficient under 1F1B, plain or interleaved, whatever else the ranks run and however many micro-batches each
+has. Every action then has a time on one clock (``plan.schedule.action_times``). An action's time is later than that of
+everything that it may wait for, including its rank's messages. The members of a group have the same index, so they have
+the same time. So nothing waits in a circle. ``plan.pipeline_order`` finds the circles of plans that are not aligned,
+and tests run it over thousands of plans of these planners.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IntArray = NDArray[np.int64]
 
 
 def is_aligned(plan: Plan) -> bool:
-    """Whether all members of every shared group have it at one index."""
+    """Whether all members of every shared group have the group at the same micro-batch index."""
     heads = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[heads] > 1
     index = np.arange(plan.num_micro_batches) - np.repeat(
@@ -37,16 +37,16 @@ def is_aligned(plan: Plan) -> bool:
 
 
 def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
-    """``plan`` if it is aligned, else the same groups on other ranks.
+    """Return ``plan`` if it is aligned, else a plan with the same groups on other ranks.
 
-    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``blocks``). A block stands on one
-       other, or beside it: all its ranks have the same groups below them, hence the same number of them.
-    2. Local groups follow, longest first on the rank that is free first, each a micro-batch.
+    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``blocks``). A block stands on a single
+       other block, or on none. So all its ranks have the same groups below it, and hence the same number of them.
+    2. Local groups follow, longest first, each on the rank that is free first. Each is a micro-batch.
 
     Args:
-        plan: of any planner that gives all members of a group equal shares.
-        cluster: its equal ranks.
-        cost: tells times, to choose ranks; the result is aligned whatever it says.
+        plan: from any planner that gives all members of a group equal shares.
+        cluster: the plan's ranks, which are equal.
+        cost: tells times, which decide the choice of ranks. The result is aligned whatever they are.
     """
     if is_aligned(plan):
         return plan

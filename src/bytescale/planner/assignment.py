@@ -1,16 +1,16 @@
-"""Ranks for groups that have their time: wide ones on whole nodes, narrow ones inside one.
+"""Assigns ranks to groups whose time is known: wide groups on whole nodes, narrow groups inside one node.
 
-Wide groups, by their start, take ranks that are free then: of nodes that are free as a whole first, so that no more
-nodes than need be are divided, and those that became free last, so that little time lies idle. What they leave of a
-node, ranks that are free from the same moment until the same moment, is a *gap*::
+Wide groups, in the order of their starts, take ranks that are free at their start. They prefer nodes that are free as a
+whole, so that as few nodes as possible are divided, and ranks that became free last, so that little time is idle. They
+leave *gaps*: ranks of one node that are free from the same moment until the same moment::
 
     node of 4 ranks   |aaaaaaaaaaaa|xxx|bbbbbbbbb|            x: a gap of 3 ranks, between a and b
                       |aaaaaaaaaaaa|xxx|bbbbbbbbb|            y: a gap of 1
                       |aaaaaaaaaaaa|xxx|bbbbbbbbb|            and what follows b and c is a gap of 3 and one of 1, up
                       |yyy|ccccccccccccccccc|                 to the target
 
-Narrow groups, widest first, go to the gap that begins first of those they fit into, and cut it in two. One that fits
-into none goes last, to the node that has enough ranks first.
+Narrow groups, widest first, go to the earliest gap into which they fit, and cut it in two. A group that fits into no
+gap is placed at the end, on the node that first has enough free ranks.
 
 Shape letters: G groups, E sum of their degrees, R ranks.
 """
@@ -30,16 +30,16 @@ FloatArray = NDArray[np.float64]
 
 
 class Reservation(NamedTuple):
-    """Of one group."""
+    """The time and the number of ranks of one group."""
 
-    start: float  # of no meaning for a narrow one
+    start: float  # seconds; unused for a narrow group
     seconds: float
     item: int  # which of the sequences
     degree: int
 
 
 class Assignment(NamedTuple):
-    """Groups by their start."""
+    """Groups in the order of their starts."""
 
     items: IntArray  # [G] which of the sequences
     placement: Placement
@@ -49,15 +49,15 @@ class Assignment(NamedTuple):
 def assign(
     wide: list[Reservation], narrow: list[Reservation], *, num_ranks: int, node: int, target: float, same: float
 ) -> Assignment:
-    """Ranks for every group.
+    """Choose ranks for every group.
 
     Args:
-        wide: at no moment do they need more than all ranks.
-        narrow: of at most ``node`` ranks each, widest first.
+        wide: groups that together never need more than all ranks at one moment.
+        narrow: groups of at most ``node`` ranks each, widest first.
         num_ranks: R.
         node: consecutive ranks of a node.
-        target: time up to which narrow ones go into gaps.
-        same: seconds by which a rank may be late for a start.
+        target: seconds; narrow groups go into gaps up to this time.
+        same: seconds by which a rank may become free after a group's start.
     """
     free_at, gaps = np.zeros(num_ranks), _Gaps(node)
     placed: list[tuple[float, int, float, IntArray]] = []  # (start, item, seconds, ranks)
@@ -76,7 +76,7 @@ def assign(
 
 
 def _choose(free_at: FloatArray, until: float, degree: int, node: int) -> IntArray:
-    """``degree`` ranks that are free by ``until``, in rising order; where that are too few, those that are first."""
+    """``degree`` ranks that are free by ``until``, in rising order; if too few are, the ranks that are free first."""
     ready = np.flatnonzero(free_at <= until)
     if len(ready) < degree:
         return np.sort(np.argsort(free_at, kind="stable")[:degree])
@@ -106,7 +106,7 @@ class _Gaps:
         self.stop: list[float] = []
 
     def add(self, ranks: IntArray, free_at: FloatArray, stop: float) -> None:
-        """The gaps of ``ranks`` that are free at ``free_at`` each, all until ``stop``."""
+        """Add the gaps of ``ranks``, which are free from ``free_at`` (one time for each) until ``stop``."""
         later = np.flatnonzero(free_at < stop)
         ranks, free_at = ranks[later], free_at[later]
         order = np.lexsort((ranks, free_at, ranks // self.node))
@@ -119,7 +119,7 @@ class _Gaps:
                 self.stop.append(stop)
 
     def fill(self, groups: list[Reservation]) -> list[tuple[float, int, float, IntArray]]:
-        """(start, item, seconds, ranks) of each group; start inf, and any ranks, for those that fit nowhere."""
+        """(start, item, seconds, ranks) of each group. One that fits nowhere has start inf and arbitrary ranks."""
         count, room = len(self.ranks), len(self.ranks) + len(groups)
         start, stop, width = np.full(room, np.inf), np.zeros(room), np.zeros(room, np.int64)
         start[:count], stop[:count], width[:count] = self.start, self.stop, [len(ranks) for ranks in self.ranks]
@@ -132,7 +132,7 @@ class _Gaps:
                 continue
             begins, members, rest = float(start[place]), ranks[place][:degree], ranks[place][degree:]
             filled.append((begins, item, seconds, members))
-            if len(rest):  # the rest stays where it was, the members are a gap of their own
+            if len(rest):  # the other ranks keep their gap; the members get a later gap of their own
                 ranks[place], width[place] = rest, len(rest)
                 ranks.append(members)
                 start[count], stop[count], width[count] = begins + seconds, stop[place], degree
@@ -143,7 +143,7 @@ class _Gaps:
 
 
 def _replay(placed: list[tuple[float, int, float, IntArray]], num_ranks: int, node: int) -> Assignment:
-    """All groups in order; what has no ranks yet takes those of the node that has enough first."""
+    """Run all groups in order. Groups without ranks take those of the node that first has enough of them."""
     free_at, members, holes = np.zeros(num_ranks), [np.zeros(0, np.int64)], [np.zeros(0)]
     for start, _, seconds, ranks in placed:
         if start == np.inf:
@@ -164,7 +164,7 @@ def _replay(placed: list[tuple[float, int, float, IntArray]], num_ranks: int, no
 
 
 def _first_of_a_node(free_at: FloatArray, degree: int, node: int) -> IntArray:
-    """``degree`` ranks of the node in which so many are free first."""
+    """``degree`` ranks of the node that first has so many free."""
     times = np.append(free_at, np.full(-len(free_at) % node, np.inf)).reshape(-1, node)
     first = int(np.partition(times, degree - 1, axis=1)[:, degree - 1].argmin())
     return np.sort(first * node + np.argsort(times[first], kind="stable")[:degree])

@@ -1,26 +1,28 @@
-"""Placing the shared groups in time first, and then on ranks: each reserves the earliest hole that it fits into.
+"""Schedules the shared groups in time first and chooses their ranks afterwards: cluster schedulers call it backfilling.
 
-``blocks`` stacks groups like stairs, and a strip between two steps has to be filled by groups that are as narrow as it.
-With few ranks for the longest sequences most steps are a few ranks wide, and too few sequences are as narrow. But the
-members of a group need not be neighbours. Then only *how many* ranks are free matters, and for how long::
+``blocks`` stacks groups on consecutive ranks. Ranks left over beside a block can only take groups that are at most as
+wide. If the longest sequences take a large part of all ranks, most of these strips are a few ranks wide, and too few
+sequences are that narrow. But the members of a group need not be neighbours. Without that restriction it only matters
+*how many* ranks are free and for how long. Each group reserves the earliest hole that it fits into::
 
-    rank 0  |aaaaaaaaaaaa|cccccccc|      The widest first: a on five ranks, c and d on three, b and e on two. Each
-    rank 1  |aaaaaaaaaaaa|cccccccc|      takes the first moment from which on as many ranks as it needs stay free for
-    rank 2  |aaaaaaaaaaaa|cccccccc|      as long as it takes. For d that is a's end: c leaves two ranks, and the third
-    rank 3  |aaaaaaaaaaaa|dddddd|        is one that a left. The narrow ones come last and fill the holes.
-    rank 4  |aaaaaaaaaaaa|dddddd|
-    rank 5  |bbbbbbb|eeee|dddddd|        (Schedulers of clusters call it backfilling.)
+    rank 0  |aaaaaaaaaaaa|cccccccc|      The widest groups come first: a takes five ranks, c and d take three, b and
+    rank 1  |aaaaaaaaaaaa|cccccccc|      e take two. Each group starts at the first moment from which on enough ranks
+    rank 2  |aaaaaaaaaaaa|cccccccc|      stay free for the whole time of the group. For d this is the end of a: c
+    rank 3  |aaaaaaaaaaaa|dddddd|        leaves two of a's ranks free, and rank 5 is the third one. Narrow groups come
+    rank 4  |aaaaaaaaaaaa|dddddd|        last and fill the holes.
+    rank 5  |bbbbbbb|eeee|dddddd|
     rank 6  |bbbbbbb|eeee|
 
-What fits nowhere in time *grows* (more ranks, less time) just enough to. Which group that is depends on the order: the
-one that grew at the greatest cost, or was late all the same, is taken a little earlier, and all is placed again, until
-nothing grows much or ``ORDERS`` were tried ("squeaky wheel" optimisation).
+A group that fits nowhere before the target *grows*: it takes just enough more ranks to end in time. Which group has to
+grow depends on the order. So the group that grew at the greatest cost, or was late all the same, moves a little earlier
+in the order, and all groups are scheduled again, until no group grows much or ``ORDERS`` orders were tried ("squeaky
+wheel" optimisation).
 
-Groups that fit into a node have to stay in one, where rings are not free. They take no part in this: they go into
-what is left of the nodes when ranks are chosen (``assignment``).
+Unless communication is free, groups that fit into a node have to stay in one node. They are not scheduled here:
+``assignment`` puts them into the gaps of the nodes when it chooses ranks.
 
-What lies idle between groups in the end adds up to a tenth of a per cent. Where it is more, and all others would be
-late for it, whole sequences fill the holes.
+The idle time between groups usually adds up to a tenth of a per cent. If it is more, and the whole sequences would
+therefore end late, whole sequences fill the holes.
 
 Shape letters: G groups, E sum of their degrees, R ranks.
 """
@@ -46,26 +48,27 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 ORDERS = 24
-"""Orders tried, some 5 milliseconds each for 400 groups; 20 microseconds where one of the first is late."""
+"""Orders tried. Each takes some 5 milliseconds for 400 groups, or 20 microseconds if one of the first is late."""
 EFFORT = 2**13
-"""On many ranks fewer orders are tried: so many times ranks, but at least one."""
+"""On many ranks fewer orders are tried: orders times ranks is at most this number, but one order is always tried."""
 STEPS_UP = 5
-"""A group is taken 1 to this many places earlier, in turns."""
+"""A group moves forward by 1 to this many places, in turn."""
 LITTLE = 1.01
-"""Traffic up to this many times that of no growth ends the search."""
+"""The search ends when the traffic is at most this many times the traffic without growth."""
 SAME = 1e-9
-"""Times closer than this share of the target are one."""
+"""Times that differ by less than this share of the target count as equal."""
 
 
 class Backfilled(NamedTuple):
-    """Groups by their start."""
+    """Groups in the order of their starts."""
 
     items: IntArray  # [G] which of the sequences
     placement: Placement
-    in_holes: IntArray | None = (
-        None  # [n] member (place in ``placement.ranks``) that runs each whole sequence before its
-    )
-    # group; -1: none; None: none runs any
+    in_holes: IntArray | None = None
+    """``[n]`` the member (place in ``placement.ranks``) that runs each whole sequence before its group; -1: no member.
+
+    None: no member runs any.
+    """
 
 
 def backfill(
@@ -77,16 +80,19 @@ def backfill(
     target: float,
     whole_seconds: FloatArray,
 ) -> Backfilled:
-    """The placement of least traffic found that is in time; where none is, the widest first, as early as they fit.
+    """The placement with the least traffic of those found that end in time.
+
+    If none does, groups are placed widest first, each as early as it fits.
 
     Args:
         lengths: ``[G]`` tokens.
         degrees: ``[G]`` fewest ranks of each, descending.
         cost: tells the time of a group.
         num_ranks: R.
-        target: time by which all should end.
-        whole_seconds: ``[n]`` time of each other sequence, descending. A placement that is in time leaves room to them
-            up to the target; where it would not, as many of them as fit run in holes, before shared groups.
+        target: seconds; the time by which all should end.
+        whole_seconds: ``[n]`` time of each other sequence, descending. A placement is in time only if these fit as
+            well: after the shared groups up to the target or, if that room is too small, also in holes before shared
+            groups.
     """
     node = 1 if is_ideal(cost) else cost.ranks_per_node
     seconds = block_seconds(cost, lengths, degrees)
@@ -116,7 +122,7 @@ def backfill(
                     best, least = placed, fewest + sum(extra)
             if least <= LITTLE * fewest or not any(extra):
                 break
-            late = asked[reservations[int(np.argmax(extra))].item]  # or would have been, had it not grown
+            late = asked[reservations[int(np.argmax(extra))].item]  # it would have been late, had it not grown
         place = order.index(late)
         order.insert(max(0, place - 1 - turn % STEPS_UP), order.pop(place))
     if best is not None:
@@ -127,7 +133,7 @@ def backfill(
 
 
 def _with_whole(found: Assignment, seconds: FloatArray, cost: CostModel, target: float) -> Backfilled | None:
-    """``found``, with whole sequences in holes where they would be late otherwise; None where they are even so."""
+    """``found``, with whole sequences in holes if they would be late otherwise; None if they are late even so."""
     free_at = found.placement.free_at
     room = target * len(free_at) - float(free_at.sum())
     if float(seconds.sum()) <= room:
@@ -145,9 +151,11 @@ def _reserve(
     target: float,
     may_be_late: bool = False,
 ) -> tuple[list[Reservation], Reservation | None]:
-    """Reservations for all groups and None; or up to the first group that ends in time nowhere, and that group.
+    """Reserve time for the groups in this order.
 
-    ``wider``: fewest ranks up to so many on which a group ends within so many seconds, and its time there.
+    Returns the reservations of all groups and None; or, if a group cannot end in time, the reservations of the groups
+    before it and that group. ``wider(group, most, seconds)`` returns the fewest ranks, at most ``most``, on which the
+    group ends within ``seconds``, and its time there.
     """
     holes = _Holes(num_ranks, SAME * target)
     reservations: list[Reservation] = []
@@ -172,7 +180,7 @@ def _reserve(
 
 
 class _Holes:
-    """How many ranks are free when: ``free[k]`` from ``times[k]`` until ``times[k + 1]``, the last for ever."""
+    """The number of free ranks over time: ``free[k]`` from ``times[k]`` to ``times[k + 1]``, the last one for ever."""
 
     def __init__(self, num_ranks: int, same: float) -> None:
         self.times, self.free, self.same = [0.0], [num_ranks], same
@@ -204,12 +212,12 @@ class _Holes:
         return k if min(self.free[k:until]) >= degree else None
 
     def before(self, target: float) -> list[tuple[float, int]]:
-        """(time, ranks free from then on) of all changes before ``target``."""
+        """(time, number of ranks free from then on) of all changes before ``target``."""
         until = bisect_left(self.times, target)
         return list(zip(self.times[:until], self.free[:until], strict=True))
 
     def take(self, k: int, degree: int, seconds: float) -> None:
-        """``degree`` ranks from the k-th change on, for ``seconds``."""
+        """Reserve ``degree`` ranks from the k-th change on, for ``seconds``."""
         times, free = self.times, self.free
         end = times[k] + seconds
         until = max(bisect_left(times, end - self.same), k + 1)
@@ -218,6 +226,6 @@ class _Holes:
             free.insert(until, free[until - 1])
         for place in range(k, until):
             free[place] -= degree
-        for place in (until, k):  # changes that are none any more
+        for place in (until, k):  # remove entries where the number no longer changes
             if place > 0 and free[place] == free[place - 1]:
                 del times[place], free[place]

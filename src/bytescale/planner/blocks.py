@@ -1,24 +1,25 @@
-"""Placing the shared groups: blocks of consecutive ranks on which nobody waits.
+"""Places the shared groups on blocks of consecutive ranks, so that no member waits for another.
 
-Each shared group is a rectangle, D ranks wide and as high as it takes time. They are placed widest first. A *plateau*
-is a run of consecutive ranks that become free at the same moment; a rectangle goes to the lowest plateau that is wide
-enough, and cuts it in two::
+Each shared group is a rectangle: its width is its number D of ranks, and its height is its time. Rectangles are placed
+widest first. A *plateau* is a run of consecutive ranks that become free at the same moment. A rectangle goes to the
+lowest plateau that is wide enough, and cuts it in two::
 
     free at                     +-------+            plateau of 5 ranks free at 0, rectangle of 3:
        ^          ->            |   3   |            a plateau of 3 ranks free at its end,
        +---------------+        +-------+-----+      and one of 2 ranks free at 0
        |      5        |        |   3   |  2  |
 
-All members of a group so are free at the same moment, by construction. What a plateau is too narrow for, narrower
-groups and, in the end, whole sequences fill. Where they would not, the rectangle *grows* (more ranks, less time):
+So all members of a group are free at the same moment, by construction. Plateaus that are too narrow for a group are
+filled by narrower groups and finally by whole sequences. A rectangle *grows* (more ranks, less time) in two cases:
 
-* when it would end after the target and a wider one on this plateau would not;
-* when it would leave a strip that is narrow against the plateau (less than ``snap`` of it) and for which the narrower
-  groups have too little work (``HALL``): then it takes the whole plateau.
+* it would end after the target, and a wider rectangle on the same plateau would not;
+* it would leave a strip that is narrow compared with the plateau (at most ``snap`` of it), and the narrower groups have
+  too little work to fill such strips (``HALL``). The rectangle then takes the whole plateau.
 
 In a pipeline of p stages the first rectangle on a rank counts p times: p - 1 times for the bubbles of its warm-up and
-cool-down, which shorter ones behind it do not add to (``evaluate``). So there a rectangle goes to the highest plateau
-on which it still ends in time: long ones share ranks, and those pay once.
+cool-down. Shorter rectangles after it add nothing to these bubbles (``evaluate``). So in a pipeline a rectangle goes to
+the highest plateau on which it still ends in time: long rectangles then share ranks, and only these ranks have long
+bubbles.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 HALL = 0.25
-"""Strips may lock as much time as this share of the work that is narrow enough for them (tried 0.1 to 1)."""
+"""Strips may hold as much time as this share of the work that is narrow enough for them (0.1 to 1 were tried)."""
 
 
 def place_blocks(
@@ -54,18 +55,18 @@ def place_blocks(
     num_stages: int = 1,
     limit: float = np.inf,
 ) -> Placement:
-    """Place one rectangle per sequence; where ``limit`` ends it early, those placed.
+    """Place one rectangle per sequence. Returns those placed, which are not all if one ends after ``limit``.
 
     Args:
         lengths: ``[G]`` tokens.
         degrees: ``[G]`` fewest ranks of each, descending.
         cost: tells the time of a group.
         num_ranks: R.
-        target: time by which all should end.
-        snap: see above; 0 never takes a whole plateau to spare a strip.
-        narrow_work: ``[max degree + 1]`` seconds of work of all sequences of at most this degree; needed to snap.
-        num_stages: of the pipeline.
-        limit: the first rectangle that ends after it is the last one placed.
+        target: seconds; the time by which all should end.
+        snap: see above; with 0 a rectangle never takes a whole plateau to avoid a strip.
+        narrow_work: ``[max degree + 1]`` rank-seconds of all sequences of at most this degree; needed if ``snap`` > 0.
+        num_stages: pipeline stages.
+        limit: seconds; the first rectangle that ends after it is the last one placed.
     """
     seconds_on = timer(cost)
     # Plateaus at least as wide as the current degree, (free at, first, width): a heap, in a pipeline a sorted list.
@@ -118,13 +119,13 @@ def place_blocks(
     placed = Placement.side_by_side(
         np.array(first, dtype=np.int64), np.array(taken, dtype=np.int64), np.zeros(num_ranks)
     )
-    # What was placed later stands above: of several values for a rank the last one stays.
+    # Later rectangles are on top of earlier ones: of several values for a rank, the assignment keeps the last.
     placed.free_at[placed.ranks] = np.repeat(ends, placed.degrees)
     return placed
 
 
 def timer(cost: CostModel) -> Callable[[float, int, int], float]:
-    """``cost.group_seconds`` of one sequence in plain floats, some 20 times faster for a single value."""
+    """``cost.group_seconds`` for one sequence, in plain floats: some 20 times as fast for a single value."""
     launch = cost.micro_batch_seconds
     if is_ideal(cost):
         return lambda work, length, degree: work / degree + launch
@@ -144,7 +145,10 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
 def grow(
     seconds_on: Callable[[float, int, int], float], work: float, length: int, degree: int, width: int, room: float
 ) -> tuple[int, float]:
-    """Fewest ranks up to ``width`` that end within ``room`` seconds; where none do, the best of fewest and all."""
+    """The fewest ranks, at most ``width``, that end within ``room`` seconds, and the time there.
+
+    If none do, the faster of ``degree`` and ``width`` ranks.
+    """
     if room > 0:
         asked, beside_compute = degree, 0.0
         for _ in range(4):
@@ -164,7 +168,7 @@ def grow(
 def _split_at_nodes(
     usable: list[tuple[float, int, int]], narrow: list[tuple[int, float, int]], node: int, degree: int
 ) -> tuple[list[tuple[float, int, int]], list[tuple[int, float, int]]]:
-    """Cut all plateaus at node boundaries, so that no group that fits into a node leaves it."""
+    """Cut all plateaus at node boundaries, so that every group that fits into a node stays inside one."""
     plateaus = [*usable, *((time, start, -width) for width, time, start in narrow)]
     wide, rest = [], []
     for time, start, width in plateaus:
