@@ -27,6 +27,7 @@ from bytescale.common.units import format_bytes
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedAdamW
 from bytescale.train.ranks import Ranks
+from bytescale.train.stored_metadata import load_tensors
 from bytescale.train.stored_state import PieceReader, PieceWriter, host_copies, stored_pieces
 
 FORMAT = 2
@@ -163,7 +164,7 @@ def load_states(
         for name, parts in own.items()
         if only is None or name in only
     }
-    dcp.load(stored_pieces(optimizer, loaded), checkpoint_id=str(path), planner=PieceReader(), process_group=group)
+    load_tensors(path, dict(stored_pieces(optimizer, loaded)), planner=PieceReader(), group=group)
     for name, parts in loaded.items():
         for values, read in zip(own[name], parts, strict=True):
             values.copy_(read)

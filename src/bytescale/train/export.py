@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
@@ -19,6 +18,7 @@ from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
 from bytescale.train.checkpoint import read_run_state
 from bytescale.train.initial_weights import architecture_pieces, folder_of
 from bytescale.train.ranks import DTYPES
+from bytescale.train.stored_metadata import TensorPlanner, load_tensors, read_metadata
 
 
 def export_checkpoint(
@@ -69,14 +69,9 @@ class _StoredMaster:
     """Master weights of a checkpoint, read one parameter at a time."""
 
     def __init__(self, checkpoint: Path) -> None:
-        try:
-            stored: Any = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
-        except OSError as error:
-            raise CheckpointError(
-                problem(f"{checkpoint} has no weights ({error})", fix="name a complete checkpoint")
-            ) from error
         self.checkpoint = checkpoint
-        self._stored = stored
+        self._metadata = read_metadata(checkpoint)
+        self._stored: dict[str, Any] = self._metadata.state_dict_metadata
         self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
 
     def value(self, piece: Piece) -> Tensor:
@@ -93,7 +88,7 @@ class _StoredMaster:
         whole = torch.empty(self._stored[name].size, dtype=self._stored[name].properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
-            dcp.load({name: whole}, checkpoint_id=str(self.checkpoint), no_dist=True)
+            load_tensors(self.checkpoint, {name: whole}, planner=TensorPlanner(), metadata=self._metadata)
         return whole
 
 

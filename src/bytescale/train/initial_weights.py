@@ -14,13 +14,14 @@ from bytescale.models.hf import Piece, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
 from bytescale.runtime import FlatParameters, ShardedAdamW
 from bytescale.train.checkpoint import check_same_model, load_states, read_run_state
+from bytescale.train.stored_metadata import read_metadata
 
 
 def check_initial_weights(config: Config) -> None:
     """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
     source = config.trainer.init
     if source.startswith(CHECKPOINT_PREFIX):
-        _check_checkpoint(source, resolve_architecture(config.model))
+        read_metadata(_check_checkpoint(source, resolve_architecture(config.model)))
     elif source:
         check_pieces(folder_of(source), architecture_pieces(resolve_architecture(config.model)))
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from bytescale.runtime import ShardedAdamW
+from bytescale.train.stored_metadata import TensorPlanner
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
@@ -126,7 +127,7 @@ class PieceWriter(DefaultSavePlanner):
         return stored.at(index)
 
 
-class PieceReader(DefaultLoadPlanner):
+class PieceReader(TensorPlanner):
     """Finds ``StoredPieces`` where DCP's own planner looks for tensors."""
 
     def set_up_planner(
