@@ -121,6 +121,7 @@ METADATA_MODULE = b"torch.distributed.checkpoint.metadata"
         (b"c" + METADATA_MODULE + b"\nos\n.", r"names .*metadata\.os, which"),
         (b"cos\nsystem\n.", r"names os\.system, which"),
         (b"(S'true'\nios\nsystem\n.", r"names os\.system, which"),
+        (b"ca\x1b[2J\nb\n.", r"names a\\x1b\[2J\.b, which"),
         (b"ctorch\nload\n.", r"names torch\.load, which"),
         (b"c" + METADATA_MODULE + b"\nMetadata\n(N}S'__call__'\nNst\x86b.", "is no metadata of a checkpoint"),
         (b"ctorch\nSize\n(N}S'numel'\nNst\x86b.", "is no metadata of a checkpoint"),

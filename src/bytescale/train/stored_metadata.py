@@ -106,20 +106,24 @@ def read_metadata(folder: Path) -> Metadata:
     except _RefusedName as error:
         raise CheckpointError(
             problem(
-                f"{path} names {error}, which no checkpoint of bytescale does",
+                f"{path} names {_printable(error)}, which no checkpoint of bytescale does",
                 so="the file may have been made to run code on this machine, so nothing of it was called or loaded",
                 fix=_OLDER,
             )
         ) from error
     except Exception as error:  # a damaged pickle can raise nearly anything
-        reason = str(error) or type(error).__name__
         raise CheckpointError(
             problem(
-                f"{path} is no metadata of a checkpoint: {reason}",
+                f"{path} is no metadata of a checkpoint: {_printable(error) or type(error).__name__}",
                 so="the checkpoint is damaged or was not written by bytescale, and nothing of it was loaded",
                 fix=_OLDER,
             )
         ) from error
+
+
+def _printable(error: Exception) -> str:
+    """What a stranger's file says, without characters that would steer a terminal."""
+    return str(error)[:200].encode("unicode_escape").decode()
 
 
 class _Reader(FileSystemReader):
