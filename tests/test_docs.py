@@ -101,6 +101,12 @@ def test_files_and_make_targets_in_the_documents_exist(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
 
 
+def test_the_example_of_the_api_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "reference/api.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, "docs/reference/api.md", "exec"), {})
+    assert float(capsys.readouterr().out) >= 1
+
+
 def test_every_page_is_in_the_sites_menu() -> None:
     pages = {page.name for page in DOCS.glob("*.md")}
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
