@@ -223,11 +223,12 @@ def _cluster_and_cost(
 def exact_end(
     lengths: IntArray, cluster: Cluster, cost: CostModel, seconds: float, ours: float
 ) -> tuple[float, float, bool]:
-    """CP-SAT's end (0: none found in time), its bound, and whether both meet: jobs of a chosen width on R machines.
+    """CP-SAT's makespan (0: none found in time), its lower bound, and whether both are equal.
 
-    It is asked for an end no later than ``ours``, so that it proves either its own answer or that there is none. Times
-    are rounded down to 1 / 20,000 of the work spread evenly, hence the bound holds. A degree that takes no less time
-    than a narrower one is left out; that widths times times fill R ranks up to the end at most is said once more.
+    The model schedules jobs, each of a width to be chosen, on R machines. CP-SAT is asked for a makespan of at most
+    ``ours``, so it either proves that its answer is optimal or that there is none. Times are rounded down to 1 / 20,000
+    of the evenly spread work, so the lower bound is valid. Degrees that are no faster than a narrower one are left out.
+    A redundant constraint helps the solver: the sum of width times time is at most R times the makespan.
     """
     from ortools.sat.python import cp_model
 

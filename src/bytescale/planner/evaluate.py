@@ -1,22 +1,23 @@
-"""When does a plan end? The time of every micro-batch under a cost model, waiting for group members counted.
+"""The makespan of a plan: the time of every micro-batch under a cost model, including waiting for group members.
 
-The rule of time, the same for every planner:
+The rules of time, the same for every planner:
 
-* a rank runs its micro-batches in order; one that holds a slice of a shared group starts when ALL members of the group
-  have reached theirs, and ends for all of them at the same moment: every layer's ring needs every member's keys and
-  values, so nobody can run ahead;
-* it takes as long as its slowest member, whose time is compute (its share of the group, and its whole sequences) over
-  its speed, plus the ring's exposed part, plus g.
+* A rank runs its micro-batches in order. A micro-batch with a slice of a shared group starts when ALL members of the
+  group have reached theirs, and it ends on all of them at the same moment: every layer's ring needs every member's keys
+  and values, so no member can run ahead.
+* Such a micro-batch takes as long as its slowest member. A member's time is its compute (its share of the group and its
+  whole sequences) divided by its speed, plus the exposed part of the ring, plus g, the fixed time of a micro-batch.
 
 In a pipeline of p stages the cost model tells the time of one stage, and a rank ends later by its bubbles::
 
     (p - 1) * sum of max(0, t_i - t_{i-1})       t_i: time of its micro-batch i on a stage, t_0 = 0
 
-Warm-up costs (p - 1) t_1, each rise to a higher length level (p - 1) times the rise, and falls what cool-down then
-saves. So a rank that keeps to one level, or falls, pays (p - 1) times its longest micro-batch. An estimate: how a
-bubble delays the other ranks of a group is left out.
+Warm-up costs (p - 1) t_1, and each rise to a longer micro-batch costs (p - 1) times the rise. A fall costs as much as
+the shorter cool-down saves. So a rank whose micro-batches never get longer pays (p - 1) times its longest one. This
+is an estimate: it leaves out how a bubble delays the other ranks of a group.
 
-``evaluate`` computes it wave by wave in arrays; ``evaluate_slowly`` says it event by event in plain Python, for tests.
+``evaluate`` computes these times wave by wave in arrays. ``evaluate_slowly``, its slow twin for tests, goes event by
+event in plain Python.
 Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
 """
 
@@ -38,25 +39,25 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What a plan costs, in seconds at the cost model's scale."""
+    """The times of a plan, in seconds at the cost model's scale, and its traffic."""
 
-    end_seconds: float  # when the last rank ends
-    rank_end_seconds: FloatArray  # [R] bubbles of a pipeline included
-    rank_busy_seconds: FloatArray  # [R] own compute, exposed ring and g: what is not waiting
+    end_seconds: float  # makespan: when the last rank ends
+    rank_end_seconds: FloatArray  # [R] including the bubbles of a pipeline
+    rank_busy_seconds: FloatArray  # [R] own compute, exposed ring and g, without waiting
     micro_batch_start_seconds: FloatArray  # [M]
     micro_batch_end_seconds: FloatArray  # [M]
-    ideal_seconds: float  # LBw: all compute spread evenly over the ranks' speeds
+    ideal_seconds: float  # lower bound: all compute spread evenly over the ranks' speeds
     traffic_tokens: int  # sum of s * (D - 1): tokens whose K/V pass a link, all ranks together
-    minimal_traffic_tokens: int  # the same with every sequence on the fewest ranks that hold it
+    minimal_traffic_tokens: int  # traffic with every sequence on the fewest ranks that hold it
 
     @property
     def over_ideal(self) -> float:
-        """``end_seconds`` over LBw: 1 is perfect."""
+        """Makespan divided by the lower bound; 1 is perfect."""
         return self.end_seconds / self.ideal_seconds
 
 
 def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Outcome:
-    """The outcome of ``plan``, which has to pass ``verify``, on ranks of ``num_stages`` stages that ``cost`` tells."""
+    """The outcome of ``plan``, which has to pass ``verify``. ``cost`` tells the time of one pipeline stage."""
     own_seconds = _own_seconds(plan, cluster, cost)
     first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
     shared = plan.group_sizes[first_group] > 1
@@ -78,14 +79,14 @@ def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int =
 
 
 def _rises(plan: Plan, seconds: FloatArray) -> FloatArray:
-    """``[M]`` by how much each micro-batch is longer than the one before it on its rank."""
+    """``[M]`` seconds by which each micro-batch is longer than the one before on its rank; 0 if it is shorter."""
     before = np.concatenate(([0.0], seconds[:-1]))[: len(seconds)]
     before[plan.rank_micro_batch_offsets[:-1][np.diff(plan.rank_micro_batch_offsets) > 0]] = 0.0
     return np.maximum(seconds - before, 0.0)
 
 
 def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
-    """``[M]`` time of each micro-batch if its rank had to wait for nobody."""
+    """``[M]`` time of each micro-batch if its rank never had to wait."""
     squares = segment_sums(plan.lengths[plan.group_sequences].astype(np.float64) ** 2, plan.group_sequence_offsets)
     work = cost.compute_seconds(plan.group_tokens, squares)
     nodes = plan.group_ranks // cost.ranks_per_node
@@ -100,7 +101,7 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
 
 
 def _member_places(plan: Plan, entry_ranks: IntArray) -> IntArray:
-    """``[E]`` place in ``group_ranks`` of each (micro-batch, group) pair: both sides sorted by (group, rank) agree."""
+    """``[E]`` place in ``group_ranks`` of each (micro-batch, group) pair, found by sorting both by (group, rank)."""
     by_entry = np.argsort(plan.micro_batch_groups * plan.num_ranks + entry_ranks, kind="stable")
     groups = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
     by_member = np.argsort(groups * plan.num_ranks + plan.group_ranks, kind="stable")
@@ -114,8 +115,9 @@ def _run(
 ) -> tuple[FloatArray, FloatArray]:
     """Start and end of every micro-batch ``[M]``.
 
-    Local micro-batches never wait, so only shared ones have to be run in waves: those that all members have reached.
-    ``local[m]`` is the local time on a rank before micro-batch m, and ``delay[m]`` what shared ones add to it.
+    Local micro-batches never wait. So only shared ones are run in waves; a wave consists of those that all members have
+    reached. ``local[m]`` is the time of all local micro-batches before m on its rank, and ``delay`` is the time that
+    the shared ones add.
     """
     ranks = plan.micro_batch_ranks
     alone = np.where(shared, 0.0, own_seconds)
@@ -158,7 +160,7 @@ def _run(
 
 
 def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:
-    """Running sum before each micro-batch, from 0 on every rank (summed per rank: no cancellation of large sums)."""
+    """The sum of ``seconds`` before each micro-batch on its rank; it starts at 0 on every rank."""
     sums = np.concatenate(([0.0], np.cumsum(seconds)))
     return sums[:-1] - np.repeat(sums[offsets[:-1]], np.diff(offsets))
 

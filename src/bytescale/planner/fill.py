@@ -1,4 +1,4 @@
-"""Whole sequences: into holes between shared groups, dealt to the ranks behind them, and cut into micro-batches."""
+"""Places whole sequences: in holes between shared groups or on ranks after them; then packs them in micro-batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 PASS = 20
-"""Time of one pass of all ranks over that of packing one sequence by itself."""
+"""Time of one pass over all ranks, divided by the time of packing a single sequence."""
 
 CHUNK_RATIO = 0.5
-"""Sequences whose times differ by less are dealt in one go (0.8 ends no earlier and takes 2.3 times as long)."""
+"""Sequences are assigned in one chunk if their times differ by less than this factor.
+
+A ratio of 0.8 gives no smaller makespan and takes 2.3 times as long.
+"""
 
 NUMBER_BITS = 20
-"""Of a micro-batch's number, below its room in one key."""
+"""Low bits of a key that hold the number of a micro-batch; the bits above hold the room left in it."""
 
 
 def deal(
@@ -31,12 +34,13 @@ def deal(
     lengths: IntArray | None = None,
     capacity: IntArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """Longest first to the rank that is free first, in bulk.
+    """Assign sequences, longest first, to the ranks that are free first, in chunks.
 
-    One go deals all sequences whose times are within ``CHUNK_RATIO`` of each other: pour that much time over the ranks
-    like water, and give each rank the whole number of sequences that fits under the surface, the odd ones to those
-    with most room for one more. Of the chunk, the longest go to the ranks that are left furthest below the surface,
-    the shortest to those furthest above it. The next, smaller ones level out what is left.
+    A chunk consists of sequences whose times are within ``CHUNK_RATIO`` of each other. Its total time is poured over
+    the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining
+    sequences go to the ranks with the most room for one more. Within the chunk, the longest sequences go to the ranks
+    that end furthest below the surface and the shortest to those furthest above it. Later chunks, whose sequences are
+    shorter, level out the differences.
 
     Args:
         seconds: ``[n]`` time of each sequence at speed 1, descending.
@@ -53,7 +57,7 @@ def deal(
         return ranks, free_at
     speeds = np.ones(len(free_at)) if speeds is None else speeds
     ends, falling = free_at.copy(), -seconds
-    # Ranks that stick out of all that time get none of it.
+    # Ranks that are above the surface of all the time together get no sequence.
     able = np.flatnonzero(free_at <= _surface(float(seconds.sum()), free_at, speeds))
     heights, widths = free_at[able], speeds[able]
     start = 0
@@ -71,27 +75,27 @@ def deal(
 
 
 def _pour(chunk: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntArray:
-    """Place in ``heights`` ``[n]`` of each sequence of ``chunk`` ``[m]``, which take about equally long."""
+    """The rank (place in ``heights`` ``[n]``) of each sequence of ``chunk`` ``[m]``. All take about equally long."""
     volume = float(chunk.sum())
     item = volume / len(chunk)
     room = np.maximum(_surface(volume, heights, speeds) - heights, 0.0) * (speeds / item)  # in sequences
     shares = room.astype(np.int64)
-    # Most room for one more first, those without any last. 16 bits of it are enough, and sort by radix.
+    # Ranks with the most room for one more come first, those without any last. Keys of 16 bits are sorted by radix.
     by_room = np.argsort(((1.0 - (room - shares)) * 0xFFFE + (room == 0)).astype(np.uint16), kind="stable")
     odd = len(chunk) - int(shares.sum())
     shares[by_room[:odd]] += 1
-    lowest_first = np.concatenate((by_room[odd:], by_room[:odd]))  # against the surface; the odd ones are above it
+    lowest_first = np.concatenate((by_room[odd:], by_room[:odd]))  # ranks with an odd one end above the surface
     shares = shares[lowest_first]
     places = np.repeat(lowest_first, shares)
-    # One per rank and round, so that no rank gets all the long ones.
+    # Each round gives every rank one sequence, so that no rank gets all the long ones.
     rounds = np.arange(len(chunk)) - np.repeat(np.cumsum(shares) - shares, shares)
     return places[rising(rounds)]
 
 
 def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
-    """Where ``volume`` poured over vessels ``speeds`` wide, whose floors are at ``heights``, comes to rest.
+    """The level at which ``volume`` comes to rest when poured over vessels of width ``speeds`` and floors ``heights``.
 
-    With all of them wet it would be the highest; leave out those that stick out until none does.
+    Computed for all vessels, then without those whose floors are above the result, until there are none.
     """
     weights = heights * speeds
     while True:
@@ -103,7 +107,7 @@ def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
 
 
 def into_holes(seconds: FloatArray, holes: FloatArray) -> IntArray:
-    """Hole of each sequence ``[n]``, -1 for none: the largest hole first takes the longest that fit, and the next.
+    """The hole of each sequence ``[n]``, or -1. Holes, largest first, take the longest sequences that fit.
 
     Args:
         seconds: ``[n]`` time of each sequence, descending.
@@ -120,13 +124,13 @@ def into_holes(seconds: FloatArray, holes: FloatArray) -> IntArray:
 
 
 def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> IntArray:
-    """Index of the micro-batch, on its own rank, of each sequence ``[n]``: best fit, in the order given.
+    """Index of the micro-batch, on its own rank, of each sequence ``[n]``: best fit, in the given order.
 
-    All ranks pack at once: pass k puts the k-th sequence of every rank into its fullest micro-batch that still holds
-    it. The few ranks that have by far the most sequences would need passes of their own; they pack one by one.
+    All ranks pack at once: pass k puts the k-th sequence of every rank into its fullest micro-batch with enough room.
+    The few ranks that have by far the most sequences would need passes for themselves, so they pack one by one.
 
     Args:
-        lengths: ``[n]`` tokens, sorted by rank, best longest first on each.
+        lengths: ``[n]`` tokens, sorted by rank; on each rank, longest first is best.
         ranks: ``[n]`` rising.
         capacity: ``[R]`` tokens of one micro-batch.
     """
@@ -142,9 +146,10 @@ def micro_batches(lengths: IntArray, ranks: IntArray, capacity: IntArray) -> Int
         index[head : head + count] = best_fit(lengths[head : head + count], room)
     heads, counts, size = heads[alone:], counts[alone:], size[alone:]
     passes = np.arange(1, counts.max(initial=0) + 1)
-    packing = np.searchsorted(-counts, -passes, side="right")  # ranks that have so many sequences
-    # A micro-batch is the number (room left, its index): of those with room the smallest is the fullest, and the oldest
-    # of equally full ones. Without room it wraps around to a huge one.
+    packing = np.searchsorted(-counts, -passes, side="right")  # number of ranks that take part in each pass
+    # The key of a micro-batch is the number (room left, index). Of those with enough room, the smallest key is that of
+    # the fullest one, and of the oldest of equally full ones. Without enough room, the difference wraps around to a
+    # huge number.
     sizes = lengths.astype(np.uint64) << NUMBER_BITS
     empty = size.astype(np.uint64) << NUMBER_BITS
     keys = empty[None].copy()  # [micro-batches opened so far, and one empty; ranks]

@@ -1,11 +1,11 @@
-"""Ranks that differ in speed and capacity: the same steps as ``adaptive``, with shares that follow the member.
+"""Ranks that differ in speed and capacity: the same steps as ``adaptive``, with shares that depend on the member.
 
 A shared sequence takes consecutive ranks of one plateau, as many as hold it and end it within the target. Each member
-gets tokens in proportion to its speed, but never more than its capacity; what that leaves over goes to the others,
-again by speed. The shares are the group's weights, so that the runtime's chunks are exactly these tokens.
+gets tokens in proportion to its speed, but never more than its capacity; the remaining tokens go to the other members,
+again in proportion to speed. These shares are the group's weights, so the runtime's chunks are exactly these tokens.
 
-What a sequence leaves of its plateau is weighed in speed, not in ranks: the slow half of the ranks is less than a third
-of the work that can be done there, and if no other long sequence fits on it, it is best taken as well.
+The strip that a sequence leaves of its plateau is measured in speed, not in ranks. For example, the slow half of the
+ranks may do less than a third of the work; if no other long sequence fits on it, the sequence should take it as well.
 
 One pass costs some 30 microseconds per shared sequence.
 """
@@ -23,7 +23,8 @@ from bytescale.planner.trial import Batch, Trial, num_shared
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
-# (slack of the target; snap: see ``blocks``, here of speed; sequences that end within 1 / floors of it are dealt whole)
+# (slack: factor on the target; snap: as in ``blocks``, but a share of speed; floors: sequences that end within the
+# target / floors on one rank stay whole)
 ATTEMPTS = (
     *((1.005, snap, 1.0) for snap in (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)),
     *((1.005, 0.0, floors) for floors in (4.0, 16.0, 64.0)),
@@ -32,7 +33,7 @@ ATTEMPTS = (
 
 
 def mixed_batch(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
-    """The batch of ``lengths`` ``[S]``, longest first; ``local_seconds`` are those on the fastest rank that fits."""
+    """The batch of ``lengths`` ``[S]``, longest first. ``local_seconds`` are on the fastest rank that holds each."""
     work = cost.work_seconds(lengths) + lengths * (cost.micro_batch_seconds / float(cluster.capacity_tokens.mean()))
     by_capacity = np.argsort(-cluster.capacity_tokens, kind="stable")
     capacities = cluster.capacity_tokens[by_capacity]
@@ -51,7 +52,7 @@ def mixed_batch(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
 
 
 def mixed_search(batch: Batch, good_enough: float) -> Trial:
-    """The best of a few attempts; stops at one that ends within ``good_enough`` of the ideal."""
+    """The best of a few attempts. Stops at a makespan within a factor ``good_enough`` of the target."""
     best: Trial | None = None
     for slack, snap, floors in ATTEMPTS:
         trial = _try(batch, slack * batch.target, snap, floors)
@@ -65,7 +66,7 @@ def mixed_search(batch: Batch, good_enough: float) -> Trial:
 
 def _try(batch: Batch, target: float, snap: float, floors: float) -> Trial:
     cluster = batch.cluster
-    # ``local_seconds`` are those of the fastest rank; what a slow one ends too late has to be placed, not dealt.
+    # ``local_seconds`` are on the fastest rank. With larger floors, sequences that slow ranks end too late are shared.
     count = num_shared(batch.fewest, batch.local_seconds, target / floors)
     placed, weights = _place(batch, batch.lengths[:count], target, snap)
     work = batch.cost.work_seconds(batch.lengths[count:])
@@ -84,9 +85,10 @@ def _try(batch: Batch, target: float, snap: float, floors: float) -> Trial:
 
 
 def _place(batch: Batch, lengths: IntArray, target: float, snap: float) -> tuple[Placement, IntArray]:
-    """Each sequence, longest first, on the lowest plateau that can end it in time; also all members' tokens ``[E]``.
+    """Place each sequence, longest first, on the lowest plateau that can end it in time.
 
-    Of the plateaus that a sequence leaves behind, one always has room for the next, which is no longer: its own.
+    Returns the placement and all members' tokens ``[E]``. A plateau with room for the next sequence always exists: the
+    ranks that held the previous one, because the next one is no longer.
     """
     cluster, cost = batch.cluster, batch.cost
     capacity, speed = (np.concatenate(([0], np.cumsum(part))) for part in (cluster.capacity_tokens, cluster.speeds))
@@ -125,8 +127,8 @@ def _place(batch: Batch, lengths: IntArray, target: float, snap: float) -> tuple
 def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
     """``[N]`` tokens of each member, at least 1 where there are enough, summing to ``length``.
 
-    In proportion to speed; members whose capacity is less than that are filled, and the others share the rest.
-    ``length`` is at most the sum of the capacities.
+    Tokens are in proportion to speed. Members whose capacity is below their share are filled, and the others share the
+    rest. ``length`` is at most the sum of the capacities.
     """
     ideal = np.zeros(len(speeds))
     open_to = np.ones(len(speeds), dtype=bool)
@@ -138,7 +140,8 @@ def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
             break
         open_to &= ~full
     tokens = np.minimum(np.maximum(np.floor(ideal + 1e-9).astype(np.int64), min(1, length // len(speeds))), capacity)
-    # What rounding left over (or, rarely, took too much): one token each, to the members most below their ideal.
+    # Tokens that rounding left over go, one each, to the members furthest below their ideal share. (In the rare case of
+    # too many tokens, the members furthest above it give back one each.)
     while missing := length - int(tokens.sum()):
         step = 1 if missing > 0 else -1
         may = tokens < capacity if step > 0 else tokens > 1
@@ -148,7 +151,7 @@ def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
 
 
 def _seconds(cost: CostModel, length: int, work: float, tokens: IntArray, speeds: FloatArray, first: int) -> float:
-    """Time of the slowest member."""
+    """Time of the slowest member, in seconds."""
     degree = len(tokens)
     compute = work * float((tokens / speeds).max()) / length
     leaves_node = cost.leaves_node(first, degree)

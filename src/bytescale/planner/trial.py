@@ -1,4 +1,4 @@
-"""What the adaptive planner works on, and how one of its trials becomes a plan.
+"""The batch that the adaptive planner works on, its trials, and how a trial becomes a plan.
 
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
@@ -24,15 +24,15 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """What no trial changes."""
+    """The data that all trials of a batch share."""
 
     lengths: IntArray  # [S] longest first
-    fewest: IntArray  # [S] ranks that hold each
-    local_seconds: FloatArray  # [S] on one rank, with its part of a micro-batch's g
+    fewest: IntArray  # [S] fewest ranks that hold each
+    local_seconds: FloatArray  # [S] time on one rank, with a share of g, the fixed time of a micro-batch
     cluster: Cluster
     cost: CostModel
-    target: float  # when all could end together, without a pipeline
-    pack_tokens: int  # most of whole sequences in one micro-batch
+    target: float  # seconds; when all ranks could end together, without a pipeline
+    pack_tokens: int  # most tokens of whole sequences in one micro-batch
     num_stages: int = 1
 
     @staticmethod
@@ -62,51 +62,55 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One way to lay the batch out."""
+    """One way to assign the batch to the ranks."""
 
-    shared: IntArray  # [G] places in the batch, in the order in which ranks meet them
+    shared: IntArray  # [G] places in the batch, in the order in which ranks run them
     placed: Placement
-    local: IntArray  # [S - G] places of the others, which stay whole
+    local: IntArray  # [S - G] places of the other sequences, which stay whole
     local_ranks: IntArray  # [S - G] rank of each of them
-    end: float  # seconds
-    local_before: IntArray | None = None  # [S - G] shared group (place in ``shared``) before which; G, or None: behind
+    end: float  # makespan in seconds
+    local_before: IntArray | None = None
+    """``[S - G]`` the shared group (place in ``shared``) before which each whole sequence runs; G: after all of them.
+
+    None: all whole sequences run after the shared groups.
+    """
     weights: IntArray | None = None  # [sum of degrees] shares of the shared groups' members; None: equal
 
 
 def num_shared(fewest: IntArray, local_seconds: FloatArray, limit: float) -> int:
-    """How many of the longest sequences no rank holds, or none ends within ``limit`` seconds."""
+    """Number of the longest sequences that no rank can hold, or that no rank ends within ``limit`` seconds."""
     return max(int(np.searchsorted(-fewest, -1)), int(np.searchsorted(-local_seconds, -limit)))
 
 
 def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, planner: str) -> Plan:
-    """The trial as a ``Plan``: shared groups in their order, then every rank's whole sequences in packs.
+    """The trial as a ``Plan``: shared groups in their order, and every rank's whole sequences in packs.
 
     Args:
         batch: the batch.
-        trial: one way to lay it out.
+        trial: one way to assign it to the ranks.
         order: ``[S]`` sequence number of each place in the batch.
-        lengths: ``[S]`` by sequence number.
-        planner: for people.
+        lengths: ``[S]`` tokens, by sequence number.
+        planner: name of the planner, for people.
     """
     count, num_ranks = len(trial.shared), batch.cluster.num_ranks
-    # A berth is where a rank runs whole sequences: before one of its shared groups, or behind them all.
+    # A berth is a place where a rank runs whole sequences: before one of its shared groups, or after all of them.
     berth_of, berth_ranks, berth_before = trial.local_ranks, np.arange(num_ranks), np.full(num_ranks, count)
     if trial.local_before is not None:
         berths, berth_of = np.unique(trial.local_before * num_ranks + trial.local_ranks, return_inverse=True)
         berth_ranks, berth_before = berths % num_ranks, berths // num_ranks
     by_berth = rising(berth_of)
     places, berth_of = trial.local[by_berth], berth_of[by_berth]
-    # A whole sequence above the capacity offloads the rest, and fills a micro-batch of its own.
+    # A whole sequence above the capacity offloads the excess and fills a micro-batch by itself.
     capacity = np.minimum(batch.cluster.capacity_tokens, batch.pack_tokens)[berth_ranks]
     index = micro_batches(np.minimum(batch.lengths[places], capacity[berth_of]), berth_of, capacity)
-    # One local group per micro-batch, in the order of time: all berths' first, then their second.
+    # One local group per micro-batch, in order of time: first packs of all berths, then second packs, and so on.
     packs = index * len(berth_ranks) + berth_of
     by_pack = rising(packs)
     places, packs = places[by_pack], packs[by_pack]
     heads = np.flatnonzero(np.append(True, packs[1:] != packs[:-1])[: len(places)])
     pack_berths, pack_index = packs[heads] % len(berth_ranks), packs[heads] // len(berth_ranks)
     pack_ranks, pack_before = berth_ranks[pack_berths], berth_before[pack_berths]
-    width = 1 + int((pack_index + 1)[pack_before < count].max(initial=0))  # slots of a shared group and packs before it
+    width = 1 + int((pack_index + 1)[pack_before < count].max(initial=0))  # slots: a shared group, packs before it
     shared_slots, slots = np.arange(count) * width + width - 1, pack_before * width + pack_index
     if batch.cost.micro_batch_seconds > 0 and count and len(heads) and trial.weights is None:
         joined = _joining(batch, trial, places, pack_ranks, pack_before, heads)
@@ -125,18 +129,19 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
 def _joining(
     batch: Batch, trial: Trial, places: IntArray, pack_ranks: IntArray, pack_before: IntArray, heads: IntArray
 ) -> IntArray:
-    """Shared group (its place in ``trial.shared``) in whose micro-batch each pack rides along ``[packs]``, -1 for none.
+    """``[packs]`` the shared group (place in ``trial.shared``) whose micro-batch each pack joins, -1 for none.
 
-    A micro-batch less saves g. But the members of a group end together, so the packs that join it have to take about
-    equally long: a group is filled when it is the last shared one of all its members, each of them has a pack that
-    fits beside its slice, and these packs differ by less than g. Each rank gives its longest pack that fits.
+    Each joined pack saves a micro-batch, and so the time g. But the members of a group end together, so the packs that
+    join it have to take about equally long. Packs join a group if it is the last shared group of all its members, each
+    member has a pack that fits beside its slice, and the times of these packs differ by less than g. Each rank offers
+    its longest pack that fits.
 
     Args:
         batch: the batch.
-        trial: one way to lay it out, members with equal shares.
+        trial: one way to assign it; the members of a group have equal shares.
         places: places in the batch of all whole sequences, pack by pack.
         pack_ranks: ``[packs]`` rank of each pack.
-        pack_before: ``[packs]`` see ``Trial.local_before``: only packs behind all shared groups of their rank join.
+        pack_before: ``[packs]`` as ``Trial.local_before``; only packs after all shared groups of their rank join.
         heads: ``[packs]`` where each pack starts in ``places``.
     """
     joined = np.full(len(heads), -1)
