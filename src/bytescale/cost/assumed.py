@@ -1,7 +1,7 @@
-"""What planning believes of speed before anything was profiled: round numbers for two kinds of devices.
+"""The speeds that planning assumes without a profile: round numbers for two kinds of devices.
 
-Every rank plans for itself and all of them must come to the same plan, so nothing that a rank measures may enter.
-Balance needs the ratio of attention to the rest, which a FLOP count gives; whether a sequence is worth sharing needs
+Every rank makes the plan by itself, and all ranks must get the same plan, so no measurement of a rank may enter.
+Balancing needs the ratio of attention to the rest, which a FLOP count gives. Whether sharing a sequence pays depends on
 the ratio of compute to links, for which an order of magnitude is enough. A profile (``cost.profile``) replaces both.
 """
 
@@ -18,7 +18,7 @@ from bytescale.cost.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedDevice:
-    """One rank's device and its links, as measured in orders of magnitude."""
+    """One rank's device and its links, with the right orders of magnitude."""
 
     flops_per_second: float
     intra_node_bytes_per_second: float
@@ -29,8 +29,8 @@ class AssumedDevice:
 
 
 ASSUMED: dict[str, AssumedDevice] = {
-    # A core with AVX2 and gloo over loopback, whose copies take the cores' own time: nothing of a transfer is hidden
-    # for free, hence a bandwidth and a latency a few times worse than the bare link's.
+    # A core with AVX2, and gloo over loopback. Its copies use the cores themselves, so no transfer is hidden for free.
+    # Bandwidth and latency are therefore a few times worse than those of the link alone.
     "cpu": AssumedDevice(
         flops_per_second=5e10,
         intra_node_bytes_per_second=2e8,
@@ -58,7 +58,7 @@ def assumed_cost(
     bytes_per_element: int,
     ring_gradients: RingGradients = "wide",
 ) -> CostModel:
-    """The cost model of ``architecture`` on a device of ``ASSUMED``, nothing measured."""
+    """The cost model of ``architecture`` on a device of ``ASSUMED``, without any measurement."""
     assumed = ASSUMED[device]
     return CostModel.from_architecture(
         architecture,
@@ -73,7 +73,7 @@ def assumed_cost(
 
 
 def assumed_profile(architecture: Architecture, *, device: Literal["cpu", "cuda"], bytes_per_element: int) -> Profile:
-    """The same beliefs as a profile: what Equation 3 needs, layer by layer."""
+    """The same assumptions as a profile, layer by layer, as Equation 3 needs them."""
     assumed = ASSUMED[device]
     return Profile.from_flops(
         architecture,

@@ -1,6 +1,6 @@
-"""The cluster as a planner sees it: HDP ranks, what each can hold, and how fast each is.
+"""The cluster as a planner sees it: HDP ranks, with the capacity and the speed of each.
 
-Where nodes end is in the cost model, with the links (``CostModel.ranks_per_node``).
+The size of a node is in the cost model, with the links (``CostModel.ranks_per_node``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Cluster:
         return bool((self.speeds == self.speeds[0]).all() and (self.capacity_tokens == self.capacity_tokens[0]).all())
 
     def fewest_ranks(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``[S]`` ranks that hold each sequence (paper Eq. 3; s / C rounded up without offloading). Equal ranks."""
+        """``[S]`` fewest ranks that hold each sequence (paper Eq. 3; without offloading ceil(s / C)). Equal ranks."""
         capacity = int(self.capacity_tokens.min())
         if self.offload is None:
             return -(-lengths // capacity)
@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def largest_sequence(self) -> int:
-        """Tokens that all ranks hold together. Equal ranks."""
+        """Tokens of the largest sequence that all ranks can hold together. Equal ranks."""
         capacity = int(self.capacity_tokens.min())
         slice_tokens = capacity if self.offload is None else self.offload.largest_slice(capacity)
         return self.num_ranks * slice_tokens

@@ -25,7 +25,7 @@ class Curve:
         return (self.quadratic * tokens + self.linear) * tokens + self.constant
 
     def times(self, factor: float) -> Curve:
-        """The same shape, ``factor`` times as high."""
+        """This curve multiplied by ``factor``."""
         return Curve(self.quadratic * factor, self.linear * factor, self.constant * factor)
 
 
@@ -34,15 +34,16 @@ def fit_curve(
 ) -> Curve:
     """The curve of non-negative coefficients with the smallest (weighted) sum of squared RELATIVE errors.
 
-    Relative, because points span several powers of ten and each tells as much as the next. Non-negative, because a
-    time that falls with length would send a planner astray outside the measured range. Three coefficients are few
-    enough to solve every subset that may be positive and keep the best: exact, and without an iteration to tune.
+    Errors are relative because points span several powers of ten and all are equally informative. Coefficients are
+    non-negative because a time that falls with length would mislead a planner outside the measured range. With three
+    coefficients, every subset that may be positive can be solved and the best one kept. This is exact and needs no
+    iteration.
 
     Args:
         tokens: ``[P]`` lengths, at least one.
         values: ``[P]`` seconds or bytes, each above 0.
-        quadratic: whether ``s^2`` may take part.
-        weights: ``[P]`` of the squared errors; all 1 when None.
+        quadratic: whether the curve may have a term in ``s^2``.
+        weights: ``[P]`` weights of the squared errors; None: all are 1.
     """
     tokens = np.asarray(tokens, dtype=np.float64)
     values = np.asarray(values, dtype=np.float64)
@@ -68,5 +69,5 @@ def fit_curve(
 
 
 def relative_errors(curve: Curve, tokens: ArrayLike, values: ArrayLike) -> NDArray[np.float64]:
-    """``[P]`` of fit over point, minus one."""
+    """``[P]`` the curve divided by each point, minus one."""
     return curve(tokens) / np.asarray(values, dtype=np.float64) - 1.0

@@ -10,20 +10,20 @@ from bytescale.common.errors import ConfigError, problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """One device's links, one direction each. Infinite bandwidth and no latency: ideal, nothing is ever exposed."""
+    """One device's links, one direction each. The defaults are ideal links, whose transfers are never exposed."""
 
     intra_node_bytes_per_second: float = math.inf
     """To a neighbour in the same node (NVLink, shared memory)."""
     inter_node_bytes_per_second: float = math.inf
     """To a neighbour in another node (RDMA)."""
     latency_seconds: float = 0.0
-    """From the start of a transfer until its first byte arrives; compute hides it like the bytes."""
+    """Time from the start of a transfer until its first byte arrives. Compute can hide it, like the transfer itself."""
     message_seconds: float = 0.0
-    """Of every ring step and direction, which no compute hides: starting it, waking up, adding up what came."""
+    """Time of every ring step and direction that no compute hides: starting, waking up, adding up what arrived."""
     device_to_host_bytes_per_second: float = math.inf
-    """Offloading, forward."""
+    """For offloading, in forward."""
     host_to_device_bytes_per_second: float = math.inf
-    """Loading back, backward."""
+    """For loading back, in backward."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -32,5 +32,5 @@ class Links:
                 raise ConfigError(problem(f"links: {spec.name} is {value}", fix="use a number above 0"))
 
     def ring_bytes_per_second(self, inter_node: bool) -> float:
-        """The pace of a ring: that of its slowest link."""
+        """Bandwidth of a ring, which is that of its slowest link."""
         return self.inter_node_bytes_per_second if inter_node else self.intra_node_bytes_per_second

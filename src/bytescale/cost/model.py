@@ -1,13 +1,14 @@
-"""The planner's cost model: a few numbers that say how long one rank takes for its part of anything.
+"""The planner's cost model: a few numbers that give the time of one rank for its part of a sequence or a group.
 
-It folds all layers, forward and backward, into one number per term. ``cost.stage`` keeps them apart, for the simulator.
+It sums all layers, forward and backward, into one number per term. ``cost.stage`` keeps them separate, for the
+simulator.
 
     work of a sequence on one rank            a s^2 + b s
     member of a group of D                    (a Q + b T) / D  +  exposed ring time  +  g
     with T = sum of s, Q = sum of s^2 over the group's sequences
 
-The ring has D - 1 transfers beside D blocks of attention. A transfer runs while a block computes, so only what is
-longer than the block is seen (paper section 3: O(s^2) work hides O(s) traffic):
+The ring has D - 1 transfers and D blocks of attention. A transfer runs while a block computes, so only the time by
+which a transfer is longer than a block is exposed (paper section 3: O(s^2) work hides O(s) traffic):
 
     x = ring_bytes_per_token T / (D bandwidth) + latency        one transfer
     c = a Q / D^2                                               one block
@@ -37,11 +38,11 @@ class CostModel:
     """
 
     attention_seconds_per_pair: float
-    """a: seconds per s^2 (the causal mask's half is in the number)."""
+    """a: seconds per s^2. The factor one half of the causal mask is included."""
     token_seconds: float
-    """b: seconds per token of everything but attention."""
+    """b: seconds per token of everything except attention."""
     micro_batch_seconds: float = 0.0
-    """g: seconds per micro-batch, whatever is in it (kernel launches)."""
+    """g: fixed seconds per micro-batch (kernel launches)."""
     ring_bytes_per_token: float = 0.0
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
     ring_step_seconds: float = 0.0
@@ -134,7 +135,7 @@ class CostModel:
         tensor_parallel: int = 1,
         ring_gradients: RingGradients = "wide",
     ) -> CostModel:
-        """A model from a FLOP count: what planning believes before anything was measured.
+        """A cost model from a FLOP count, which planning uses without measurements.
 
         Args:
             architecture: the model's shape.
@@ -171,5 +172,5 @@ class CostModel:
 
     @staticmethod
     def from_work(*, linear_per_square: float = 24576) -> CostModel:
-        """Abstract work s^2 + ``linear_per_square`` s with ideal links: how peers' planners are compared."""
+        """Abstract work s^2 + ``linear_per_square`` s with ideal links, for comparing planners."""
         return CostModel(attention_seconds_per_pair=1.0, token_seconds=linear_per_square)

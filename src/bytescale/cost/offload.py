@@ -1,10 +1,10 @@
-"""Equation 3: which share of a sequence's activations goes to host memory, and how many ranks it then needs.
+"""Equation 3: which share of a sequence's activations goes to host memory, and how many ranks the sequence needs then.
 
     D(r) = ceil( (1 - r p) s / C ),  p = (l - 2) / l       ranks that s needs when a rank of l layers holds C tokens
     minimise D over r in [0, 1] subject to  T(s) >= r Act(s) / min(B_d2h, B_h2d)
 
-Both sides of the constraint shrink by D alike, so it is written for the whole sequence. We add that host memory ends
-too, ``r (l - 2) Act(s) / D <= H`` per device, and of all r that give the smallest D take the smallest.
+Both sides of the constraint are divided by D, so it is written for the whole sequence. We add the limit of host
+memory, ``r (l - 2) Act(s) / D <= H`` per device. Of all r that give the smallest D, the smallest r is taken.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from bytescale.cost.stage import RESIDENT_LAYERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRule:
-    """Equation 3 on equal ranks, as planners ask for it. ``profile.activation_bytes`` is what a layer really keeps."""
+    """Equation 3 on equal ranks, for planners. ``profile.activation_bytes`` has to be the bytes that a layer keeps."""
 
     profile: Profile
     num_layers: int
     movable_share: float
-    """Of what a token needs on the device, the share that the movable layers keep: (l - 2) / l in Eq. 3, less in truth
-    (``plan.limits``)."""
+    """The share of a token's device memory that the movable layers keep.
+
+    It is (l - 2) / l in Eq. 3; in reality it is less (``plan.limits``).
+    """
     host_bytes: float = math.inf
 
     def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> NDArray[np.int64]:
-        """``[S]`` ranks that each sequence needs, offloading what its compute hides.
+        """``[S]`` ranks that each sequence needs if it offloads as much as its compute hides.
 
-        A sequence that so needs more than ``num_ranks`` gets all of them, and offloads more than is hidden: slower,
-        but it runs. One that does not fit even then keeps its number, which is above ``num_ranks``.
+        A sequence that would need more than ``num_ranks`` gets all of them and offloads more than compute hides: it is
+        slower, but it runs. A sequence that does not fit even then keeps its number, which is above ``num_ranks``.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
         _, degree = choose_offload(
@@ -50,7 +52,7 @@ class OffloadRule:
         return np.where((degree > num_ranks) & fits_at_all, num_ranks, degree)
 
     def ratio(self, slices: ArrayLike, capacity_tokens: int) -> NDArray[np.float64]:
-        """``[G]`` smallest r with which a member's slice takes no more of the device than C tokens do at r = 0."""
+        """``[G]`` smallest r with which a member's slice needs no more device memory than C tokens at r = 0."""
         slices = np.maximum(np.asarray(slices, dtype=np.float64), 1.0)
         if self.movable_share <= 0:
             return np.zeros_like(slices)
@@ -58,7 +60,7 @@ class OffloadRule:
         return np.minimum(moved / slices, 1.0)
 
     def largest_slice(self, capacity_tokens: int) -> int:
-        """Tokens of one sequence that a rank can hold when it offloads all it may, hidden or not."""
+        """Tokens of one sequence that a rank can hold if it offloads as much as possible, hidden by compute or not."""
         if self.movable_share <= 0:
             return capacity_tokens
         by_device = capacity_tokens / (1.0 - self.movable_share)
@@ -71,7 +73,7 @@ class OffloadRule:
 
     @property
     def _whole_token_bytes(self) -> float:
-        """Host memory less one token's: moved tokens are rounded up, by less than one."""
+        """Host memory minus that of one token, because the number of moved tokens is rounded up by less than one."""
         return max(self.host_bytes - self._moved_bytes_per_token, 0.0)
 
 
@@ -91,7 +93,7 @@ def choose_offload(
         lengths: ``[S]`` tokens.
         capacity_tokens: C, tokens that a rank holds without offloading.
         num_layers: l, layers on a rank.
-        movable_share: of what a token needs on the device, the share that offloading can move; None: (l - 2) / l.
+        movable_share: the share of a token's device memory that offloading can move; None: (l - 2) / l.
         host_bytes: host memory per device.
 
     Returns:

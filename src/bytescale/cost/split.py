@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, in one chunk or, interleaved, in several."""
+"""Which layers each pipeline stage has: one chunk of layers, or several with interleaving."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from bytescale.cost import flops
 
 
 def split_layers(architecture: Architecture, num_parts: int) -> list[range]:
-    """A contiguous range of layers for each part, in order, at least one each, by equal work.
+    """A contiguous range of layers for each part, in order, with about equal work and at least one layer each.
 
-    The last part also has the output head, which counts as many layers as it has operations per token (attention's
-    share, which grows with the sequence, is left out: that would only make layers count for more). Looking up the
-    embedding is no work. Of parts with equal work the later ones take more layers, as 1F1B makes the earlier ones keep
-    more micro-batches.
+    The last part also has the output head, which counts as a number of layers, by its operations per token. (Attention
+    is left out of a layer's operations because it grows with the sequence; it would only make the head count less.)
+    Looking up the embedding counts as no work. Of parts with equal work the later ones take more layers, because under
+    1F1B the earlier ones keep the activations of more micro-batches.
 
-    Raises ``ValueError`` for more parts than layers (``config.validate`` says it better, and earlier).
+    Raises ``ValueError`` for more parts than layers (``config.validate`` rejects this earlier, with a better message).
     """
     num_layers = architecture.num_layers
     if not 1 <= num_parts <= num_layers:
@@ -30,5 +30,5 @@ def split_layers(architecture: Architecture, num_parts: int) -> list[range]:
 
 
 def stage_chunks(architecture: Architecture, num_stages: int, stage: int, virtual_stages: int = 1) -> list[range]:
-    """Layers of each of a stage's ``virtual_stages`` chunks: of the model's v p parts every p-th, from its own on."""
+    """Layers of each chunk of a stage. Of the model's v p parts, stage s has parts s, s + p, s + 2 p and so on."""
     return split_layers(architecture, num_stages * virtual_stages)[stage::num_stages]

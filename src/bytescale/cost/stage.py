@@ -1,4 +1,4 @@
-"""The full cost model: what a micro-batch costs one pipeline stage, term by term, forward and backward apart.
+"""The full cost model: the time of a micro-batch on one pipeline stage, term by term, forward and backward separately.
 
 Per layer, for a member that holds the share ``w`` of a group of D members (T = sum of s, Q = sum of s^2) beside local
 sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a, b, g) the attention curve::
@@ -11,8 +11,9 @@ sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a,
                  + (D - 1) message                                what no compute hides
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
-Compute is divided by the rank's speed; links are not. A stage has its layers' sum, and the last one the head. A group's
-members run in step, so the stage's time of a shared micro-batch is the longest of its members' (``simulator.events``).
+Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
+stage also has the head. A group's members run in step, so a shared micro-batch takes as long on a stage as its slowest
+member (``simulator.events``).
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
@@ -34,7 +35,7 @@ RESIDENT_LAYERS = 2  # the last layers of a stage are never offloaded: backward 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loads:
-    """What each of M micro-batches holds on its rank. All arrays ``[M]``."""
+    """The load of each of M micro-batches on its rank. All arrays are ``[M]``. Squares are sums of squared lengths."""
 
     local_tokens: FloatArray
     local_squares: FloatArray
@@ -71,7 +72,7 @@ def stage_times(
 ) -> StageTimes:
     """Times of one stage of ``num_layers`` layers, by the formulas at the top of this file.
 
-    ``recompute``: every layer's forward, ring included, runs once more before its backward.
+    With ``recompute``, every layer's forward, including its ring, runs once more before its backward.
     """
     directions = (
         (profile.attention_forward, profile.rest_forward, profile.head_forward),

@@ -1,33 +1,34 @@
-"""When may a rank start to reduce gradients? Not before its last message: the rule and its proof.
+"""When may a rank start to reduce gradients? Only after its last message: the rule and its proof.
 
-Gradients are reduced bucket by bucket while ranks still compute (``runtime.buckets``). On NCCL a reduction that is
-posted too early can hang the run. Some calls of CUDA wait for ALL streams of a device: an allocator's retry, the first
-launch of a kernel, pinned memory. A rank that meets one stands still until every reduction that it has posted is over,
-hence until every other rank has posted it too. If one of them cannot get there without this rank's next ring message,
-both wait for ever.
+Gradients are reduced bucket by bucket while ranks still compute (``runtime.buckets``). Under NCCL, a reduction that is
+posted too early can hang the run. Some CUDA calls wait for ALL streams of a device: a retry of the allocator, the first
+launch of a kernel, an allocation of pinned memory. A rank that makes such a call blocks until every reduction that it
+has posted is complete, and so until every other rank has posted these reductions too. If one of these ranks first needs
+this rank's next ring message, both wait for ever.
 
 The rule: **a rank posts reductions only after its last point-to-point message of the step**, sent or received.
 
-The proof treats every posted reduction as one that blocks its rank at once, until all ranks of the group have posted
-it. That covers device-wide waits at any place, and connections that the first use of a communicator makes.
+The proof assumes the worst: every posted reduction blocks its rank at once, until all ranks of the group have posted
+it. This covers device-wide waits at any place, and the connections that a communicator makes at its first use.
 
 1. Up to its last message a rank has posted no reduction. So all messages of the step are exchanged as if there were no
    reductions; ``plan.pipeline_order`` proves that this ends.
-2. Behind its last message a rank posts its reductions in the one order that all ranks have (the last bucket first).
-   Between them it computes and, with tensor parallelism, takes part in its TP group's collectives. The ranks of a TP
-   group have the same micro-batches and the same buckets: they run the same sequence of collectives and reductions.
-3. Suppose that some ranks wait for ever. In a TP group with such a rank look at the one that has come least far in the
-   group's sequence. It does not wait for a TP collective, which all others have reached, so it waits in a reduction. Of
-   all these TP groups (without tensor parallelism: ranks) choose the one whose reduction k comes first. It waits for a
-   rank that has not posted k. That rank's TP group goes on, or it is stuck in a reduction before k, against the choice.
-4. Collectives at the step's end follow on every rank in the same sequence, behind the reductions of 2: the sum of a
-   loss over the batch, a tied head's way home, the reductions of the remaining buckets, statistics. Gathers follow the
-   update, in one order on all ranks, and before the next step's first message.
+2. After its last message a rank posts its reductions in the order that all ranks share (the last bucket first). Between
+   reductions it computes and, with tensor parallelism, takes part in the collectives of its TP group. The ranks of a TP
+   group have the same micro-batches and the same buckets, so they run the same sequence of collectives and reductions.
+3. Suppose that some ranks wait for ever. In each TP group with such a rank, take the rank that is least far in the
+   group's sequence. It does not wait for a TP collective, because all others of its group have reached that one. So it
+   waits in a reduction. Of all these TP groups (without tensor parallelism: ranks), choose the one whose reduction k
+   comes first. It waits for a rank that has not posted k. The TP group of that rank either makes progress, so that k is
+   posted, or it is stuck in a reduction before k, which contradicts the choice.
+4. The collectives at the end of the step follow the reductions of point 2, in the same sequence on every rank: the sums
+   of a batch loss, the gradient of a tied head, the reductions of the remaining buckets, statistics. Gathers follow the
+   update, in one order on all ranks, before the first message of the next step.
 
-Where is the last message? In a pipeline a stage's last backward passes its gradient on, so only the first stage has
-computation behind its last message: its last backward, which needs a gradient and sends none. A micro-batch with a
-shared group sends along the ring in every layer, also in backward. So there is room exactly in the last backward of a
-rank on the first stage (or without stages) whose last micro-batch holds whole sequences only.
+Where is the last message? In a pipeline, the last backward of a stage ends by sending its gradient to the stage before.
+Only the first stage sends none, so only there can compute follow the last message: the last backward. A micro-batch
+with a shared group exchanges ring messages in every layer, in backward too. So reductions can overlap exactly with the
+last backward of a rank on the first stage (or without stages) whose last micro-batch holds only whole sequences.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def last_backward_is_silent(rank_plan: RankPlan, stage: int = 0) -> bool:
 
 
 def silent_last_backwards(plan: Plan) -> NDArray[np.bool_]:
-    """``[R]`` the same for every rank of a plan, on the first stage."""
+    """``[R]`` ``last_backward_is_silent`` for every rank of a plan, on the first stage."""
     counts = np.diff(plan.rank_micro_batch_offsets)
     silent = np.zeros(plan.num_ranks, dtype=bool)
     some = counts > 0

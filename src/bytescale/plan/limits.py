@@ -1,4 +1,4 @@
-"""What a rank's memory can hold, as plain numbers that ``verify`` holds every micro-batch of a plan against."""
+"""The limits of a rank's memory, as plain numbers. ``verify`` checks every micro-batch of a plan against them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A moment of a micro-batch, and what it needs beside the states and what is saved for backward, in bytes."""
+    """A phase of a micro-batch, and the memory that it needs in addition to states and saved activations, in bytes."""
 
     name: str
     fixed_bytes: float = 0.0
     bytes_per_token: float = 0.0
-    bytes_per_shared_token: float = 0.0  # of this rank's slice of a shared group
-    chunk_tokens: float = math.inf  # what is done chunk by chunk needs the next number for one chunk at a time
+    bytes_per_shared_token: float = 0.0  # per token of this rank's slice of a shared group
+    chunk_tokens: float = math.inf  # tokens in one chunk of the work that is done chunk by chunk
     bytes_per_chunk_token: float = 0.0
 
     def bytes(self, tokens: ArrayLike, shared: ArrayLike) -> FloatArray:
-        """For ``tokens`` on the rank, ``shared`` of them slices. Broadcasts."""
+        """Bytes of a micro-batch with ``tokens`` on the rank, ``shared`` of them in a shared group. Broadcasts."""
         tokens, shared = np.asarray(tokens, dtype=np.float64), np.asarray(shared, dtype=np.float64)
         chunk = self.bytes_per_chunk_token * np.minimum(tokens, self.chunk_tokens)
         return self.fixed_bytes + chunk + self.bytes_per_token * tokens + self.bytes_per_shared_token * shared
@@ -31,9 +31,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """One device and its share of host memory.
+    """The memory of one device and its share of host memory.
 
-    A micro-batch of ``n`` tokens, ``m`` of them offloaded, ``k`` of them slices of a shared group, needs::
+    A micro-batch of ``n`` tokens, ``m`` of them offloaded and ``k`` of them in a slice of a shared group, needs::
 
         device    states + saved n - movable m
                   + max over phases (fixed + per token n + per shared token k + per chunk token min(n, chunk))
@@ -42,27 +42,27 @@ class MemoryLimits:
 
     states_bytes: float  # parameters, gradients, optimizer
     saved_bytes_per_token: float  # by all layers, for backward
-    movable_bytes_per_token: float  # of these, by the layers that may offload
+    movable_bytes_per_token: float  # the part that layers which may offload save
     phases: tuple[Phase, ...]
     device_bytes: float = math.inf
     host_bytes: float = math.inf
 
     def device_peak(self, tokens: ArrayLike, moved: ArrayLike, shared: ArrayLike) -> FloatArray:
-        """Bytes at the worst moment of each micro-batch. Broadcasts."""
+        """Bytes in the most demanding phase of each micro-batch. Broadcasts."""
         held, moved, shared = (np.asarray(values, dtype=np.float64) for values in (tokens, moved, shared))
         saved = self.saved_bytes_per_token * held - self.movable_bytes_per_token * moved
         return self.states_bytes + saved + np.max([phase.bytes(held, shared) for phase in self.phases], axis=0)
 
     def worst_phase(self, tokens: int, shared: int) -> Phase:
-        """The moment that needs most."""
+        """The phase that needs the most memory."""
         held, sliced = np.float64(tokens), np.float64(shared)
         return max(self.phases, key=lambda phase: float(phase.bytes(held, sliced)))
 
     @property
     def movable_share(self) -> float:
-        """Of what a token more needs on the device in the most demanding phase, the share that offloading moves away.
+        """The share of an additional token's device memory, in the most demanding phase, that offloading can move.
 
-        The paper's Eq. 3 has (l - 2) / l here: it knows layers only.
+        The paper's Eq. 3 uses (l - 2) / l here, because it considers the memory of layers only.
         """
         steepest = max(phase.bytes_per_token + phase.bytes_per_shared_token for phase in self.phases)
         return self.movable_bytes_per_token / (self.saved_bytes_per_token + max(steepest, 0.0))

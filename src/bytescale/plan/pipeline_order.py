@@ -1,17 +1,17 @@
-"""Can a plan hang under 1F1B? The graph of all actions, with the members of a shared group meeting at once.
+"""Can a plan hang under 1F1B? Searches the graph of all actions, and of what they wait for, for a cycle.
 
-An *action* is (part of the model, forward or backward, micro-batch of a rank). A part is a stage, or with interleaving
+An *action* is (part of the model, forward or backward, micro-batch of a rank). A part is a stage or, with interleaving,
 one of its chunks. An action waits for
 
-1. the action before it on its rank and stage (``plan.schedule``, which the runtime follows to the letter);
-2. for a forward, the same micro-batch's forward on the part before; for a backward, its backward on the part after, and
-   on the last part its own forward;
-3. all members of its shared group: ring attention needs every one of them, so their actions are ONE node here;
-4. the messages that its rank and stage have posted before it (``plan.schedule.messages``). Under gloo it need not, but
-   under NCCL any action may wait for everything that its device has been given. A message needs both of its ends: the
-   actions before which they are posted wait for the actions after which the other end is posted.
+1. the previous action on its rank and stage (``plan.schedule``, which the runtime follows exactly);
+2. for a forward, the forward of the same micro-batch on the previous part; for a backward, its backward on the next
+   part or, on the last part, its forward;
+3. all members of its shared group: ring attention needs every member, so their actions are ONE node of the graph;
+4. the messages that its rank and stage have posted before it (``plan.schedule.messages``). This is not necessary under
+   gloo, but under NCCL any action may wait for everything that its device has been given. A message needs both of its
+   ends. So the action before which one end is posted waits for the action after which the other end is posted.
 
-A plan cannot hang, whatever waits for what, if this graph has no cycle. Under gloo, rules 1 to 3 alone decide::
+If this graph has no cycle, the plan cannot hang. Under gloo, rules 1 to 3 are sufficient. A plan that hangs::
 
     rank A  g1 g2          stage 0 of 2 runs   F1 F2 B1 B2             A wants F2 before B1,
     rank B  g1 y y' g2                         F1 Fy B1 Fy' ... F2     B wants B1 before F2: a cycle
@@ -30,7 +30,7 @@ IntArray = NDArray[np.int64]
 
 
 def find_cycle(plan: Plan, num_stages: int, num_chunks: int = 1) -> list[str]:
-    """The actions of one cycle, in words, the first repeated at the end; empty when the plan cannot hang."""
+    """The actions of one cycle, in words, with the first repeated at the end. Empty if the plan cannot hang."""
     node_of, num_units = _nodes(plan)
     before, after = _edges(plan, num_stages, num_chunks, node_of, num_units)
     keep = before != after
@@ -56,13 +56,13 @@ def _nodes(plan: Plan) -> tuple[IntArray, int]:
 def _edges(
     plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int
 ) -> tuple[IntArray, IntArray]:
-    """Waiting pairs of nodes: ``before[i]`` has to end before ``after[i]`` starts."""
+    """The edges of the graph, as two arrays of nodes: ``before[i]`` has to end before ``after[i]`` starts."""
     before, after = [], []
     counts = np.diff(plan.rank_micro_batch_offsets)
     most = int(counts.max())
     for count in np.unique(counts[counts > 0]).tolist():
         first = plan.rank_micro_batch_offsets[:-1][counts == count]
-        in_order = []  # of each stage, the nodes [ranks, actions] of its actions
+        in_order = []  # for each stage, the nodes [ranks, actions] of its actions
         for stage in range(num_stages):
             backward, chunk, index = stage_actions(count, num_stages, stage, num_chunks, most).T
             units = node_of[first[:, None] + index]
@@ -89,7 +89,10 @@ def _edges(
 
 
 def _left_after_peeling(before: IntArray, after: IntArray, num_nodes: int) -> NDArray[np.bool_]:
-    """``[num_nodes]`` nodes that lie on or behind a cycle: peel, wave by wave, those that wait for nothing."""
+    """``[num_nodes]`` whether a node is on a cycle or waits for one.
+
+    Removes the nodes that wait for nothing, wave by wave.
+    """
     waits_for = np.bincount(after, minlength=num_nodes)
     order = np.argsort(before, kind="stable")
     followers = after[order]
@@ -106,7 +109,7 @@ def _left_after_peeling(before: IntArray, after: IntArray, num_nodes: int) -> ND
 
 
 def _walk_back(before: IntArray, after: IntArray, left: NDArray[np.bool_]) -> list[int]:
-    """Nodes of one cycle in waiting order. Every node that is left waits for another that is left."""
+    """Nodes of one cycle, in waiting order. It exists because every node that is left waits for another such node."""
     inside = left[before] & left[after]
     cause = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))
     node, seen = next(iter(cause)), {}

@@ -1,19 +1,19 @@
-"""The plan of one global batch: who runs which tokens, with whom, in which order.
+"""The plan of one global batch: which rank runs which tokens, with which other ranks, in which order.
 
-A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. Three levels describe it.
+A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. A plan has three levels.
 
-* A **slice group** is a set of sequences sharded over the same ranks. With one rank its sequences are whole and cost
-  no traffic (a *local* group, or pack); with more it is *shared* and runs ring attention. A group's number is its
-  place in ONE total order: every rank meets its shared groups in rising order, hence no two ranks ever wait for
-  each other.
-* A **micro-batch** of a rank is at most one shared group's slice plus any number of local groups, together at most
-  the rank's capacity.
+* A **slice group** is a set of sequences sharded over the same ranks. On one rank, its sequences are whole and cause no
+  traffic (a *local* group, or pack). On several ranks the group is *shared* and runs ring attention. A group's number
+  is its place in ONE total order: every rank runs its shared groups in rising order, so no two ranks ever wait for each
+  other.
+* A **micro-batch** of a rank consists of at most one slice of a shared group and any number of local groups. Together
+  they hold at most the rank's capacity in tokens.
 * A **rank** (an HDP rank; a whole pipeline when pp > 1) runs its micro-batches in order. Ranks may have different
   numbers of them, or none.
 
-Everything is a NumPy array (structure of arrays, CSR offsets): a batch may hold 10^6 sequences and a cluster 16384
-ranks. ``RankPlan`` is the small view that one rank's runtime and loader work from. ``offsets`` arrays have one entry
-more than the things they delimit; the items of thing ``i`` are ``items[offsets[i]:offsets[i + 1]]``.
+All data are NumPy arrays (structure of arrays, CSR offsets), because a batch may hold 10^6 sequences and a cluster
+16,384 ranks. ``RankPlan`` is the small view that the runtime and the loader of one rank use. ``offsets`` arrays have
+one entry more than the things that they delimit; the items of thing ``i`` are ``items[offsets[i]:offsets[i + 1]]``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ IntArray = NDArray[np.int64]
 class Plan:
     """One global batch's plan. Shape letters: S sequences, G groups, R ranks, M micro-batches of all ranks together.
 
-    ``capacity_tokens`` and ``lengths`` are in tokens. ``group_offload_ratio`` is the share r of a group's activation
-    tokens that are sent to host memory (Eq. 3). ``group_weights`` are the integer shares of the members, all 1 unless
+    ``capacity_tokens`` and ``lengths`` are in tokens. ``group_offload_ratio`` is the share r of a group's tokens whose
+    activations are sent to host memory (Eq. 3). ``group_weights`` are the integer shares of the members, all 1 unless
     members differ in speed (``plan.layout``).
     """
 
@@ -48,7 +48,7 @@ class Plan:
     rank_micro_batch_offsets: IntArray  # [R + 1] numbers of a rank's micro-batches, in execution order
     micro_batch_group_offsets: IntArray  # [M + 1] into micro_batch_groups
     micro_batch_groups: IntArray  # [sum of group sizes] group numbers; a shared group comes first
-    planner: str = field(default="")  # who made it, for people: "balanced/adaptive"
+    planner: str = field(default="")  # name of the planner, for people: "balanced/adaptive"
 
     @property
     def num_sequences(self) -> int:
@@ -107,7 +107,7 @@ class Plan:
         return range(int(self.rank_micro_batch_offsets[rank]), int(self.rank_micro_batch_offsets[rank + 1]))
 
     def digest(self) -> int:
-        """A 63-bit fingerprint of what is to be run: ranks compare it before they start a step."""
+        """A 63-bit fingerprint of the plan. Ranks compare it before they start a step."""
         content = hashlib.blake2b(digest_size=8)
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -125,7 +125,7 @@ class Plan:
         schedule: Sequence[Sequence[Sequence[int]]],
         planner: str = "",
     ) -> Plan:
-        """A plan from readable parts, for planners that think in Python objects and for tests.
+        """Make a plan from Python objects, for tests and for planners that use them.
 
         Args:
             lengths: ``[S]`` tokens per sequence.
@@ -152,7 +152,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One slice group in Python objects: what ``Plan.build`` takes."""
+    """One slice group as a Python object, for ``Plan.build``."""
 
     sequences: Sequence[int]
     ranks: Sequence[int]
@@ -169,7 +169,7 @@ def offsets_of(counts: Iterable[int]) -> IntArray:
 
 
 def segment_sums(values: NDArray, offsets: IntArray) -> NDArray:
-    """Sum of each CSR run, empty runs included (``np.add.reduceat`` gets those wrong)."""
+    """Sum of each CSR run. Empty runs sum to 0 (``np.add.reduceat`` would not do this)."""
     sums = np.zeros(len(values) + 1, dtype=values.dtype)
     np.cumsum(values, out=sums[1:])
     return sums[offsets[1:]] - sums[offsets[:-1]]

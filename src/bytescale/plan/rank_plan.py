@@ -1,9 +1,9 @@
-"""One rank's part of a plan: the view from which its runtime and its loader work.
+"""One rank's part of a plan: the view that its runtime and its loader use.
 
-A rank's micro-batch is an ordered list of *segments*, token ranges of sequences. First come the segments of the shared
-group, if there is one: for each of its sequences the front chunk, then the back chunk, that this member holds (either
-may be empty). Then come the local sequences, whole. Tokens, labels, positions and activations are laid out in exactly
-this order on the rank.
+A rank's micro-batch is an ordered list of *segments*, which are token ranges of sequences. The segments of the shared
+group come first, if there is one: for each of its sequences the front chunk and then the back chunk of this member
+(either may be empty). The local sequences follow, each as one segment. Tokens, labels, positions and activations are
+laid out in exactly this order on the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedGroup:
 
     group: int  # number in the plan's total order; message tags derive from it
     ranks: tuple[int, ...]  # HDP ranks in member order
-    member: int  # which of them this rank is
+    member: int  # the place of this rank in ``ranks``
     sequences: IntArray  # [K] sequence numbers
     lengths: IntArray  # [K] tokens
     weights: IntArray  # [N] shares
@@ -49,7 +49,7 @@ class SharedGroup:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank runs in one forward and backward pass. P segments; see the module's docstring for their order."""
+    """The work of one rank in one forward and backward. P segments, in the order that the module's docstring gives."""
 
     index: int  # place in this rank's order
     shared: SharedGroup | None
@@ -74,17 +74,17 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Everything that one rank has to know of a step."""
+    """Everything that one rank has to know about a step."""
 
     rank: int
     num_ranks: int
     micro_batches: tuple[MicroBatch, ...]
-    most_micro_batches: int  # of any rank: interleaved stages keep to its order (plan.schedule)
-    digest: int  # of the whole plan
+    most_micro_batches: int  # of any rank; interleaved stages follow the order of that rank (plan.schedule)
+    digest: int  # fingerprint of the whole plan
 
     @staticmethod
     def of(plan: Plan, rank: int, *, digest: int | None = None) -> RankPlan:
-        """Rank ``rank``'s part of ``plan``; ``digest`` is the plan's, if it is known already."""
+        """Rank ``rank``'s part of ``plan``. ``digest`` is the plan's fingerprint; None: it is computed here."""
         micro_batches = tuple(
             _micro_batch_view(plan, rank, number, index) for index, number in enumerate(plan.micro_batches_of(rank))
         )

@@ -1,24 +1,25 @@
 """The order in which one pipeline stage runs its micro-batches: 1F1B, plain or interleaved.
 
-The runtime runs exactly these actions, the simulator times them, and ``plan.pipeline_order`` proves that they cannot
-wait in a circle: all take them from here. With v chunks of layers a rank (virtual stages), chunk c of stage s is part
-``c p + s`` of the model's ``v p`` parts, and micro-batches go through all parts in turn::
+The runtime runs exactly these actions, the simulator times them, and ``plan.pipeline_order`` checks that they cannot
+wait in a circle. With v chunks of layers on each rank (virtual stages), chunk c of stage s is part ``c p + s`` of the
+model's ``v p`` parts, and micro-batches go through all parts in turn::
 
     warm-up    forwards only: p - 1 - s of them; interleaved 2 (p - 1 - s) + (v - 1) p
     steady     one forward, one backward, in turn
-    cool-down  the backwards that are left
+    cool-down  the remaining backwards
 
-Forwards come micro-batch by micro-batch; interleaved in rounds of p micro-batches, a round through chunk 0, then
-through chunk 1, and so on (Megatron-LM, Narayanan et al. 2021, section 2.2). Backwards take the same rounds with the
-chunks in reverse.
+Without interleaving, forwards run micro-batch by micro-batch. With interleaving they run in rounds of p micro-batches:
+a round goes through chunk 0, then through chunk 1, and so on (Megatron-LM, Narayanan et al. 2021, section 2.2).
+Backwards take the same rounds, with the chunks in reverse order.
 
-Every action also has a **time** on one clock for the whole mesh (``action_times``): an integer that grows along
-everything that an action may wait for. Nothing measures it. It is there to decide when a message is posted, so that no
-rank ever waits for a rank that waits for it (``messages``).
+Every action also has a **time** on one clock for the whole mesh (``action_times``): an integer that is later than the
+time of everything that the action may wait for. It is computed, not measured. It decides when a message is posted, so
+that no rank ever waits for a rank that waits for it (``messages``).
 
-Interleaved rounds have to be full, and pipelines that share a group have to go through the same ones, but each has its
-own number of micro-batches. So all follow the order of the pipeline that has most, rounded up to whole rounds, and skip
-what they do not have. Leaving actions out of an order that does not hang leaves one that does not hang.
+Interleaved rounds have to be complete, and pipelines that share a group have to run the same rounds, but their numbers
+of micro-batches differ. So all pipelines follow the order of the one with the most micro-batches, rounded up to whole
+rounds, and skip the micro-batches that they do not have. An order that cannot hang still cannot hang when actions are
+left out.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ IntArray = NDArray[np.int64]
 
 @lru_cache(maxsize=4096)
 def stage_actions(num_micro_batches: int, num_stages: int, stage: int, num_chunks: int = 1, most: int = 0) -> IntArray:
-    """``[2 v m, 3]``: of each action in order whether it is a backward (0, 1), its chunk, and its micro-batch.
+    """``[2 v m, 3]``: for each action, in order, whether it is a backward (0, 1), its chunk, and its micro-batch.
 
     Args:
-        num_micro_batches: m of this pipeline; others may have more or fewer, or none.
+        num_micro_batches: m of this pipeline; other pipelines may have more or fewer, or none.
         num_stages: p.
-        stage: s, 0 reads the tokens.
+        stage: s; stage 0 reads the tokens.
         num_chunks: v.
-        most: micro-batches of the pipeline that has most of them; matters for v > 1.
+        most: micro-batches of the pipeline that has the most; it matters for v > 1 only.
     """
     warm_up = num_stages - 1 - stage
     if num_chunks == 1:
@@ -53,25 +54,26 @@ def stage_actions(num_micro_batches: int, num_stages: int, stage: int, num_chunk
 
 
 def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_chunks: int = 1) -> IntArray:
-    """``[n]``: the time of each of ``actions [n, 3]`` (as of ``stage_actions``) on the clock that all ranks share.
+    """``[n]``: the time of each of ``actions [n, 3]`` (rows of ``stage_actions``) on the clock that all ranks share.
 
-    ``stage`` is that of all actions, or ``[n]``, one for each.
+    ``stage`` is the stage of all actions, or ``[n]``, one stage for each action.
 
     Let k be the number of a forward or of a backward in its stage's order, and W the warm-up forwards of stage 0. With
-    ``d`` warm-up forwards less on each later stage (1, interleaved 2)::
+    ``d`` the number of warm-up forwards that each later stage has less (1, or 2 with interleaving)::
 
         forward k on stage s     2 k + d s
         backward k               2 k - d s + 2 W + 1
 
-    The clock grows along everything that an action waits for:
+    An action's time is later than that of everything that it waits for:
 
-    * on a stage: backward k follows forward ``k + W - d s``, whose time is one less, and the next forward is one more;
-    * from part to part: a stage further is d more in a forward, a stage back is d more in a backward. From the last
-      stage to the first one (interleaved) k grows by p and s falls by p - 1: ``2 p - 2 (p - 1) = 2`` more;
-    * on the last part: where a backward is number w, its forward on the last chunk is number ``w + (v - 1) p``, so that
-      the backward's time is ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
+    * On a stage, backward k follows forward ``k + W - d s``, whose time is one less; the next forward's is one more.
+    * From part to part, a forward is d later on the next stage, and a backward is d later on the previous stage. From
+      the last stage to the first one (with interleaving) k grows by p and s falls by p - 1, so a forward is
+      ``2 p - 2 (p - 1) = 2`` later.
+    * On the last part, the forward of backward number w is number ``w + (v - 1) p``. The time of the backward is
+      ``2 w - d (p - 1) + 2 W + 1``, one more than the forward's.
 
-    Times depend on the micro-batch's index and not on the HDP rank. Hence members of a slice group that have it at the
+    Times depend on the micro-batch's index and not on the HDP rank. So members of a slice group that have it at the
     same index (``planner.aligned``) have it at the same time.
     """
     backward, chunk, index = actions.T
@@ -85,13 +87,13 @@ def action_times(actions: IntArray, num_stages: int, stage: int | IntArray, num_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What one action makes and the next one, on another stage, needs. A place is a number in a stage's order.
+    """The output of one action that an action on another stage needs. A *place* is an action's number on its stage.
 
     Attributes:
-        backward: whether it is the gradient of an activation, 1, or an activation, 0.
+        backward: 1 for the gradient of an activation, 0 for an activation.
         micro_batch: index of the micro-batch.
         boundary: the part of the model before the boundary that the message crosses.
-        maker, made_at: the stage that sends, and the place of the action that makes it. It is sent right after that.
+        maker, made_at: the stage that sends, and the place of the action that makes it. It is sent right afterwards.
         taker, taken_at: the stage that receives, and the place of the action that needs it.
         posted_before: the place of the taker's action before which the receive is posted: the first action whose time
             is above the maker's, which is ``taken_at`` or earlier.
@@ -111,13 +113,13 @@ class Message:
 def messages(
     num_micro_batches: int, num_stages: int, taker: int, num_chunks: int = 1, most: int = 0
 ) -> tuple[Message, ...]:
-    """All messages that stage ``taker`` receives, in the order of posting. Arguments as of ``stage_actions``.
+    """All messages that stage ``taker`` receives, in the order of posting. Arguments as in ``stage_actions``.
 
-    **No order of waiting can hang.** Let a message happen half a unit of time after its maker. Both of its ends are
-    posted between actions on either side of that moment, whatever each rank waits for: its own actions and messages
-    one by one (NCCL, when a call waits for the whole device), or only those that it needs (gloo). So whatever waits has
-    a later time than what it waits for, and nothing waits in a circle. A receive that is posted earlier breaks this:
-    with p = 2 stage 0 would wait for a gradient whose forward it has not run.
+    **No order of waiting can hang.** Let a message have the time of its maker plus one half. On both stages it is
+    posted after all actions with an earlier time and before all with a later one. A rank may wait for its own actions
+    and messages one by one (NCCL, when a call waits for the whole device), or only for those that it needs (gloo). In
+    both cases, whatever waits has a later time than what it waits for, so nothing waits in a circle. A receive that is
+    posted earlier breaks this: with p = 2, stage 0 would wait for a gradient whose forward it has not run.
     """
     actions = stage_actions(num_micro_batches, num_stages, taker, num_chunks, most)
     backward, chunk, index = actions.T
@@ -152,7 +154,7 @@ def messages(
 def _places(
     num_micro_batches: int, num_stages: int, stage: int, num_chunks: int, most: int
 ) -> dict[tuple[int, int, int], int]:
-    """Where each action stands in its stage's order."""
+    """The place of each action in its stage's order."""
     actions = stage_actions(num_micro_batches, num_stages, stage, num_chunks, most)
     return {(backward, chunk, index): place for place, (backward, chunk, index) in enumerate(actions.tolist())}
 

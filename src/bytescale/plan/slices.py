@@ -1,4 +1,4 @@
-"""How many tokens each rank holds of each group, and each micro-batch in sum: array arithmetic for whole plans."""
+"""How many tokens of each group each rank holds, and the sum per micro-batch: array arithmetic for whole plans."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MicroBatchTokens:
     """Tokens of every micro-batch of a plan, ``[M]`` each."""
 
     held: IntArray
-    offloaded: IntArray  # of these, sent to host memory between forward and backward
-    shared: IntArray  # of these, slices of a group of several ranks
+    offloaded: IntArray  # the part of ``held`` that is in host memory between forward and backward
+    shared: IntArray  # the part of ``held`` in slices of shared groups
 
 
 def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
@@ -38,7 +38,10 @@ def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
 
 
 def largest_slice(plan: Plan) -> IntArray:
-    """``[G]`` tokens that no member of a group exceeds. With equal weights the last member holds exactly this."""
+    """``[G]`` upper bound of the tokens that a member of each group holds.
+
+    With equal weights the last member holds exactly this many.
+    """
     sizes = plan.group_sizes
     weight_sums = segment_sums(plan.group_weights, plan.group_rank_offsets)
     heaviest = np.maximum.reduceat(plan.group_weights, plan.group_rank_offsets[:-1]) if len(sizes) else weight_sums
@@ -50,7 +53,7 @@ def largest_slice(plan: Plan) -> IntArray:
 
 
 def slice_tokens(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
-    """Tokens that ``ranks[i]`` holds of ``groups[i]``, exactly as ``layout.member_tokens`` cuts them."""
+    """For each i, the tokens of ``groups[i]`` that ``ranks[i]`` holds, as ``layout.member_tokens`` cuts them."""
     if len(groups) == 0:
         return np.zeros(0, dtype=np.int64)
     edges = np.zeros(len(plan.group_weights) + 1, dtype=np.int64)

@@ -13,12 +13,12 @@ from bytescale.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
-    """What every rank reports of a plan without holding all of it."""
+    """The facts about a plan that every rank reports without holding the whole plan."""
 
     num_tokens: int
     num_sequences: int
     sum_of_squares: int
-    """Sum of s_i^2 in tokens, exact: the attention's share of the FLOPs."""
+    """Sum of squared lengths in tokens^2, exact. It determines the FLOPs of attention."""
     group_sizes: dict[int, int]
     """Slice groups per degree, largest degree first; degree 1 counts local packs."""
     gist: str
@@ -42,7 +42,7 @@ def degree_histogram(plan: Plan) -> dict[int, int]:
 
 
 def gist(plan: Plan) -> str:
-    """One line: what the batch is and how it lies on the ranks."""
+    """One line that describes the batch and how it is distributed over the ranks."""
     shared = {degree: count for degree, count in degree_histogram(plan).items() if degree > 1}
     shared_sequences = int((np.diff(plan.group_sequence_offsets) * (plan.group_sizes > 1)).sum())
     micro_batches = np.diff(plan.rank_micro_batch_offsets)
