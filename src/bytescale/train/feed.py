@@ -26,10 +26,12 @@ _SAY_SECONDS = 5.0
 
 @contextmanager
 def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda line: None) -> Iterator[Feed]:
-    """What ``data.loader`` names, for the time of the block; the corpus is made by whoever gets there first.
+    """Open the loader that ``data.loader`` names, for the time of the block.
+
+    The first process to arrive makes the corpus.
 
     Raises:
-        ConfigError, DataError: as ``prepare_corpus``; and where Ray is missing or does not answer.
+        ConfigError, DataError: as ``prepare_corpus``, and if Ray is missing or does not answer.
     """
     with _chosen_feed(config, ranks, say) as feed:
         if not config.data.record:
@@ -63,7 +65,7 @@ def _chosen_feed(config: Config, ranks: Ranks, say: Callable[[str], None]) -> It
 
 
 def said_now_and_then(say: Callable[[str], None]) -> ProgressCallback:
-    """Tells people what they wait for, while the run itself has nothing to say."""
+    """A progress callback that calls ``say`` at intervals, so that people see what the run is waiting for."""
     last = -math.inf
 
     def callback(progress: Progress) -> None:
@@ -77,9 +79,10 @@ def said_now_and_then(say: Callable[[str], None]) -> ProgressCallback:
 
 
 def _new_attempt(folder: Path, ranks: Ranks) -> Path | None:
-    """Where this attempt writes down its data; the first rank says, once the run folder is there.
+    """The folder in which this attempt records its data. The first rank chooses it, once the run folder exists.
 
-    None on ranks that are given the same as another: those behind the first stage or the first tensor-parallel rank.
+    None on ranks that get the same data as another rank: those that are not on the first stage, or not the first
+    tensor-parallel rank.
     """
     told: list[Any] = [new_attempt_folder(folder) if ranks.is_first else None]
     dist.broadcast_object_list(told, src=0, group=ranks.checkpoint_group)
@@ -88,7 +91,7 @@ def _new_attempt(folder: Path, ranks: Ranks) -> Path | None:
 
 @contextmanager
 def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
-    """Join the configured Ray, or the one that the first rank starts; yields a name that this attempt alone has."""
+    """Join the configured Ray cluster, or the one that the first rank starts. Yields a name unique to this attempt."""
     from bytescale.data.remote.cluster import connect, disconnect, import_ray, is_joined, keys_to_join, ray_cluster
 
     if is_joined():  # a rank that Ray itself has started

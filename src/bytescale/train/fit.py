@@ -10,10 +10,10 @@ from bytescale.config import Config
 
 
 def fit_to_gpus(config: Config, num_gpus: int | None = None) -> Config:
-    """With ``trainer.device = "auto"`` on a machine of fewer GPUs than ranks: one rank a GPU, the same total capacity.
+    """Use one rank per GPU, with the same total capacity, if the machine has fewer GPUs than the config has ranks.
 
-    So that a config written for 4 CPU ranks of 2K tokens runs on one GPU as one rank of 8K. The change is printed.
-    ``num_gpus`` is counted when None.
+    So a config written for 4 CPU ranks of 2K tokens runs on one GPU as one rank of 8K. This applies only with
+    ``trainer.device = "auto"``. The change is printed. ``num_gpus`` None: the GPUs are counted.
     """
     if num_gpus is None:
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

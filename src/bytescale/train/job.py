@@ -1,4 +1,4 @@
-"""What a run is made of: model, optimizer, kernel, planner and data order, built from the config in one place."""
+"""The parts of a run (model, optimizer, kernel, planner and data order), built from the config in one place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Job:
     architecture: Architecture
     feed: Feed
     parts: Sequence[ModelPart]
-    """What this rank has of the model: one part, or several interleaved ones."""
+    """This rank's part of the model, or its parts if stages are interleaved."""
     parameters: FlatParameters
     optimizer: ShardedAdamW
     kernels: Kernels
@@ -56,25 +56,25 @@ class Job:
 
     @property
     def kernel(self) -> AttentionKernel:
-        """What attention is computed by."""
+        """The kernel that computes attention."""
         return self.kernels.attention
 
     def open_loader(self) -> Loader:
-        """This rank's view of the batches from where the feed stands."""
+        """This rank's view of the batches, from the feed's current position on."""
         return self.feed.open(self.planner, stop_step=self.config.trainer.steps)
 
     def state_after(self, step: int, data: StepData) -> RunState:
-        """What a checkpoint after this step has to say."""
+        """The state of the run that a checkpoint after this step stores."""
         return self._state(step, data.sampler_state_after)
 
     def restore(self, checkpoints: Checkpointer, path: Path) -> int:
-        """Continue from a checkpoint; returns the number of steps that it has done."""
+        """Continue from a checkpoint. Returns the number of steps that were done before it."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
         return state.step
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """After every ``checkpoint.every`` steps and after the last."""
+        """Whether to save after this step: after every ``checkpoint.every`` steps, and after the last step."""
         every = self.config.checkpoint.every
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
@@ -88,7 +88,7 @@ class Job:
 
 
 def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:
-    """Build the parts in the order in which they depend on each other; kernels and data are there already."""
+    """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
     # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
     check_vocabulary(feed.facts, architecture.vocab_size)
@@ -108,14 +108,14 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     if config.trainer.init:
         load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
 
-    # 2. Speed: the peak is for MFU alone; planning takes only what all ranks know alike.
+    # 2. Speed: the peak is for MFU alone; planning uses only numbers that are the same on all ranks.
     peak = known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops)
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
     if ranks.is_first:
         warn_of_bad_fits(profile)
     cost = planning_cost(config, profile, architecture, ranks.device, ranks.dtype)
 
-    # 3. Memory: capacity, offloading, and what no plan may exceed, by the rank that has least.
+    # 3. Memory: capacity, offloading, and the limits of every plan, all set by the rank with the least memory.
     memory = memory_budget(
         config,
         architecture,
@@ -163,9 +163,10 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 def measured_profile(
     config: Config, architecture: Architecture, device: torch.device, dtype: torch.dtype
 ) -> Profile | None:
-    """The profile that the config names, at the run's tp, if it is of this model and device.
+    """The profile that the config names, at the run's tp; None if the config names none.
 
-    Raises ``ConfigError`` otherwise. One taken at another tp is scaled by operation counts.
+    A profile measured at another tp is scaled by operation counts. Raises ``ConfigError`` if the profile is of another
+    model or device.
     """
     if config.cost.profile is None:
         return None
@@ -179,7 +180,7 @@ def measured_profile(
 
 
 def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int) -> VerifiedPlanner:
-    """The planner of a run, with what its plans are held against."""
+    """The planner of a run, with the limits that its plans are checked against."""
     return VerifiedPlanner(
         config.planner,
         memory.cluster(num_hdp_ranks),
@@ -193,7 +194,7 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
 def planning_cost(
     config: Config, profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
 ) -> CostModel:
-    """What planners believe of speed: the profile's times for the model's layers, or round numbers."""
+    """The cost model for planning: from the profile's times for the model's layers, or from assumed round numbers."""
     if profile is None:
         kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         return assumed_cost(

@@ -1,6 +1,6 @@
 """Which kernels a run computes with: the implementation of attention, and whether pointwise parts are compiled.
 
-Chosen and tried before any data is read: what is not there is refused while nothing is lost.
+They are chosen and tried before any data is read, so a missing kernel is reported before any work is lost.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Kernels:
 
     choice: AttentionChoice
     attention: AttentionKernel
-    """The choice's kernel, with compiled merges where those are asked for."""
+    """The chosen kernel, with compiled merges if the config asks for them."""
     compiler: RowCompiler | None
-    """What compiles pointwise parts; None: nothing is compiled."""
+    """The compiler of pointwise parts; None: nothing is compiled."""
 
     def lines(self) -> list[str]:
-        """For people: what runs, and why nothing faster does."""
+        """Lines for people: which kernels run, and why faster ones do not."""
         parts = "compiled" if self.compiler is not None else "not compiled"
         first = f"kernels attention {self.choice.name}; pointwise parts {parts}"
         return [first, *(f"        {reason}" for reason in self.choice.passed_over)]
 
     def apply(self, model: Llama, *, checkpointing: str, tp_size: int) -> None:
-        """Put them on a model, or a part of one, before groups of heads, checkpointing and offloading are."""
+        """Apply the kernels to a model or a part of one, before head groups, checkpointing and offloading."""
         if self.compiler is not None:
             chunked = checkpointing != "none" and tp_size == 1 and bool(row_wise_parts(model, tp_size))
             apply_compiled(model, self.compiler, chunked=chunked)

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node with torchrun's own agent, and says in one message which rank ended a run.
+"""Starts the ranks of one node with torchrun's own agent, and reports in one message which rank ended a run.
 
 When a rank dies, the agent sees it within 0.1 s and stops the others; a rank that hangs is noticed by its peers after
 ``parallel.timeout_seconds``.
@@ -31,16 +31,16 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
 
     Args:
         num_ranks: processes to start.
-        arguments: of the command line.
-        run_dir: for messages.
-        stop_seconds: that ranks get to end by themselves, once one of them has failed or a signal came.
+        arguments: arguments of the command line.
+        run_dir: the run folder, for messages.
+        stop_seconds: time that ranks have to end by themselves after one of them failed or a signal arrived.
 
     Raises:
-        RanksRefused: the ranks found the input bad.
-        RankFailure: a rank failed; names it, why, and how to go on.
-        SystemExit: the user or the system asked to stop (SIGINT, SIGTERM); the ranks are gone.
+        RanksRefused: the ranks rejected the input.
+        RankFailure: a rank failed; the message names the rank, the cause, and how to continue.
+        SystemExit: the user or the system asked to stop (SIGINT, SIGTERM); the ranks have ended.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told once, below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     os.environ[LAUNCHER_PID] = str(os.getpid())
     config = LaunchConfig(
@@ -59,7 +59,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
         _launch(config, arguments, run_dir)
     finally:
         if sys.stdout.isatty():
-            Console().show_cursor()  # a rank that was killed while it drew its bar has left it hidden
+            Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
 
 
 def _launch(config: LaunchConfig, arguments: Sequence[str], run_dir: str) -> None:
@@ -73,10 +73,10 @@ def _launch(config: LaunchConfig, arguments: Sequence[str], run_dir: str) -> Non
 
 
 def ranks_there(config: Config) -> int:
-    """How many of ``parallel.ranks`` this machine has a place for: one per GPU that answers, on CPUs all of them.
+    """How many of ``parallel.ranks`` this machine can run: one per GPU that responds, or all of them on CPUs.
 
-    A process that died leaves its cores behind; a GPU may be lost. Counted by a process of its own, since CUDA counts
-    once per process.
+    After a failure a GPU may be lost, whereas cores are free again. GPUs are counted in a process of their own, because
+    CUDA counts them only once per process.
     """
     if not torch.cuda.is_available() or config.trainer.device == "cpu":
         return config.parallel.ranks
@@ -86,7 +86,7 @@ def ranks_there(config: Config) -> int:
 
 
 def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailure:
-    """The error of the rank that failed first by itself, out of all that ended badly."""
+    """The error of the rank that failed first by its own cause, among all ranks that failed."""
     rank, failure = min(failures.items(), key=lambda item: (_rank_of_blame(item[1]), item[1].timestamp, item[0]))
     if _error_type(failure) in _USER_ERRORS:  # the same on every rank: it is the message, not the rank, that matters
         return RanksRefused(_message(failure))
@@ -120,7 +120,7 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """What the rank's exception said, without its type where the text stands for itself."""
+    """The text of the rank's exception, without its type if the text is clear by itself."""
     _, _, text = _record(failure).partition(": ")
     return text if _error_type(failure) in (*_USER_ERRORS, "RankFailure", "LoaderFailure") else _record(failure)
 

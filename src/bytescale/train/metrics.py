@@ -1,4 +1,4 @@
-"""What a step says of itself: one row on the console, one line of metrics.jsonl, and the trackers asked for."""
+"""The metrics of a step: one row on the console, one line of metrics.jsonl, and the trackers of the config."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MetricsFile:
 
 
 def drop_metrics_after(path: Path, step: int) -> None:
-    """Forget lines of steps that a resumed run will take again, so that each step stands in the file once."""
+    """Remove the lines of steps that a resumed run will repeat, so that each step is in the file once."""
     if not path.exists():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
@@ -81,7 +81,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | None) -> None:
-    """Stop before a NaN reaches the weights."""
+    """Raise ``NonFiniteError`` before a NaN reaches the weights."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     where = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
@@ -95,7 +95,7 @@ def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | No
 
 
 class NonFiniteError(BytescaleError, ArithmeticError):
-    """Loss or gradients are no longer numbers."""
+    """Loss or gradients are no longer finite numbers."""
 
 
 class Stopwatch:

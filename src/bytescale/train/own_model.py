@@ -1,4 +1,4 @@
-"""What one rank has of the model: its stage's layers, cut for its tensor-parallel place, in flat buffers."""
+"""One rank's part of the model: its stage's layers, cut for its tensor-parallel rank, in flat buffers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build_own_model(
                 cuts.update({name: Cut(shape=tuple(p.shape)) for name, p in chunk.named_parameters()})
         chunks.append(chunk.to(dtype).to_empty(device=mesh.world.device))
 
-    # 2. Flat buffers. A borrowed head is not among them: the first stage keeps it up to date.
+    # 2. Flat buffers. A borrowed head is not in them: the first stage keeps it up to date.
     named = [item for chunk in chunks for item in chunk.named_parameters()]
     borrows = architecture.tie_embeddings and mesh.shape.pp > 1
     borrowed = [(name, parameter) for name, parameter in named if borrows and name == _HEAD]
@@ -71,7 +71,7 @@ def build_own_model(
     shared = [entry for entry in lent.entries if borrows and entry.name in (_HEAD, _EMBEDDING)]
     tied_head = TiedHead(mesh, lent.value_of(shared[0]), lent.gradient_of(shared[0])) if shared else None
 
-    # 3. Initial values of what is here.
+    # 3. Initial values of this rank's parameters.
     for entry in parameters.entries:
         parameters.value_of(entry).copy_(initial_values(entry.name, entry.cut, architecture, seed))
     if tied_head is not None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other once a step: sums and extremes to all, lists to the first rank alone.
+"""The numbers that ranks share once a step: sums and extremes go to all ranks, lists to the first rank alone.
 
 At 16,384 ranks a table of everybody's numbers takes longer to read than to send. So sums and maxima are made on the way
 (two all-reduces of some numbers), and what metrics.jsonl lists rank by rank goes to the rank that writes it.
@@ -20,14 +20,14 @@ class Sums:
     num_targets: float
     batch_loss: float  # of a stage, told by one rank of it
     norm_share: float  # sum of squares of the rank's part of the gradient
-    busy_seconds: float  # in forward and backward, less waiting for peers
+    busy_seconds: float  # in forward and backward, without waiting for other ranks
     bytes_sent: float  # attention traffic
     stop_heard: float  # 1: the rank was asked to stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maxima:
-    """The largest of any rank; of what is counted down, the smallest with its sign turned."""
+    """The maxima over ranks. Where the minimum is wanted, the field has its sign turned."""
 
     busy_seconds: float
     memory_bytes: float

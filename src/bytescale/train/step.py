@@ -28,11 +28,11 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     rings = [group.exchange for group in mesh.ring_groups()]
     num_targets = max(1, data.num_targets)  # a batch of single tokens has none: its loss and gradients are zero
 
-    # 1. All ranks hold the same plan, or nobody starts.
+    # 1. Check that all ranks hold the same plan before any rank starts.
     mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
 
-    # 2. Forward and backward of this rank's micro-batches; ranks wait only for members of a slice group
-    # and, in a pipeline, for the stage before or after.
+    # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
+    # pipeline, for neighbouring stages.
     run_clock, wait_clocks, sent = make_clock(job.ranks.device), clocks_of(mesh), sum(ring.bytes_sent for ring in rings)
     for clock in wait_clocks:
         clock.take()
@@ -51,8 +51,8 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         )
     seconds_run, seconds_waited = run_clock.take(), [clock.take() for clock in wait_clocks]
 
-    # 3. The gradients' reductions that are left, one exchange of sums: loss, norm, and what each rank's time went to.
-    norm_share = job.optimizer.reduce_gradients()  # the host waits here for its device: clocks may be read
+    # 3. The remaining reductions of gradients, and one exchange of sums: loss, norm, and each rank's times.
+    norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
     own = Sums(
         loss_sum=sums.loss_sum,
         num_targets=float(sums.num_targets),
@@ -70,7 +70,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     batch_loss = report.sums.batch_loss
     check_finite(step, loss + batch_loss, grad_norm, checkpoints.latest())
 
-    # 4. Each rank updates its part of the weights, then all gather them, if need be during the next forward.
+    # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
     rate = learning_rate(step, config.trainer.steps, config.optimizer)
     job.optimizer.update(rate, grad_norm)
 
@@ -89,7 +89,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
 
 
 def clocks_of(mesh: Mesh) -> list[Clock]:
-    """Those that run while this rank waits for others."""
+    """The clocks that run while this rank waits for others."""
     groups = {
         id(group): group
         for group in (mesh.world, *mesh.ring_groups(), mesh.gradients, mesh.tp, *mesh.pipeline_groups())
@@ -143,7 +143,7 @@ def step_metrics(
 
 
 def check_targets(step: int, counted: float, data: StepData) -> None:
-    """Every target of the global batch was trained on exactly once, by somebody."""
+    """Raise ``RankFailure`` unless the ranks together trained on as many targets as the global batch has."""
     if int(counted) != data.num_targets:
         raise RankFailure(
             problem(

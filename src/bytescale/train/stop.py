@@ -9,17 +9,17 @@ from typing import Any
 
 
 class StopRequest:
-    """Hears SIGTERM while its ``with`` block runs. All ranks then have to agree on the step after which they stop."""
+    """Catches SIGTERM while its ``with`` block runs. All ranks then have to agree on the step after which they stop."""
 
     def __init__(self) -> None:
         self.heard = False
         """Whether this rank was asked to stop."""
         self.agreed = False
-        """Whether some rank was, and all ranks know it: the same on every rank after each step."""
+        """Whether any rank was asked to stop. After each step, this is the same on every rank."""
         self._before: Any = None
 
     def __enter__(self) -> StopRequest:
-        # Handlers belong to the main thread; ranks that live in others (tests) are stopped by their owner.
+        # Only the main thread can have signal handlers. Ranks in other threads (tests) are stopped by their owner.
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._hear)
         return self
@@ -32,4 +32,4 @@ class StopRequest:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who asks twice does not want to wait
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once

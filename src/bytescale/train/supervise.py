@@ -1,4 +1,4 @@
-"""Starts a run again after a rank has died, from its last checkpoint, on as many ranks as before or as there are."""
+"""Restarts a run from its last checkpoint after a rank has died, on as many ranks as before or as are available."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def supervise(
     """Run ``start(config)`` until it ends well.
 
     Args:
-        config: of the first attempt; later ones resume it.
+        config: the config of the first attempt; later attempts resume the same run.
         start: starts all ranks and waits for them.
         max_restarts: attempts after the first.
-        ranks_there: how many ranks of the config given have a place now; asked before each restart, so that a run
-            shrinks and grows again with its cluster. None: always as many as at first.
-        print_line: told of each restart.
+        ranks_there: returns how many ranks of a config can run now. It is called before each restart, so that a run
+            shrinks and grows with its cluster. None: every attempt has as many ranks as the first.
+        print_line: prints a line about each restart.
 
     Raises:
         RankFailure: a rank failed and no restart is left, or starting again would not help.

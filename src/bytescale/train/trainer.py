@@ -1,4 +1,4 @@
-"""The training loop. ``train`` is its table of contents; each verb has a function below or a module beside."""
+"""The training loop. ``train`` is its table of contents; each verb is a function below or a module of this package."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from bytescale.train.stop import StopRequest
 def train(config: Config, print_line: Callable[[str], None] | None = None, *, stop: StopRequest | None = None) -> Path:
     """Train as ``config`` says and return the run folder. Every rank calls it; the first one prints.
 
-    Lines go to ``print_line``, or, where that is None, to standard output, on a terminal with a live bar below them.
+    Lines go to ``print_line``. If that is None, they go to standard output; on a terminal, a live bar is shown below.
 
-    SIGTERM, or a ``stop`` that is told, ends the run after the step under way, with a checkpoint.
+    SIGTERM, or ``stop.heard``, ends the run after the current step, with a checkpoint.
 
     Raises:
         ConfigError, DataError, PlanError, CheckpointError: bad input, before any work is lost.
-        RankFailure: another rank is gone or disagrees; the last checkpoint is whole.
-        NonFiniteError: loss or gradients are no numbers; weights and the last checkpoint are as before the step.
+        RankFailure: another rank is gone or disagrees; the last checkpoint is intact.
+        NonFiniteError: loss or gradients are not finite; weights and the last checkpoint are as before the step.
     """
     require_torch()
     validate(config, num_ranks=ranks_of_torchrun())
