@@ -76,12 +76,15 @@ def test_every_token_range_is_counted_through_deaths_and_other_numbers_of_ranks(
         (lambda line: None, r"has 1 of 2 ranks' records of step 1\. .*data.record = true from their first step"),
         (
             lambda line: {**line, "segments": line["segments"][1:]},
-            r"Step 1: its ranks were given \d+ tokens that do not",
+            r"Step 1: its ranks were given \d+ tokens, which are not",
         ),
-        (lambda line: {**line, "segments": line["segments"][:1] * 2 + line["segments"][1:]}, r"that do not tile the"),
+        (
+            lambda line: {**line, "segments": line["segments"][:1] * 2 + line["segments"][1:]},
+            r"which are not exactly the",
+        ),
         (
             lambda line: {**line, "segments": [[*line["segments"][0][:3], 7], *line["segments"][1:]]},
-            r"Step 1: tokens \d+ to \d+ of a piece of document \d+ differ",
+            r"Step 1: tokens \d+ to \d+ of a sample of document \d+ differ",
         ),
     ],
     ids=["lost line", "lost tokens", "doubled tokens", "other tokens"],

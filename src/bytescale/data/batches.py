@@ -94,7 +94,7 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
             problem(
                 f"the checkpoint was made with data {key} {state.get(key)}, this run has {ours}",
                 so="sequences would be repeated or skipped",
-                fix=f"restore what [data] said then ({settings}), or start a new run",
+                fix=f"restore the [data] settings of that run ({settings}), or start a new run",
             )
         )
 

@@ -271,8 +271,8 @@ def check_one_tokenizer(facts: Sequence[TokenFacts]) -> None:
         raise DataError(
             problem(
                 f"the .bin sources were made with different tokenizers: {', '.join(map(str, known.values()))}",
-                so="one id would mean two things",
-                fix="tokenise them all with one",
+                so="the same id would stand for different tokens",
+                fix="tokenise all of them with the same tokenizer",
             )
         )
 

@@ -195,7 +195,7 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype, int,
         raise DataError(
             problem(
                 f"{path} is not a Megatron index (it starts with {content[:9].tobytes()!r}, not {MAGIC!r})",
-                fix="name the .idx of a memory-mapped Megatron data set; the older TNTIDX kind is not read",
+                fix="name the .idx of a memory-mapped Megatron data set; the older TNTIDX format is not supported",
             )
         )
     _, version, code, num_sequences, num_bounds = HEADER.unpack(content[: HEADER.size].tobytes())

@@ -42,7 +42,7 @@ class IndexedWriter:
             self._file = self._temporary.open("wb")
         except OSError as error:
             raise DataError(
-                problem(f"{self._bin_path} cannot be written ({error})", fix="choose a folder that is yours")
+                problem(f"{self._bin_path} cannot be written ({error})", fix="choose a folder that you may write to")
             ) from error
 
     def add_documents(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:

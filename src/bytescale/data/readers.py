@@ -212,7 +212,7 @@ def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> 
         raise DataError(
             problem(
                 f"{path}:{_line_number(path, offset)} is not JSON ({error}): {_excerpt(line)}",
-                fix="mend or delete the line; if the file is no JSON Lines at all, set data.format = 'text'",
+                fix="mend or delete the line; if the file is not JSON Lines at all, set data.format = 'text'",
             )
         ) from error
     text = record.get(text_key, _MISSING) if isinstance(record, dict) else record
@@ -222,7 +222,9 @@ def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> 
     if isinstance(text, str) and isinstance(record, dict):
         raise DataError(problem(f"{place}: {text_key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"))
     if not isinstance(record, dict):
-        raise DataError(problem(f"{place} is a JSON {type(record).__name__}, not an object", fix="one object a line"))
+        raise DataError(
+            problem(f"{place} is a JSON {type(record).__name__}, not an object", fix="write one object per line")
+        )
     if text is _MISSING:
         raise DataError(problem(f"{place} has no key {text_key!r}", fix=_key_hint(text_key, record)))
     raise DataError(

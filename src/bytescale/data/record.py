@@ -180,13 +180,15 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
         wanted = _coverage(wanted_starts, wanted_starts + batch.lengths)
         if not np.array_equal(given, wanted):
             count, batch_tokens = int((stops - starts).sum()), batch.num_tokens
-            raise _wrong(step, f"its ranks were given {count} tokens that do not tile the {batch_tokens} of its batch")
+            raise _wrong(
+                step, f"its ranks were given {count} tokens, which are not exactly the {batch_tokens} of its batch"
+            )
         tokens, _ = corpus.read(pieces, starts, stops)
         ends = np.cumsum(stops - starts)
         for row, (end, count) in enumerate(zip(ends.tolist(), (stops - starts).tolist(), strict=True)):
             if _checksum(tokens[end - count : end]) != checksums[row]:
                 document = int(corpus.pieces.document[rows[row]])
-                raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a piece of document {document} differ")
+                raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a sample of document {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))
     return RecordCheck(num_steps=num_steps, num_tokens=num_tokens, num_attempts=attempts, state=sampler.state_dict())
@@ -217,7 +219,7 @@ def _wrong(step: int, what: str) -> DataError:
     return DataError(
         problem(
             f"step {step}: {what}",
-            so="the run did not train on what seed and corpus ask for",
-            fix="report this: planner, loader and sampler disagree; or [data] was changed during the run",
+            so="the run did not train on the batches that the seed and the corpus ask for",
+            fix="restore [data] as it was when the run began; if it did not change, report this as a bug",
         )
     )

@@ -188,7 +188,7 @@ def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
     return DataError(
         problem(
             f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
-            so="one id would mean two things",
+            so="the same id would stand for different tokens",
             fix="set data.tokenizer to the one that made them",
         )
     )

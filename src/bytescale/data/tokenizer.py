@@ -121,7 +121,7 @@ class JsonTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception for what it cannot parse
             raise DataError(
-                problem(f"{file} is not a tokenizer.json ({error})", fix="save it anew with Tokenizer.save()")
+                problem(f"{file} is not a tokenizer.json ({error})", fix="save it again with Tokenizer.save()")
             ) from error
         return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
 

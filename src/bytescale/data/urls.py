@@ -117,7 +117,7 @@ def expand_url(source: str) -> Iterator[tuple[UrlPath, bool, Mapping[str, Any] |
     if "?" in source and "?" not in path:
         raise ConfigError(
             problem(
-                f"data source {source!r}: its file system takes everything behind ? for options",
+                f"data source {source!r}: its file system reads everything behind ? as options",
                 so="the whole folder would be read",
                 fix="use * or [abc] instead of ?",
             )

@@ -47,7 +47,7 @@ class ClusterConfig:
                 problem(
                     f"cluster.gradient_bucket_mib = {self.gradient_bucket_mib} and cluster.sync_overlap = "
                     f"{self.sync_overlap}",
-                    so="what is hidden of the gradient sync would be counted twice",
+                    so="the hidden part of the gradient sync would be counted twice",
                     fix="set one of them to 0",
                 )
             )

@@ -127,7 +127,7 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) 
         raise ConfigError(
             problem(
                 f"schedule aligned with cluster.virtual_stages = {cluster.virtual_stages}",
-                so="it keeps groups from deadlocks by an order of whole micro-batches, which chunks do not have",
+                so="this schedule prevents deadlocks by an order of whole micro-batches, and chunks have no such order",
                 fix="use schedule 1f1b, or leave virtual_stages out",
             )
         )

@@ -51,7 +51,7 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
             problem(
                 f"{who} is gone ({type(error).__name__}: {_first_line(error)})",
                 so="the step has no data; checkpoints written before are whole",
-                fix="look for the end of the first rank or of Ray itself, then resume",
+                fix="find out why the first rank or Ray itself ended, then resume",
             )
         )
     return error

@@ -200,6 +200,6 @@ def _find(name: str, timeout_seconds: float) -> Any:
         problem(
             f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
             so="there is nobody to read the data",
-            fix="look for the first rank's error, and at what listing its sources takes",
+            fix="look for an error of the first rank, or find out why it takes so long to list its sources",
         )
     )
