@@ -27,7 +27,7 @@ _PLACE_SECONDS = 60.0
 _TRY_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
 _BLAME_SECONDS = 30.0
-"""How long to wait for the cause, once one rank has complained of having lost another: Ray takes 15 s to notice that a
+"""Seconds to wait for the cause after a rank has reported that it lost another rank. Ray takes 15 s to notice that a
 node is gone."""
 _NODE_DEATH_SECONDS = 30.0
 
@@ -39,7 +39,7 @@ class RankActor:
         self._stop = StopRequest()
 
     def address(self) -> tuple[str, str, int, int]:
-        """Node, its address, a free port there, and this process's id."""
+        """The node's id, its address, a free port on it, and this process's id."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
@@ -74,13 +74,13 @@ class Console:
 
 
 def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) -> None:
-    """Run ``config`` as ``parallel.ranks`` actors and wait for them. Ray is joined already.
+    """Run ``config`` as ``parallel.ranks`` actors and wait for them. This process has joined Ray before.
 
     Raises:
         ConfigError: the cluster has no room for the ranks.
-        RanksRefused: the ranks found the input bad.
-        RankFailure: a rank failed; names it and why. The other ranks are gone.
-        SystemExit: SIGTERM came; the ranks have saved and ended.
+        RanksRefused: the ranks rejected the input.
+        RankFailure: a rank failed; the message names the rank and the cause. The other ranks have ended.
+        SystemExit: SIGTERM arrived; the ranks have saved a checkpoint and ended.
     """
     num_ranks = config.parallel.ranks
     bundle = _bundle(config)
@@ -114,7 +114,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
 
 
 def ranks_there(config: Config) -> int:
-    """How many of ``parallel.ranks`` Ray can place now; proven by placing them.
+    """How many of ``parallel.ranks`` Ray can place now, found out by placing them.
 
     Waits until a node that died has been noticed. Raises ``ConfigError`` when there is no room for any.
     """
@@ -144,7 +144,7 @@ def _bundles_of_living_nodes(bundle: dict[str, float]) -> int:
 
 
 def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]]:
-    """What each rank says of itself; the first that died before it could say anything is named."""
+    """The address of each rank. Raises an error that names the first rank that died before it answered."""
     references = [rank.address.remote() for rank in ranks]
     addresses = []
     for number, reference in enumerate(references):
@@ -162,7 +162,10 @@ def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]
 
 
 def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, str]]:
-    """What torchrun would set. Ray shows each rank its own GPU alone, so every rank is the first of its node."""
+    """The environment variables that torchrun would set.
+
+    Ray shows each rank only its own GPU, so every rank counts as the first of its node.
+    """
     _, host, port, _ = addresses[0]
     one_node = len({node for node, *_ in addresses}) == 1
     common = {
@@ -182,7 +185,7 @@ def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, 
 def _wait(
     running: dict[Any, int], ranks: list[Any], console: Any, print_line: Callable[[str], None], asked: StopRequest
 ) -> dict[int, Exception]:
-    """Until all ranks have ended, or one has failed; the errors of those that did. ``asked`` is passed on to them."""
+    """Wait until all ranks have ended or one has failed. Returns the errors. Passes ``asked`` on to the ranks."""
     failures: dict[int, Exception] = {}
     left = list(running)
     told = False
@@ -216,7 +219,7 @@ def _cause(error: Exception) -> Exception:
 
 
 def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> RankFailure:
-    """One error that names the rank which failed first by itself."""
+    """One error that names the rank that failed first by its own cause."""
     rank, error = min(failures.items(), key=lambda item: (_blame(item[1]), item[0]))
     cause = _cause(error)
     if isinstance(cause, BytescaleError) and not isinstance(cause, RankFailure | LoaderFailure):
@@ -232,7 +235,7 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
 
 
 def _bundle(config: Config) -> dict[str, float]:
-    """What one rank needs."""
+    """The resources that one rank needs."""
     return {"CPU": 1.0, **({"GPU": 1.0} if _wants_gpus(config) else {})}
 
 

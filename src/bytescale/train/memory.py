@@ -39,7 +39,7 @@ class MemoryBudget:
 
     @property
     def limits(self) -> MemoryLimits:
-        """What ``plan.verify`` holds every plan against."""
+        """The limits that ``plan.verify`` checks every plan against."""
         return self.model.limits(device_bytes=self.device_bytes, host_bytes=self.host_bytes)
 
     def cluster(self, num_ranks: int) -> Cluster:

@@ -24,7 +24,7 @@ from bytescale.runtime import Mesh, MeshShape, RankGroup
 from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
 
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
-"""Set by our launcher: it may be gone before its ranks have imported torch."""
+"""Environment variable with the launcher's process id. The launcher may end before its ranks have imported torch."""
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands."""
+    """This process's place in the mesh, its device and its precision."""
 
     mesh: Mesh
     checkpoint_group: dist.ProcessGroup  # gloo, so that checkpoints can be written from a thread while NCCL trains
@@ -51,7 +51,7 @@ class Ranks:
         return self.mesh.hdp
 
     def smallest(self, own: Sequence[float]) -> list[float]:
-        """Of each of these numbers the smallest that any rank has; every rank calls it, with as many."""
+        """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
         return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
 
     @property
@@ -71,9 +71,9 @@ def ranks_of_torchrun() -> int | None:
 
 
 def end_with_launcher() -> None:
-    """End this process when its parent does: ranks of a launcher that was killed would train on beside its successor.
+    """End this process when its launcher ends. Otherwise ranks of a killed launcher would keep training.
 
-    A thread that looks, and not the kernel's parent death signal, which comes when the thread that forked ends.
+    A thread checks for it. The kernel's parent death signal would come when the thread that forked this process ends.
     """
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
 
@@ -121,9 +121,9 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
 def prepare_gloo(num_ranks: int) -> None:
     """Make room for the sockets of gloo groups over ``num_ranks`` ranks. Raises ``ConfigError`` where there is none.
 
-    Gloo connects every rank to every other one when a group is made: 1024 open files, the usual limit, are gone at
-    1000 ranks. Asked to be lazy (since torch 2.8) it connects two ranks when they first meet. Then only the first
-    rank, to which checkpoints are announced, has a socket for each of the others.
+    By default, gloo connects every rank to every other one when a group is made, so 1000 ranks exceed the usual limit
+    of 1024 open files. With lazy initialisation (since torch 2.8), it connects two ranks at their first message. Then
+    only the first rank, to which checkpoints are announced, has a socket for each of the others.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     needed = num_ranks + FILES_BESIDE_SOCKETS
@@ -143,7 +143,7 @@ def prepare_gloo(num_ranks: int) -> None:
 
 
 def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
-    """The groups that this rank is in. Under NCCL every one is connected here, while nobody waits for anything else."""
+    """The groups of this rank. Under NCCL all of them are connected here, while no rank waits for anything else."""
 
     def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
@@ -168,13 +168,13 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 
 
 def own_node(rank: int) -> int:
-    """A number that the ranks of this node have in common: torchrun's, or else that of the node's first rank."""
+    """A number that identifies this rank's node: torchrun's number, or else that of the node's first rank."""
     node = os.environ.get("GROUP_RANK")
     return int(node) if node is not None else rank - int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
-    """``auto`` takes CUDA where every rank of the node gets a GPU of its own."""
+    """The device of a rank. ``auto`` is CUDA if every rank of the node gets a GPU of its own, else the CPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and num_gpus < local_size:
         raise ConfigError(

@@ -60,7 +60,7 @@ class RunFolder:
         return self.path / "plans" / f"step-{step:06d}.npz"
 
     def create(self, config: Config, *, resume: bool) -> None:
-        """Make the folders and write the resolved config (beside the first one, when a run is resumed)."""
+        """Make the folders and write the resolved config. A resumed run writes it to an additional file."""
         if not resume:
             check_is_new(self.path)
         for folder in (self.path, self.checkpoints, self.plan(0).parent):
@@ -72,10 +72,10 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Nobody else may write here during the block; the kernel frees the lock when its holder dies.
+        """Lock the folder against other runs during the block. The kernel frees the lock when its holder dies.
 
         Raises:
-            ConfigError: another run holds it, and still does after some seconds.
+            ConfigError: another run holds the lock, and still does after some seconds.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)

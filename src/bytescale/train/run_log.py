@@ -1,4 +1,4 @@
-"""What a run tells people: console, log.txt and metrics.jsonl. Silent on every rank but the first."""
+"""The output of a run: console, log.txt and metrics.jsonl. Only the first rank writes any."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunLog:
     """Context manager: opened files are closed whatever happens."""
 
     def __init__(self, run: RunFolder, config: Config, screen: Screen | None) -> None:
-        """``screen`` is None on ranks that keep silent."""
+        """``screen`` is None on ranks that write nothing."""
         self.run = run
         self.config = config
         self._screen = screen
@@ -72,7 +72,7 @@ class RunLog:
         self._text = self.run.log.open("a", encoding="utf-8")
 
     def resumed(self, checkpoint: Path | None, steps_done: int) -> None:
-        """Say where the run continues, and forget metrics of steps that will be taken again."""
+        """Report where the run continues, and remove the metrics of steps that will be repeated."""
         if self._screen is None:
             return
         drop_metrics_after(self.run.metrics, steps_done)
@@ -82,7 +82,7 @@ class RunLog:
             self.say(f"resuming after step {steps_done} from {checkpoint}")
 
     def introduce(self, job: Job, data: StepData) -> None:
-        """Once, before the first step: the model, the data, the ranks, and how the first batch is laid out."""
+        """Describe the model, the data, the ranks and the plan of the first batch. Only before the first step."""
         if self._introduced or self._screen is None:
             return
         self._introduced = True
@@ -108,7 +108,7 @@ class RunLog:
         self._screen.progress(data.step, self.config.trainer.steps)
 
     def step(self, metrics: StepMetrics, data: StepData) -> None:
-        """One row for people, one line for programs, and the plan."""
+        """Write one row for people, one line for programs, and the plan."""
         before, self._first, self._last = self._last, self._first or metrics, metrics
         self._last_losses.append(metrics.loss)
         self._seconds += metrics.step_seconds
@@ -133,7 +133,7 @@ class RunLog:
             self.say(line)
 
     def farewell(self, *, stopped: bool = False) -> None:
-        """Where everything is and what to try next; ``stopped``: before the last step, by SIGTERM."""
+        """Report where the results are and what to do next. ``stopped``: SIGTERM ended the run before its last step."""
         if self._screen is not None:
             self._screen.close()
         if self._first is None or self._last is None:
@@ -159,7 +159,7 @@ class RunLog:
         self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
 
     def say(self, line: str) -> None:
-        """To the console and to log.txt."""
+        """Write a line to the console and to log.txt."""
         if self._screen is not None:
             self._screen.line(line)
             self._to_file(line)

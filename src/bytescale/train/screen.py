@@ -16,20 +16,20 @@ _SPEED_SECONDS = 600.0
 
 
 class Screen(Protocol):
-    """What a run needs of the place that people look at."""
+    """The interface through which a run shows lines to people."""
 
     @property
     def width(self) -> int:
         """Columns of a line; longer ones are wrapped."""
 
     def line(self, text: str) -> None:
-        """Show one line for good."""
+        """Show one line permanently."""
 
     def progress(self, steps_done: int, total_steps: int) -> None:
-        """Show how far the run is, for the moment."""
+        """Show the progress of the run until the next call."""
 
     def close(self) -> None:
-        """Take what was shown for the moment away."""
+        """Remove the progress that is shown."""
 
 
 def screen_of_stdout() -> Screen:

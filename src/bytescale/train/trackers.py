@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside metrics.jsonl: TensorBoard and Weights & Biases, behind one interface."""
+"""Trackers that receive a run's metrics in addition to metrics.jsonl: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bytescale.train.run_folder import RunFolder
 
 
 class Tracker(Protocol):
-    """Takes one step's numbers after the other. Only the first rank has trackers."""
+    """Receives the numbers of one step after another. Only the first rank has trackers."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the numbers of one step, by their names in metrics.jsonl."""
@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(trainer: TrainerConfig) -> None:
-    """Raise ``ConfigError`` if a tracker is asked for whose package is not installed."""
+    """Raise ``ConfigError`` if the config names a tracker whose package is not installed."""
     for setting, wanted, module, extra in (
         ("trainer.tensorboard", trainer.tensorboard, "tensorboard", "tensorboard"),
         ("trainer.wandb", trainer.wandb != "off", "wandb", "wandb"),
