@@ -29,10 +29,14 @@ from bytescale.plan.schedule import messages, stage_actions
 IntArray = NDArray[np.int64]
 
 
-def find_cycle(plan: Plan, num_stages: int, num_chunks: int = 1) -> list[str]:
-    """The actions of one cycle, in words, with the first repeated at the end. Empty if the plan cannot hang."""
+def find_cycle(plan: Plan, num_stages: int, num_chunks: int = 1, *, with_messages: bool = True) -> list[str]:
+    """The actions of one cycle, in words, with the first repeated at the end. Empty if the plan cannot hang.
+
+    ``with_messages=False`` leaves out rule 4: what then has a cycle hangs even if no rank ever waits for a message that
+    it does not need, as under gloo and in the simulator.
+    """
     node_of, num_units = _nodes(plan)
-    before, after = _edges(plan, num_stages, num_chunks, node_of, num_units)
+    before, after = _edges(plan, num_stages, num_chunks, node_of, num_units, with_messages=with_messages)
     keep = before != after
     before, after = before[keep], after[keep]
     left = _left_after_peeling(before, after, 2 * num_stages * num_chunks * num_units)
@@ -54,7 +58,7 @@ def _nodes(plan: Plan) -> tuple[IntArray, int]:
 
 
 def _edges(
-    plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int
+    plan: Plan, num_stages: int, num_chunks: int, node_of: IntArray, num_units: int, *, with_messages: bool
 ) -> tuple[IntArray, IntArray]:
     """The edges of the graph, as two arrays of nodes: ``before[i]`` has to end before ``after[i]`` starts."""
     before, after = [], []
@@ -69,7 +73,7 @@ def _edges(
             in_order.append((2 * (chunk * num_stages + stage) + backward) * num_units + units)
         before += [nodes[:, :-1].ravel() for nodes in in_order]
         after += [nodes[:, 1:].ravel() for nodes in in_order]
-        for stage in range(num_stages):
+        for stage in range(num_stages if with_messages else 0):
             for message in messages(count, num_stages, stage, num_chunks, most):
                 sender, receiver = in_order[message.maker], in_order[message.taker]
                 before.append(sender[:, message.made_at])
