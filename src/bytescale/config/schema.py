@@ -117,7 +117,8 @@ class ParallelConfig:
     """The ranks and what each of them can hold."""
 
     ranks: int = 1
-    """Training processes on this node; more than one starts torchrun, which is used as found when already there."""
+    """Training processes on this node. For more than one, bytescale starts torchrun's agent; under torchrun, it joins
+    the processes that are there and starts none."""
     tp: int = 1
     """Tensor parallelism: ranks, next to each other, that share every layer's matrices and a micro-batch's tokens."""
     pp: int = 1

@@ -125,10 +125,11 @@ class MemoryModel:
         )
 
     def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
-        """The same with as few groups of heads as do: ``capacity_tokens`` fit into the device of every stage.
+        """Return a copy that uses the fewest groups of heads with which ``capacity_tokens`` fit on every stage.
 
-        None: those for which about as many tokens fit as with any other number, offloaded as far as may be if
-        ``offload``. The most groups where no number suffices.
+        If ``capacity_tokens`` is None, the copy has the fewest groups with which about as many tokens fit as with any
+        number of groups; with ``offload``, tokens are then offloaded as far as possible. Where no number of groups
+        suffices, the copy has the most.
         """
         most = self.most_head_groups
         choices = [replace(self, head_groups=groups) for groups in range(1, most + 1) if most % groups == 0]
@@ -139,7 +140,7 @@ class MemoryModel:
 
     @property
     def most_head_groups(self) -> int:
-        """A key head of this device each, under checkpointing; one group without."""
+        """The largest number of groups: one key/value head of this device in each. Without checkpointing it is 1."""
         return 1 if self.checkpointing == "none" else self.architecture.num_kv_heads // self._kv_parts
 
     def stages(self) -> list[MemoryModel]:

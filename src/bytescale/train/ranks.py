@@ -1,6 +1,6 @@
 """This process's place among the training ranks: process groups, device and precision.
 
-Under torchrun its environment is used as found; otherwise the process is a group of one.
+Under torchrun the process joins the group that torchrun's environment describes. Otherwise it is a group of one.
 """
 
 from __future__ import annotations
