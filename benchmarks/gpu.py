@@ -195,7 +195,7 @@ def counted_peak(work: Callable[[], object]) -> int:
     """Bytes of living tensors at the worst moment of a run on the CPU."""
     from tests.helpers.live_bytes import LiveBytes
 
-    with LiveBytes() as live:
+    with LiveBytes(with_numbers=True) as live:
         work()
     return live.peak
 

@@ -26,18 +26,20 @@ class LiveBytes(TorchDispatchMode):
     """While active: ``now`` and ``peak`` bytes of storages made inside, each counted once, until it is freed.
 
     The results of ``PRODUCTS`` are zeros of the right shape: memory does not depend on numbers, and processors without
-    AVX-512 need minutes for BF16 products.
+    AVX-512 need minutes for BF16 products. With ``with_numbers`` they are computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_numbers: bool = False) -> None:
         super().__init__()
+        self.with_numbers = with_numbers
         self.now = 0
         self.peak = 0
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outside = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = _zeros_of(func, args, kwargs or {}) if func in PRODUCTS else func(*args, **(kwargs or {}))
+        skipped = func in PRODUCTS and not self.with_numbers
+        result = _zeros_of(func, args, kwargs or {}) if skipped else func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in outside:
                 self._born(leaf)
