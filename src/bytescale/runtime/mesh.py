@@ -186,11 +186,13 @@ class Mesh:
             stage=stage,
             world=world,
             hdp=hdp_group,
-            node=node_group(hdp_group, members["HDP"], nodes, make_group),
             gradients=group("HDP", " gradients") if overlapped else hdp_group,
             tp=group("TP"),
             forward=[group("pipeline", f" forward {colour}") for colour in colours],
             backward=[group("pipeline", f" backward {colour}") for colour in colours],
+            # Last, because some ranks make one and others none. PyTorch names a group after its ranks and the number of
+            # groups that a rank has made before: after a group of some, the others would wait under another name.
+            node=node_group(hdp_group, members["HDP"], nodes, make_group),
         )
 
     @staticmethod
