@@ -36,7 +36,7 @@ def test_every_kind_of_source(tmp_path: Path, hdfs: WebHdfs) -> None:
 
 def test_question_marks_would_be_options(tmp_path: Path, hdfs: WebHdfs) -> None:
     hdfs.put("/data/a.jsonl", json_lines("one"))
-    with pytest.raises(ConfigError, match=r"everything behind \? for options\. The whole folder .* To fix: use \*"):
+    with pytest.raises(ConfigError, match=r"everything behind \? as options\. The whole folder .* To fix: use \*"):
         prepare_corpus(config(tmp_path, f"{hdfs.url}/data/?.jsonl"))
     assert texts_of(prepare_corpus(config(tmp_path, f"{hdfs.url}/data/[ab].jsonl"))) == ["one"]
 
