@@ -1,8 +1,8 @@
-"""Which rectangles of the attention matrix one call of a kernel computes.
+"""Which blocks of the attention matrix one call of a kernel computes.
 
-A block pairs a range of query rows with a range of key rows. Either the block is the causal triangle of one sequence
-(both ranges are the same rows) or every query sees every key. Blocks without a query or without a key are left out at
-construction: CPU flash attention dies (SIGFPE) on them, and a row with no key has no softmax.
+A block pairs a range of query rows with a range of key rows. A block is either the causal triangle of one sequence,
+where both ranges are the same rows, or a rectangle in which every query sees every key. Construction drops blocks
+without queries or without keys: CPU flash attention crashes on them (SIGFPE), and a row without keys has no softmax.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Rows = slice | torch.Tensor
 
 @dataclass
 class BlockSet:
-    """Blocks whose query ranges do not overlap, and whose key ranges do not either, in rising order.
+    """Blocks in rising order. No two query ranges overlap, and no two key ranges overlap.
 
-    ``queries`` and ``keys`` are ``[start, stop)`` pairs of rows. The rows of all blocks together are ``query_rows`` and
-    ``key_rows``: a slice where the ranges touch (no copy needed), an index tensor otherwise.
+    ``queries`` and ``keys`` are ``[start, stop)`` pairs of rows. ``query_rows`` and ``key_rows`` give the rows of all
+    blocks: as a slice where the ranges are adjacent, so that no copy is needed, and as an index tensor otherwise.
     """
 
     queries: list[tuple[int, int]]
@@ -36,7 +36,7 @@ class BlockSet:
 
     @staticmethod
     def of(queries: NDArray[np.int64], keys: NDArray[np.int64], *, causal: bool) -> BlockSet:
-        """From two ``[B, 2]`` arrays of row ranges; blocks with an empty side are dropped."""
+        """Make blocks from two ``[B, 2]`` arrays of row ranges. Blocks with an empty range are dropped."""
         kept = (queries[:, 1] > queries[:, 0]) & (keys[:, 1] > keys[:, 0])
         return BlockSet(
             [(int(start), int(stop)) for start, stop in queries[kept]],
@@ -56,11 +56,11 @@ class BlockSet:
         return sum(stop - start for start, stop in self.keys)
 
     def query_rows(self, device: torch.device) -> Rows:
-        """Rows of all query ranges, in order: what picks them from a ``[T, ...]`` tensor."""
+        """Return the index that picks the rows of all query ranges, in order, from a ``[T, ...]`` tensor."""
         return self._cached("queries", self.queries, device)
 
     def key_rows(self, device: torch.device) -> Rows:
-        """Rows of all key ranges, in order."""
+        """Return the index that picks the rows of all key ranges, in order."""
         return self._cached("keys", self.keys, device)
 
     @property
@@ -72,7 +72,7 @@ class BlockSet:
         return max((stop - start for start, stop in self.keys), default=0)
 
     def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offsets ``[B + 1]`` int32 of the blocks inside the query rows and inside the key rows (made once)."""
+        """Return the blocks' offsets in the query rows and in the key rows, each ``[B + 1]`` int32 (cached)."""
         if device not in self._cu_seqlens:
             self._cu_seqlens[device] = (_offsets(self.queries, device), _offsets(self.keys, device))
         return self._cu_seqlens[device]
@@ -84,22 +84,25 @@ class BlockSet:
 
 
 def causal_triangles(lengths: Sequence[int] | NDArray[np.int64]) -> BlockSet:
-    """One causal triangle per sequence, sequences lying one after the other."""
+    """Make one causal triangle per sequence. The sequences lie one after the other."""
     edges = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
     ranges = np.stack([edges[:-1], edges[1:]], axis=1)
     return BlockSet.of(ranges, ranges, causal=True)
 
 
 def ring_blocks(chunks: tuple[NDArray[np.int64], NDArray[np.int64]], member: int, source: int) -> BlockSet:
-    """What member ``member``'s queries see of the keys that member ``source`` holds, two different members.
+    """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
 
-    Chunks lie in the sequence in the order 0, 1, .., N-1, N-1, .., 1, 0 (``plan.layout``), so that causality allows:
-    ``source < member``: both of our chunks see all of the source's front chunk and nothing of its back chunk;
-    ``source > member``: our back chunk sees both of the source's chunks, our front chunk sees nothing.
+    The members' chunks follow one another in the sequence in the order 0, 1, .., N-1, N-1, .., 1, 0 (``plan.layout``).
+    Causality therefore allows the following.
+
+    - ``source < member``: both chunks of ``member`` see the whole front chunk of ``source`` and none of its back chunk.
+    - ``source > member``: the back chunk of ``member`` sees both chunks of ``source``. The front chunk sees neither.
 
     Args:
-        chunks: front and back chunk of every member, each ``[K, N]`` tokens. On a member the rows of sequence k are
-            its front chunk, then its back chunk, and sequences lie one after the other.
+        chunks: the lengths in tokens of every member's front chunks and back chunks, each ``[K, N]`` for K sequences.
+            The rows of a sequence on a member are its front chunk, then its back chunk. Sequences lie one after the
+            other.
     """
     front, back = chunks
     ours = np.concatenate([[0], np.cumsum(front[:, member] + back[:, member])])

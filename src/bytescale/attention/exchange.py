@@ -1,13 +1,15 @@
-"""Point-to-point messages: between the members of slice groups, inside the one HDP process group, and between stages.
+"""Point-to-point messages between the members of a shared group, and between pipeline stages.
 
-No communicator is ever made for a slice group (paper section 5.1): a message is addressed by the peer's rank in the HDP
-group, its tag and its size, all three known from the plan on both sides. Three facts shape the code (torch 2.13):
+No communicator is ever made for a shared group (paper section 5.1). All messages between its members go through the one
+HDP process group. The peer's rank in that group, a tag and a size identify a message, and the plan tells all three to
+both sides. Three facts about torch 2.13 shape the code:
 
-* Two blocking gloo sends that face each other hang. So receives are posted first, and both are asynchronous.
-* A gloo receive into a buffer of another size aborts or passes silently. So sizes are never guessed.
-* NCCL runs the operations of one communicator one after the other. Around a ring, everybody's lone receive would wait
-  for a send that stands behind somebody's receive. So both directions go through one ``batch_isend_irecv``, which is
-  one operation (``tests/nccl`` shows what hangs otherwise).
+* Two ranks that send to each other with blocking gloo calls hang. Therefore receives are posted first, and sends and
+  receives are asynchronous.
+* A gloo receive into a buffer of the wrong size either aborts or goes unnoticed. Therefore sizes are never guessed.
+* NCCL runs the operations of one communicator one after the other. If the members of a ring posted receives on their
+  own, every receive would wait for a send that is queued behind another member's receive. Therefore the send and the
+  receive are one operation, ``batch_isend_irecv`` (``tests/nccl`` shows what hangs otherwise).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from bytescale.common.errors import RankFailure, problem
 
 @dataclass
 class Transfer:
-    """A send and a receive under way. Holds the buffers: gloo reads them until both are done."""
+    """A send and a receive that have been started. It keeps the buffers alive, which gloo uses until both are done."""
 
     exchange: Exchange
     works: Sequence[dist.Work]
@@ -32,7 +34,7 @@ class Transfer:
     peers: tuple[int, ...]
 
     def wait(self) -> None:
-        """Block (CPU) or order the current stream (CUDA) until both directions are done."""
+        """Wait until both directions are done. On CUDA the current stream waits, and the host does not."""
         with self.exchange.clock.span():
             for work in self.works:
                 try:
@@ -43,10 +45,10 @@ class Transfer:
 
 
 class Exchange:
-    """One rank's end of the HDP group's point-to-point traffic, with counters that the metrics and the tests read.
+    """One rank's end of a group's point-to-point messages, with counters that metrics and tests read.
 
     Attributes:
-        clock: of waiting for messages.
+        clock: measures the time spent waiting for messages.
     """
 
     def __init__(
@@ -59,13 +61,16 @@ class Exchange:
         clock: Clock | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """``group`` may be None for a single rank, which never sends; ``rank`` is the rank inside ``group``.
+        """Make this rank's end of the group.
 
-        ``members``: what callers and messages call the group's ranks, in the group's order, ``rank`` included; None:
-        their ranks in the group.
-
-        ``batched``: pair each send with its receive in one ``batch_isend_irecv``, as NCCL needs. ``name``: of the
-        group, for messages. ``clock``: the host's, unless it is given.
+        Args:
+            group: the process group. None for a single rank, which never sends.
+            rank: this rank: its entry in ``members``, or its rank in ``group`` if ``members`` is None.
+            batched: whether each send and its receive form one ``batch_isend_irecv``, as NCCL requires.
+            name: the name of the group in error messages.
+            clock: the clock for waiting; None: a ``HostClock``.
+            members: the numbers by which callers and error messages refer to the ranks, in the group's order. None: the
+                ranks in the group.
         """
         self.group = group
         self.rank = rank
@@ -77,7 +82,7 @@ class Exchange:
         self._group_ranks = None if members is None else {member: rank for rank, member in enumerate(members)}
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
-        """Post a receive and a send, contiguous tensors, either of which may be None or empty (then not posted)."""
+        """Post a receive and a send of contiguous tensors. A tensor that is None or empty is not posted."""
         if self.group is None:
             raise RuntimeError("a single rank has no peer to exchange with: the plan names a group of several ranks")
         send = send if send is not None and send.numel() else None
@@ -93,7 +98,7 @@ class Exchange:
         return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
 
     def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
-        """What to raise when a message to or from ``peers`` failed."""
+        """Return the error to raise when a message to or from ``peers`` failed."""
         return RankFailure(
             problem(
                 f"{self.name} rank {self.rank} lost its peer ({self.name} rank "
@@ -104,7 +109,7 @@ class Exchange:
         )
 
     def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:
-        assert self.group is not None, "start() has looked"
+        assert self.group is not None, "start() has already checked that there is a group"
         if self._group_ranks is not None:
             to, source = self._group_ranks[to], self._group_ranks[source]
         works: list[dist.Work] = []

@@ -1,13 +1,13 @@
-"""Block attention on one device: CPU flash, CUDA flash, and the same written out in matrix products.
+"""Attention of blocks on one device: CPU flash, CUDA flash, and a slow twin written out in matrix products.
 
-Which implementation CUDA flash runs is decided in ``flash``.
+``flash`` decides which implementation of flash attention runs on CUDA.
 
-A kernel computes every block of a ``BlockSet`` and returns, for the query rows of all blocks in order, the attention
-output and the log-sum-exp (LSE) of the scores, from which partial results can be merged exactly. Its backward takes the
-output and LSE *of the whole softmax*: given those, the gradient of each block is exact on its own.
+A kernel computes every block of a ``BlockSet``. For the query rows of all blocks, in order, it returns the attention
+output and the log-sum-exp (LSE) of the scores. With the LSE, partial results can be merged exactly. The backward of a
+kernel takes the output and LSE *of the whole softmax*. With these, the gradient of each block is exact on its own.
 
 Shape letters: T query rows, S key rows, H query heads, G key/value heads (G divides H), D head width.
-Dtypes: q, k, v and outputs in the compute dtype; LSE fp32 (fp64 for fp64).
+Dtypes: q, k, v and outputs have the compute dtype. LSE is fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from bytescale.common.errors import ConfigError, problem
 
 
 class AttentionKernel(Protocol):
-    """What the ring needs of a kernel."""
+    """What the ring requires of a kernel."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
-        """``q [T, H, D]``, ``k, v [S, G, D]`` -> ``out [Tq, H, D]``, ``lse [Tq, H]`` for the ``Tq`` query rows."""
+        """``q [T, H, D]``, ``k, v [S, G, D]`` -> ``out [Tq, H, D]``, ``lse [Tq, H]``; Tq: query rows of all blocks."""
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dout, q, out [T, H, D]``, ``lse [T, H]``, ``k, v [S, G, D]`` (all rows; the kernel picks those of the
-        blocks) -> ``dq`` of the query rows, ``dk, dv`` of the key rows."""
+        """``dout, q, out [T, H, D]``, ``lse [T, H]``, ``k, v [S, G, D]`` -> ``dq [Tq, H, D]``, ``dk, dv [Sk, G, D]``.
+
+        The inputs hold all rows, and the kernel picks the rows of the blocks. Tq and Sk are the numbers of query rows
+        and key rows of all blocks.
+        """
         ...
 
 
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """The kernel for a device and dtype. ``name``: ``auto`` and ``flash`` take the flash kernel, ``math`` the twin.
+    """Return the kernel for a device and dtype: the flash kernel for ``auto`` and ``flash``, the twin for ``math``.
 
-    On a GPU the flash kernel runs whichever implementation is active (``flash.open_attention``).
+    On a GPU the flash kernel runs the implementation that is active (``flash.open_attention``).
 
-    Raises ``ConfigError`` where flash attention does not exist, rather than falling back to something slower.
+    Raises ``ConfigError`` where flash attention does not exist. It never falls back to something slower.
     """
     if name == "math":
         return MathKernel()
@@ -59,12 +62,12 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Attent
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of LSE and of every sum over blocks: fp32, or fp64 for fp64 inputs."""
+    """Return the dtype of the LSE and of all sums over blocks: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class CpuFlashKernel:
-    """ATen's CPU flash attention, one call per block (a loop over documents is the fastest way found on CPU)."""
+    """ATen's CPU flash attention, with one call per block. On CPU this loop is the fastest way that was found."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
@@ -114,11 +117,11 @@ class CpuFlashKernel:
 class CudaFlashKernel:
     """ATen's CUDA flash attention on packed rows: FlashAttention 2, or the implementation that ``flash`` has activated.
 
-    All blocks go in one launch, delimited by ``cu_seqlens``. bf16 and fp16 only.
+    One launch computes all blocks, which ``cu_seqlens`` delimits. It supports bf16 and fp16 only.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
-        if not blocks:  # a member may hold no token of a sequence shorter than its group
+        if not blocks:  # a sequence can have fewer tokens than the group has members, so some members hold none
             return q.new_empty(0, *q.shape[1:]), q.new_empty(0, q.shape[1], dtype=torch.float32)
         cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
@@ -156,7 +159,7 @@ class CudaFlashKernel:
 
 
 class MathKernel:
-    """The slow twin: softmax and its gradient written out, any device, any dtype, memory O(T S)."""
+    """The slow twin: softmax and its gradient written out. It runs on any device in any dtype, with O(T S) memory."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
@@ -199,18 +202,18 @@ class MathKernel:
 
 
 def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """``total[rows] += part`` for rows that do not repeat, added in the wider of both dtypes."""
+    """Compute ``total[rows] += part``. Rows must not repeat. The sum is made in the wider of the two dtypes."""
     if isinstance(rows, slice):
-        total[rows].add_(part)  # one pass, which converts as it adds
+        total[rows].add_(part)  # one pass that converts and adds
     else:
         total[rows] = (total[rows] + part).to(total.dtype)
 
 
 def merge_rows(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
-    """Fold a block's result into a running softmax, in place: ``out [T, H, D]`` and ``lse [T, H]`` at ``rows``.
+    """Merge a block's result into a running softmax, in place: ``out [T, H, D]`` and ``lse [T, H]`` at ``rows``.
 
     ``lse' = log(e^lse + e^part_lse)`` and ``out' = out e^(lse - lse') + part_out e^(part_lse - lse')``. Every row has
-    seen its own causal triangle before, so that ``lse`` is finite.
+    already seen its own causal triangle, so ``lse`` is finite.
     """
     old = lse[rows]
     new = torch.logaddexp(old, part_lse)
@@ -221,7 +224,7 @@ def merge_rows(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse:
 
 
 def _heads_first(rows: Tensor) -> Tensor:
-    """``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
+    """Return ``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
     return rows.transpose(0, 1)[None]
 
 
@@ -230,7 +233,7 @@ def _cu_seqlens(blocks: BlockSet, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """``[H, T, S]`` scaled scores in the LSE's dtype, -inf where a causal triangle does not look."""
+    """Return scaled scores ``[H, T, S]`` in the dtype of the LSE. Keys later than a causal query have -inf."""
     wide = lse_dtype(q.dtype)
     scores = torch.einsum("thd,shd->hts", q.to(wide), _repeat_heads(k, q.shape[1]).to(wide)) * scale
     if causal:

@@ -1,4 +1,4 @@
-"""The slow, obvious twin: every sequence on its own, whole, in one process, by PyTorch's public attention function."""
+"""The slow, obvious twin: one process runs PyTorch's public attention function on one whole sequence at a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Causal attention of sequences that lie one after the other.
+    """Compute causal attention of sequences that lie one after the other.
 
     Args:
         q: ``[T, H, D]``; k, v: ``[T, G, D]``; G divides H.
         lengths: tokens of each sequence; they sum to T.
 
     Returns:
-        ``[T, H, D]``. Differentiable by autograd alone.
+        ``[T, H, D]``. Autograd alone derives its gradient.
     """
     outputs = []
     pieces = zip(*(tensor.split(list(lengths)) for tensor in (q, k, v)), strict=True)

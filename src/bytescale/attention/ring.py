@@ -1,26 +1,30 @@
-"""Attention of one micro-batch: the causal triangles that a rank holds, then a ring over the shared group's members.
+"""Attention of one micro-batch: first the causal triangles that a rank holds, then a ring over the shared group.
 
-The ring (paper section 7; DistAttention and zig-zag ring attention before it), for member ``i`` of ``N``:
+A shared group is a set of ranks, its members, that hold slices of the same sequences. The ring comes from section 7 of
+the paper; DistAttention and zig-zag ring attention came before it. Member ``i`` of ``N`` runs these steps:
 
-  step 0      own queries x own keys: causal triangles of the slices and of all local sequences, in one call
-  step t      the keys of member j = i - t (mod N) have arrived; blocks that causality allows (``blocks.ring_blocks``)
-              are folded into the running softmax; meanwhile the next keys are on their way
+  step 0      It computes its own queries against its own keys: the causal triangles of its slices and of all its local
+              sequences, in one call.
+  step t      The keys of member j = i - t (mod N) have arrived. The member computes the blocks that causality allows
+              (``blocks.ring_blocks``) and merges them into the running softmax. Meanwhile the next keys travel.
 
-Backward runs the same ring of keys and values again, and behind it a ring of their gradients: member j's gradient
-starts at j + 1, collects every member's share one step behind the keys, and comes home after N - 1 hops. Output and
-LSE are those of the merged softmax, hence each block's gradient is exact alone.
+Backward runs the same ring of keys and values again. A second ring, one step behind it, carries their gradients: the
+gradient of member j's keys starts at member j + 1, every member adds its share, and the sum reaches member j after
+N - 1 hops. Backward uses the output and LSE of the whole, merged softmax, so the gradient of each block is exact on its
+own.
 
-Bytes that one member sends per layer, with K/V slices of ``n_j`` rows and ``b`` bytes a row (K and V together):
-forward ``b * (sum of n_j, j != next member)``, backward the same plus the gradients in their own dtype
-(``RingBuffers``).
+Bytes that one member sends per layer, where ``n_j`` is the number of rows of member j's slice and ``b`` the bytes of a
+row (K and V together): forward sends ``b * (sum of n_j, j != next member)``. Backward sends the same, and the gradients
+in their own dtype (``RingBuffers``).
 
-Two buffers for keys and values and two for gradients are all that a ring needs, whatever the number of members: while
-one is sent the other receives. Every transfer is waited for before its ring returns, hence the next layer may use the
-same four. Under gloo that wait ends when both directions are done. Under NCCL it orders the compute stream behind the
-transfer; whatever writes to a buffer later, a kernel or another communicator's operation, comes behind that stream.
+A ring needs two buffers for keys and values and two for gradients, whatever the number of members: one is sent while
+the other receives. The ring waits for every transfer before it returns, so the next layer may use the same four
+buffers. Under gloo the wait ends when both directions are complete. Under NCCL the wait makes the compute stream wait
+for the transfer. Whatever writes to a buffer later, be it a kernel or an operation of another communicator, is ordered
+after that stream.
 
-Shape letters: T rows of the micro-batch, the first of which are the ``n_i`` shared ones; H query heads, G key/value
-heads, D head width, N members.
+Shape letters: T rows of the micro-batch, of which the first ``n_i`` are shared; H query heads, G key/value heads,
+D head width, N members.
 """
 
 from __future__ import annotations
@@ -38,29 +42,30 @@ from bytescale.attention.exchange import Exchange, Transfer
 from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype, merge_rows
 from bytescale.plan import MicroBatch, SharedGroup
 
-# Messages of one slice group that may be under way between the same two ranks at the same time get different tags.
+# Two messages of one shared group can travel between the same two ranks at the same time. Their tags differ.
 _FORWARD_KV, _BACKWARD_KV, _BACKWARD_GRADIENTS = range(3)
 _TAGS_PER_GROUP = 4
 
 
 class AttentionMemory(Protocol):
-    """Results of attention that outlive a layer which is computed again in backward (activation checkpointing)."""
+    """Keeps results of attention until backward, when activation checkpointing computes the layer again."""
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """``out [T, H, D]`` and ``lse [T, H]`` of the same call before, or None when it has to be computed."""
+        """Return the ``out [T, H, D]`` and ``lse [T, H]`` that were kept, or None if this call has to compute them."""
         ...
 
     def keep(self, out: Tensor, lse: Tensor) -> None:
-        """What was computed."""
+        """Store what was computed."""
         ...
 
 
 class PackedAttention:
     """The attention callable that a model is given for one micro-batch on one rank.
 
-    ``attention(q, k, v)`` with ``q [T, H, D]`` and ``k, v [T, G, D]``, rows in the micro-batch's layout
-    (``plan.rank_plan``), returns ``[T, H, D]``. Every member of a shared group has to call it equally often, and with
-    the same heads. Who works on some heads at a time and keeps results himself calls ``forward`` and ``backward``.
+    ``attention(q, k, v)`` takes ``q [T, H, D]`` and ``k, v [T, G, D]``, whose rows are in the layout of the micro-batch
+    (``plan.rank_plan``), and returns ``[T, H, D]``. Every member of a shared group has to make the same number of
+    calls, with the same heads. A caller that computes a few heads at a time and keeps the results itself uses
+    ``forward`` and ``backward`` instead.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class PackedAttention:
         memory: AttentionMemory | None = None,
         buffers: RingBuffers | None = None,
     ) -> None:
-        """``buffers``: of the messages, which several micro-batches of one rank may use one after the other."""
+        """``buffers`` hold the messages. Several micro-batches of a rank may use them, one after the other."""
         shared = micro_batch.shared
         self.kernel = kernel
         self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
@@ -91,7 +96,7 @@ class PackedAttention:
         return _PackedAttentionFunction.apply(q, k, v, self)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """``out [T, H, D]`` and ``lse [T, H]``, outside of autograd."""
+        """Compute ``out [T, H, D]`` and ``lse [T, H]``, outside of autograd."""
         scale = q.shape[-1] ** -0.5
         if self.ring is None:
             return self.kernel.forward(q, k, v, self.triangles, scale)
@@ -100,14 +105,14 @@ class PackedAttention:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of ``q``, ``k`` and ``v``, given that of ``out`` and what ``forward`` returned."""
+        """Compute the gradients of ``q``, ``k`` and ``v`` from that of ``out`` and the results of ``forward``."""
         scale = q.shape[-1] ** -0.5
         if self.ring is None:
             return self.kernel.backward(dout, q, k, v, out, lse, self.triangles, scale)
         return _ring_backward(dout, q, k, v, out, lse, self, self.ring, scale)
 
     def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Output and LSE of all heads: those of the same call before where they are remembered, else ``compute()``."""
+        """Return the output and LSE of all heads: from memory where it has them, otherwise from ``compute()``."""
         known = None if self.memory is None else self.memory.recall()
         if known is not None:
             return known
@@ -118,24 +123,24 @@ class PackedAttention:
 
 
 class RingBuffers:
-    """Room for the messages of rings, allocated by the first ring that needs it and used by all that follow.
+    """Buffers for the messages of rings. The first ring that needs them allocates them; the following rings reuse them.
 
-    Whoever runs micro-batches calls ``release`` behind each one's forward and backward, so that the room is free for
-    what has no ring (the loss, another micro-batch).
+    The code that runs micro-batches calls ``release`` after the forward and after the backward of each micro-batch.
+    Then the memory is free for work without a ring, such as the loss or another micro-batch.
     """
 
     def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
-        """``gradient_dtype``: in which gradients travel; None: that of sums, fp32 (fp64 for fp64).
+        """``gradient_dtype``: the dtype of gradients in messages. None: the dtype of sums, fp32 (fp64 for fp64 inputs).
 
-        A narrower one is rounded to at every member: its share is added in the wider of both dtypes.
+        With a narrower dtype, every member adds its share in the wider of the two dtypes and then rounds the sum.
         """
         self.gradient_dtype = gradient_dtype
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def pair(self, what: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two contiguous tensors of a shape and dtype, on the device of ``like``: the same ones for the same ``what``.
+        """Return two contiguous tensors of this shape and dtype, on the device of ``like``.
 
-        What they hold is undefined.
+        Calls with the same ``what`` share memory. The values in the tensors are undefined.
         """
         size = math.prod(shape)
         pair = self._pairs.get(what)
@@ -149,7 +154,7 @@ class RingBuffers:
 
 
 class Ring:
-    """One member's place in a shared group: who is next, what arrives at each step, which blocks it allows."""
+    """One member's place in a shared group: its neighbours, what arrives at each step, and which blocks to compute."""
 
     def __init__(self, shared: SharedGroup, exchange: Exchange, buffers: RingBuffers) -> None:
         self.exchange = exchange
@@ -167,11 +172,11 @@ class Ring:
         }
 
     def source(self, step: int) -> int:
-        """The member whose keys are here at a step."""
+        """Return the member whose keys this member holds at ``step``."""
         return (self.member - step) % self.size
 
     def start_kv(self, step: int, held: Tensor, buffer: Tensor, kind: int) -> tuple[Transfer, Tensor]:
-        """Pass on the keys and values held at ``step``; returns the transfer and the rows that it will have filled."""
+        """Pass on the keys and values held at ``step``. Return the transfer and the rows that it fills."""
         arriving = _rows(buffer, self.rows_per_member[self.source(step + 1)])
         transfer = self.exchange.start(
             send=held, to=self.next_rank, receive=arriving, source=self.previous_rank, tag=self.first_tag + kind
@@ -179,7 +184,7 @@ class Ring:
         return transfer, arriving
 
     def start_gradients(self, send: Tensor | None, receive: Tensor | None) -> Transfer:
-        """Send the gradients of the keys that were here, receive those of the keys that come next."""
+        """Send the gradients of the keys that were here, and receive the gradients of the keys that come next."""
         return self.exchange.start(
             send=send,
             to=self.next_rank,
@@ -189,11 +194,11 @@ class Ring:
         )
 
     def kv_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for two messages of K and V, ``[n, 2, G, D]`` with as many rows as any member's slice has."""
+        """Return buffers for two messages of K and V, ``[n, 2, G, D]``, where n is the longest slice of any member."""
         return self.buffers.pair("kv", k, self._shape(k), k.dtype)
 
     def gradient_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for two messages of their gradients, of the same shape."""
+        """Return buffers for two messages of the gradients of K and V, of the same shape."""
         return self.buffers.pair("gradients", k, self._shape(k), self.buffers.gradient_dtype or lse_dtype(k.dtype))
 
     def _shape(self, k: Tensor) -> tuple[int, ...]:
@@ -227,12 +232,12 @@ def _ring_forward(
     out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
     running_out, running_lse = out[:shared].to(lse.dtype), lse[:shared]
 
-    # Steps 1 .. N-1: fold in what has arrived, while the next keys travel.
+    # Steps 1 .. N-1: compute with the keys that have arrived and merge the result, while the next keys travel.
     for step in range(1, ring.size):
         transfer.wait()
         held = arriving
         if step < ring.size - 1:
-            # Into the buffer that the step before has read and sent.
+            # The previous step has read and sent the other buffer, so the next keys may overwrite it.
             transfer, arriving = ring.start_kv(step, held, buffers[(step + 1) % 2], _FORWARD_KV)
         blocks = ring.blocks[ring.source(step)]
         if blocks:
@@ -260,12 +265,12 @@ def _ring_backward(
     held = _pack(k[:shared], v[:shared], kv_buffers[0])
     shared_inputs = (q[:shared], out[:shared], lse[:shared], dout[:shared])
 
-    # Step 0: own triangles, while the first keys travel.
+    # Step 0: this rank's own triangles, while the first keys travel.
     transfer, arriving = ring.start_kv(0, held, kv_buffers[1], _BACKWARD_KV)
     dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, attention.triangles, scale)
     dq_shared = dq[:shared].to(wide)
 
-    # Steps 1 .. N-1: this rank's share of the gradient of member j's keys, added to what came with them.
+    # Steps 1 .. N-1: compute this rank's share of the gradient of member j's keys, and add it to the sum received.
     gradient_transfer: Transfer | None = None
     for step in range(1, ring.size):
         transfer.wait()
@@ -275,7 +280,7 @@ def _ring_backward(
         source = ring.source(step)
         blocks = ring.blocks[source]
         parts = _block_gradients(dq_shared, shared_inputs, held, blocks, kernel, scale) if blocks else None
-        # What the members before us collected has travelled while we computed.
+        # The sum of the members before us has travelled while we computed.
         collected = _rows(gradient_buffers[step % 2], ring.rows_per_member[source])
         if gradient_transfer is None:
             collected.zero_()
@@ -285,8 +290,8 @@ def _ring_backward(
             rows = blocks.key_rows(q.device)
             add_rows(collected[:, 0], rows, parts[0])
             add_rows(collected[:, 1], rows, parts[1])
-            parts = None  # their memory is free while the next step's are computed
-        # Pass the sum on; what arrives meanwhile belongs to the keys of the next step (after the last: our own).
+            parts = None  # frees their memory before the next step computes its own
+        # Pass the sum on. The sum that arrives belongs to the keys of the next step; after the last, to our own keys.
         arriving_rows = ring.rows_per_member[ring.source(step + 1)]
         coming = _rows(gradient_buffers[(step + 1) % 2], arriving_rows)
         gradient_transfer = ring.start_gradients(send=collected, receive=coming)
@@ -308,7 +313,7 @@ def _block_gradients(
     kernel: AttentionKernel,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Add the blocks' gradient of queries to ``dq_shared [n, H, D]``; return those of their keys and values."""
+    """Add the blocks' query gradients to ``dq_shared [n, H, D]``. Return the gradients of their keys and values."""
     q, out, lse, dout = shared_inputs
     part_dq, part_dk, part_dv = kernel.backward(dout, q, held[:, 0], held[:, 1], out, lse, blocks, scale)
     add_rows(dq_shared, blocks.query_rows(q.device), part_dq)
@@ -323,5 +328,5 @@ def _pack(k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _rows(buffer: Tensor, count: int) -> Tensor:
-    """The first ``count`` rows of a message buffer: contiguous, as sends and receives need."""
+    """Return the first ``count`` rows of a message buffer. They are contiguous, as sends and receives require."""
     return buffer[:count]
