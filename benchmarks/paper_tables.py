@@ -29,7 +29,7 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload import choose_offload
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan, naive_plan, paper_plan
+from bytescale.planner import adaptive_plan, aligned, naive_plan, paper_plan
 from bytescale.planner.draft import Draft, assemble, consecutive
 from bytescale.simulator import ClusterConfig, LoaderConfig, simulate
 
@@ -66,7 +66,8 @@ class Setting:
             return self.algorithm_1(lengths, offload=False)
         if planner == "paper":
             pipeline = self.devices.pp > 1
-            return paper_plan(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline, aligned=pipeline)
+            published = aligned(paper_plan) if pipeline else paper_plan
+            return published(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline)
         return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost, num_stages=self.devices.pp)
 
     def static_mesh(self, lengths: NDArray[np.int64], context: int) -> Plan:

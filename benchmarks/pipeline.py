@@ -44,8 +44,7 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.planner import adaptive_plan, paper_plan
-from bytescale.planner.aligned import align
+from bytescale.planner import adaptive_plan, align, aligned, paper_plan
 from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.own_model import build_own_model
@@ -180,7 +179,7 @@ def objective(num_batches: int) -> list[dict[str, Any]]:
         devices, profile, cluster, cost = on_the_papers_cluster(model)
         given = {"cluster": cluster, "cost": cost}
         planners: dict[str, Callable[..., Plan]] = {
-            "paper": partial(paper_plan, pipeline=True, aligned=True, **given),
+            "paper": partial(aligned(paper_plan), pipeline=True, **given),
             "ignored": lambda lengths, given=given: align(adaptive_plan(lengths, **given), **given),
             "counted": partial(adaptive_plan, num_stages=devices.pp, **given),
         }

@@ -6,7 +6,7 @@
     python benchmarks/planner_quality.py fewest [--count 40]       traffic against that of the fewest ranks, ideal links
 
 ``rivals``: 1 to 300 ranks, 1 to 3000 sequences, three kinds of lengths, rings from hidden to three times too slow. The
-bound includes exposed communication (``planner.target``): no sequence shares its group with another.
+bound includes exposed communication (``planner.adaptive.target``): no sequence shares its group with another.
 
 ``exact``: 2 to 8 ranks, 2 to 12 sequences. CP-SAT chooses every degree and every start; the ranks of a group need not
 be neighbours, and one sequence is one group. Where it does not prove its answer in time, both its best and its bound
@@ -33,7 +33,7 @@ from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, static_plan
-from bytescale.planner.trial import Batch
+from bytescale.planner.adaptive.trial import Batch
 from planners import cost_model, sample
 
 IntArray = NDArray[np.int64]

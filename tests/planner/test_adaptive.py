@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive, adaptive_plan, align, evaluate, greedy_plan, static_plan
-from bytescale.planner.pipeline import pack_sizes
+from bytescale.planner import adaptive_plan, align, evaluate, greedy_plan, static_plan
+from bytescale.planner.adaptive import planner
+from bytescale.planner.adaptive.pipeline import pack_sizes
 from tests.helpers.effort import examples
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
@@ -141,7 +142,7 @@ def test_a_pipeline_s_plan_is_never_later_there_than_the_others(
     plans = (
         adaptive_plan(lengths, cluster=cluster, cost=model, num_stages=num_stages),
         align(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model),
-        greedy_plan(lengths, cluster=cluster, cost=model, aligned=True),
+        align(greedy_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model),
     )
     ends = [evaluate(plan, cluster=cluster, cost=model, num_stages=num_stages).end_seconds for plan in plans]
     verify(plans[0], num_stages=num_stages)
@@ -165,7 +166,7 @@ def test_in_a_pipeline_packs_need_not_be_full(monkeypatch: pytest.MonkeyPatch) -
     lengths = sample_lengths("github", 2**22, 0, max_length=2**17)
     ends = []
     for num_sizes in (1, None):
-        monkeypatch.setattr(adaptive, "pack_sizes", lambda capacity, most=num_sizes: pack_sizes(capacity)[:most])
+        monkeypatch.setattr(planner, "pack_sizes", lambda capacity, most=num_sizes: pack_sizes(capacity)[:most])
         plan = adaptive_plan(lengths, cluster=cluster, cost=IDEAL, num_stages=4)
         verify(plan, num_stages=4)
         ends.append(evaluate(plan, cluster=cluster, cost=IDEAL, num_stages=4).end_seconds)

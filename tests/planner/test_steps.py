@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
-from bytescale.planner.assignment import Reservation, assign
-from bytescale.planner.backfill import backfill
+from bytescale.planner.adaptive.assignment import Reservation, assign
+from bytescale.planner.adaptive.backfill import backfill
+from bytescale.planner.adaptive.blocks import place_blocks, timer
+from bytescale.planner.adaptive.fill import deal, into_holes, micro_batches
+from bytescale.planner.adaptive.mixed import shares
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.target import block_seconds, degrees_within, target_seconds
+from bytescale.planner.adaptive.trial import Batch
 from bytescale.planner.batch import longest_first
-from bytescale.planner.blocks import place_blocks, timer
-from bytescale.planner.fill import deal, into_holes, micro_batches
-from bytescale.planner.mixed import shares
 from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit
-from bytescale.planner.placement import Placement
-from bytescale.planner.target import block_seconds, degrees_within, target_seconds
-from bytescale.planner.trial import Batch
 from tests.helpers.effort import examples
 from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
 

@@ -26,7 +26,7 @@ from bytescale.cost.memory import Checkpointing
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
+from bytescale.planner import adaptive_plan, aligned, greedy_plan, naive_plan, paper_plan, static_plan
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.draw import draw_steps
 
@@ -157,8 +157,8 @@ def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -
     planners: dict[str, Callable[..., Plan]] = {
         "static": partial(static_plan, context=context),
         "naive": naive_plan,
-        "paper": partial(paper_plan, pipeline=pipeline, aligned=pipeline),
-        "greedy": partial(greedy_plan, pipeline=pipeline, aligned=pipeline),
+        "paper": aligned(partial(paper_plan, pipeline=True)) if pipeline else paper_plan,
+        "greedy": aligned(partial(greedy_plan, pipeline=True)) if pipeline else greedy_plan,
         "adaptive": partial(adaptive_plan, num_stages=num_stages),
     }
     return planners[name]

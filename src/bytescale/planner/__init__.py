@@ -12,18 +12,19 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner.adaptive import adaptive_plan
-from bytescale.planner.aligned import align, is_aligned
+from bytescale.planner.adaptive.aligned import align, aligned, is_aligned
+from bytescale.planner.adaptive.planner import adaptive_plan
+from bytescale.planner.baselines.greedy import greedy_plan
+from bytescale.planner.baselines.naive import naive_plan
+from bytescale.planner.baselines.paper import paper_plan
+from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.evaluate import Outcome, evaluate
-from bytescale.planner.greedy import greedy_plan
-from bytescale.planner.naive import naive_plan
-from bytescale.planner.paper import paper_plan
-from bytescale.planner.static import static_plan
 
 __all__ = [
     "Outcome",
     "adaptive_plan",
     "align",
+    "aligned",
     "balanced_plan",
     "evaluate",
     "greedy_plan",
@@ -60,20 +61,18 @@ def make_planner(
     """
     if config.name == "static":
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
-    if config.name == "naive":
-        return partial(naive_plan if num_stages == 1 else _aligned_naive_plan, cluster=cluster, cost=cost)
     if config.name == "balanced" and config.balance == "adaptive":
         return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
+    planner: Callable[..., Plan] | None = None
+    if config.name == "naive":
+        planner = naive_plan
     if config.name == "balanced" and config.balance in ("greedy", "paper"):
-        planner: Callable[..., Plan] = greedy_plan if config.balance == "greedy" else paper_plan
-        return partial(planner, cluster=cluster, cost=cost, pipeline=num_stages > 1, aligned=num_stages > 1)
+        planner = partial(greedy_plan if config.balance == "greedy" else paper_plan, pipeline=num_stages > 1)
+    if planner is not None:
+        return partial(planner if num_stages == 1 else aligned(planner), cluster=cluster, cost=cost)
     raise ConfigError(
         problem(
             f"planner.name = {config.name!r} with planner.balance = {config.balance!r} does not exist",
             fix='use "static", "naive" or "balanced", the latter with "adaptive", "greedy" or "paper"',
         )
     )
-
-
-def _aligned_naive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel) -> Plan:
-    return align(naive_plan(lengths, cluster=cluster), cluster=cluster, cost=cost)

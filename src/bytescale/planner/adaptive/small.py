@@ -12,9 +12,9 @@ from itertools import permutations
 
 import numpy as np
 
-from bytescale.planner.blocks import timer
-from bytescale.planner.placement import Placement
-from bytescale.planner.trial import Batch, Trial
+from bytescale.planner.adaptive.blocks import timer
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.trial import Batch, Trial
 
 MAX_SEQUENCES = 16
 MAX_RANKS = 16

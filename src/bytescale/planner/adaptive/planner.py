@@ -29,23 +29,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner import small
-from bytescale.planner.aligned import align, is_aligned
-from bytescale.planner.backfill import backfill
+from bytescale.planner.adaptive import small
+from bytescale.planner.adaptive.aligned import align, is_aligned
+from bytescale.planner.adaptive.backfill import backfill
+from bytescale.planner.adaptive.blocks import place_blocks
+from bytescale.planner.adaptive.fill import deal
+from bytescale.planner.adaptive.gaps import fill_gaps
+from bytescale.planner.adaptive.mixed import mixed_batch, mixed_search
+from bytescale.planner.adaptive.pipeline import levels, pack_seconds, pack_sizes
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.target import degrees_within, is_ideal
+from bytescale.planner.adaptive.trial import Batch, Trial, num_shared, trial_plan
+from bytescale.planner.baselines.greedy import greedy_plan
+from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.blocks import place_blocks
 from bytescale.planner.draft import consecutive
 from bytescale.planner.evaluate import evaluate
-from bytescale.planner.fill import deal
-from bytescale.planner.gaps import fill_gaps
-from bytescale.planner.greedy import greedy_plan
-from bytescale.planner.mixed import mixed_batch, mixed_search
 from bytescale.planner.order import rising
-from bytescale.planner.pipeline import levels, pack_seconds, pack_sizes
-from bytescale.planner.placement import Placement
-from bytescale.planner.static import static_plan
-from bytescale.planner.target import degrees_within, is_ideal
-from bytescale.planner.trial import Batch, Trial, num_shared, trial_plan
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -149,7 +149,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
         plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH_MIXED), order, lengths, "balanced/adaptive")
         if num_stages == 1 or is_aligned(plan):
             return plan
-        return greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1, aligned=True)
+        return align(greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1), cluster=cluster, cost=cost)
     batch = Batch.of(lengths[order], cluster, cost, num_stages)
     if num_stages > 1:
         return _plan_in_pipeline(batch, order, lengths)
@@ -272,17 +272,16 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     if plan.num_sequences > MAX_RIVAL_SEQUENCES:
         return plan
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
-    cluster, cost, aligned = batch.cluster, batch.cost, batch.num_stages > 1
+    cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
-    rivals: list[Callable[..., Plan]] = [
-        partial(greedy_plan, num_buckets=1, aligned=aligned),
-        partial(greedy_plan, aligned=aligned),
-    ]
-    for planner in rivals + [static_plan] * mesh_holds:  # the mesh is always aligned; it does not offload
+    rivals: list[Callable[..., Plan]] = [partial(greedy_plan, num_buckets=1), greedy_plan]
+    for planner in rivals + [static_plan] * mesh_holds:  # the mesh does not offload
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)
+        if batch.num_stages > 1:
+            rival = align(rival, cluster=cluster, cost=cost)
         rival_end = _end(batch, rival)
         if rival_end < end:
             plan, end = rival, rival_end

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner.fill import deal
-from bytescale.planner.placement import Placement
-from bytescale.planner.trial import Batch, Trial, num_shared
+from bytescale.planner.adaptive.fill import deal
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.trial import Batch, Trial, num_shared
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

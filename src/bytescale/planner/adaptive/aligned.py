@@ -9,16 +9,19 @@ and tests run it over thousands of plans of these planners.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
-from bytescale.planner.blocks import place_blocks
+from bytescale.planner.adaptive.blocks import place_blocks
+from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.draft import Draft, assemble
-from bytescale.planner.fill import deal
 
 IntArray = NDArray[np.int64]
 
@@ -34,6 +37,15 @@ def is_aligned(plan: Plan) -> bool:
     np.minimum.at(lowest, heads[shared], index[shared])
     np.maximum.at(highest, heads[shared], index[shared])
     return bool((lowest >= highest).all())
+
+
+def aligned(planner: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Return a planner whose plans are those of ``planner`` after ``align``."""
+
+    def plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, **given: Any) -> Plan:
+        return align(planner(lengths, cluster=cluster, cost=cost, **given), cluster=cluster, cost=cost)
+
+    return plan
 
 
 def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.planner.adaptive.target import block_seconds
+from bytescale.planner.adaptive.trial import Batch
 from bytescale.planner.draft import consecutive
-from bytescale.planner.target import block_seconds
-from bytescale.planner.trial import Batch
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -38,11 +38,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
-from bytescale.planner.assignment import Assignment, Reservation, assign
-from bytescale.planner.blocks import grow, timer
-from bytescale.planner.fill import into_holes
-from bytescale.planner.placement import Placement
-from bytescale.planner.target import block_seconds, is_ideal
+from bytescale.planner.adaptive.assignment import Assignment, Reservation, assign
+from bytescale.planner.adaptive.blocks import grow, timer
+from bytescale.planner.adaptive.fill import into_holes
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.target import block_seconds, is_ideal
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

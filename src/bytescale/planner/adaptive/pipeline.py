@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bytescale.planner.target import degrees_within
-from bytescale.planner.trial import Batch, num_shared
+from bytescale.planner.adaptive.target import degrees_within
+from bytescale.planner.adaptive.trial import Batch, num_shared
 
 MIN_PACK = 8192
 """Tokens; pack sizes are halved down to this size."""

@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.cost import CostModel
-from bytescale.planner.placement import Placement
-from bytescale.planner.target import block_seconds, is_ideal
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.target import block_seconds, is_ideal
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

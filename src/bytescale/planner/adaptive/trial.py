@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.planner.adaptive.fill import micro_batches
+from bytescale.planner.adaptive.placement import Placement
+from bytescale.planner.adaptive.target import target_seconds
 from bytescale.planner.draft import Draft, assemble
-from bytescale.planner.fill import micro_batches
 from bytescale.planner.order import rising
-from bytescale.planner.placement import Placement
-from bytescale.planner.target import target_seconds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

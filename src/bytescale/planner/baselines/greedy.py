@@ -9,9 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner.aligned import align
+from bytescale.planner.baselines.paper import BucketedGroups
 from bytescale.planner.batch import checked_lengths
-from bytescale.planner.paper import BucketedGroups
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -24,7 +23,6 @@ def greedy_plan(
     cost: CostModel,
     num_buckets: int = 8,
     pipeline: bool = False,
-    aligned: bool = False,
 ) -> Plan:
     """Algorithm 2 of the paper (``paper_plan``) with a greedy step 3.
 
@@ -39,8 +37,7 @@ def greedy_plan(
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     groups = BucketedGroups.of(lengths, cluster, cost, num_buckets)
     slots, ranks = _serve_furthest_behind(groups, 1.0 / cluster.speeds, pipeline)
-    plan = groups.plan(slots, ranks, cluster=cluster, planner="balanced/greedy-pp" if pipeline else "balanced/greedy")
-    return align(plan, cluster=cluster, cost=cost) if aligned else plan
+    return groups.plan(slots, ranks, cluster=cluster, planner="balanced/greedy-pp" if pipeline else "balanced/greedy")
 
 
 def _serve_furthest_behind(groups: BucketedGroups, slowness: FloatArray, pipeline: bool) -> tuple[IntArray, IntArray]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.planner.placement import Placement
+from bytescale.planner.adaptive.placement import Placement
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper, DP-Balance and PP-Balance, as published. ``planner.greedy`` is our change of it."""
+"""Algorithm 2 of the paper, DP-Balance and PP-Balance, as published. ``greedy`` is our change of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
-from bytescale.planner.aligned import align
+from bytescale.planner.baselines.naive import minimal_groups
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
-from bytescale.planner.naive import minimal_groups
 from bytescale.planner.packing import smallest_capacity
 
 IntArray = NDArray[np.int64]
@@ -28,7 +27,6 @@ def paper_plan(
     cost: CostModel,
     num_buckets: int = 8,
     pipeline: bool = False,
-    aligned: bool = False,
     delta_seconds: float | None = None,
 ) -> Plan:
     """Equal tokens per micro-batch, more micro-batches for ranks whose micro-batches are cheap (paper section 6).
@@ -49,9 +47,7 @@ def paper_plan(
         cluster: the ranks; the smallest capacity counts for all, speeds scale a rank's time.
         cost: tells the time of a group.
         num_buckets: the paper leaves it open.
-        pipeline: PP-Balance instead of DP-Balance.
-        aligned: put the groups on other ranks if a pipeline could hang (``aligned.align``), which the published rule
-            does not exclude.
+        pipeline: PP-Balance instead of DP-Balance. Its plans can hang in a pipeline: ``aligned`` moves their groups.
         delta_seconds: the paper leaves it open too; None: the time of one full micro-batch of one rank.
     """
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
@@ -60,8 +56,7 @@ def paper_plan(
         capacity = smallest_capacity(cluster)
         delta_seconds = float(cost.group_seconds(capacity, capacity**2, 1))
     slots, ranks = _serve_in_rounds(groups, 1.0 / cluster.speeds, pipeline, delta_seconds)
-    plan = groups.plan(slots, ranks, cluster=cluster, planner="balanced/paper-pp" if pipeline else "balanced/paper")
-    return align(plan, cluster=cluster, cost=cost) if aligned else plan
+    return groups.plan(slots, ranks, cluster=cluster, planner="balanced/paper-pp" if pipeline else "balanced/paper")
 
 
 @dataclass(frozen=True, eq=False)
