@@ -30,8 +30,8 @@ from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_a
 from bytescale.cost import Cluster
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data import BatchSampler, prepare_corpus, read_micro_batch
-from bytescale.data.batches import GlobalBatch
-from bytescale.data.corpus import Corpus
+from bytescale.data.loading.corpus import Corpus
+from bytescale.data.order.batches import GlobalBatch
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan

@@ -28,11 +28,11 @@ import psutil
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.data import LocalFeed, prepare_corpus
-from bytescale.data.facts import FactsGatherer
-from bytescale.data.indexed_writer import IndexedWriter
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.data.mixture import make_sampler
+from bytescale.data.order.mixture import make_sampler
 from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference
+from bytescale.data.tokens.facts import FactsGatherer
+from bytescale.data.tokens.indexed_writer import IndexedWriter
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -158,7 +158,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
 def planner_at_scale(folder: Path) -> None:
     import ray
 
-    from bytescale.data.corpus import plan_shards
+    from bytescale.data.loading.corpus import plan_shards
     from bytescale.data.remote.cluster import ray_cluster
     from bytescale.data.remote.planner import PlannerActor
     from bytescale.data.remote.relay import FAN_OUT

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 import paper_assumptions as paper
+from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_count
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.offload import choose_offload
@@ -58,7 +58,7 @@ class Setting:
         self.cost: CostModel = self.profile.cost_model(ranks_per_node=per_node, pipeline_parallel=pp)
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
-    def plan(self, planner: str, lengths: NDArray[np.int64], context: int) -> Plan:
+    def plan(self, planner: str, lengths: IntArray, context: int) -> Plan:
         """The plan of one of ``PLANNERS``, given its own batch (``Batch.for_planner``)."""
         if planner == "static":
             return self.static_mesh(lengths, context)
@@ -70,7 +70,7 @@ class Setting:
             return published(lengths, cluster=self.cluster, cost=self.cost, pipeline=pipeline)
         return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost, num_stages=self.devices.pp)
 
-    def static_mesh(self, lengths: NDArray[np.int64], context: int) -> Plan:
+    def static_mesh(self, lengths: IntArray, context: int) -> Plan:
         """Packs of exactly one context each, dealt to the rows of the mesh in turn; ``lengths`` fill them in order."""
         cp = context // self.capacity_tokens
         pack = (np.cumsum(lengths) - lengths) // context
@@ -85,7 +85,7 @@ class Setting:
         )
         return assemble(draft, lengths=lengths, cluster=self.cluster, planner=f"static/cp{cp}")
 
-    def algorithm_1(self, lengths: NDArray[np.int64], *, offload: bool) -> Plan:
+    def algorithm_1(self, lengths: IntArray, *, offload: bool) -> Plan:
         """Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
         ratios, degrees = choose_offload(
             self.profile,
@@ -108,10 +108,10 @@ class Setting:
 class Batch:
     """One global batch of a shuffled corpus."""
 
-    whole: NDArray[np.int64]  # its documents
-    filled: NDArray[np.int64]  # for the static mesh: the same stream, cut where a context is full
+    whole: IntArray  # its documents
+    filled: IntArray  # for the static mesh: the same stream, cut where a context is full
 
-    def for_planner(self, planner: str) -> NDArray[np.int64]:
+    def for_planner(self, planner: str) -> IntArray:
         """Lengths of what a planner is given."""
         return self.filled if planner == "static" else self.whole
 

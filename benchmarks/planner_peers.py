@@ -12,7 +12,8 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from bytescale.common.arrays import IntArray
+
 FloatArray = NDArray[np.float64]
 
 

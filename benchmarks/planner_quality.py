@@ -27,8 +27,8 @@ import time
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
@@ -36,7 +36,6 @@ from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner
 from bytescale.planner.adaptive.trial import Batch
 from planners import cost_model, sample
 
-IntArray = NDArray[np.int64]
 NUM_TOKENS, CAPACITY, MOST_TRAFFIC, MOST_END, WIDE = 2**25, 8192, 1.05, 1.01, 55
 RIVALS = {"greedy": greedy_plan, "fewest": partial(greedy_plan, num_buckets=1), "static": static_plan}
 

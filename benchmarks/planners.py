@@ -23,9 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from bytescale.common.arrays import IntArray
 from bytescale.common.units import parse_count
 from bytescale.cost import Cluster, CostModel, load_profile
 from bytescale.data.length_distributions import sample_lengths
@@ -108,7 +106,7 @@ def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: 
     return rows
 
 
-def sample(data: str, num_tokens: int, seed: int, max_length: int) -> NDArray[np.int64]:
+def sample(data: str, num_tokens: int, seed: int, max_length: int) -> IntArray:
     """Lengths of the distribution ``NAME`` or ``NAME@LOWEST EDGE``."""
     name, _, edge = data.partition("@")
     return sample_lengths(name, num_tokens, seed, max_length, lowest_edge=int(edge) if edge else None)
@@ -125,9 +123,7 @@ def cost_model(name: str) -> CostModel:
     return load_profile(name).cost_model(ranks_per_node=RANKS_PER_NODE)
 
 
-def _run(
-    planner: Callable[..., Any], lengths: NDArray[np.int64], cluster: Cluster, cost: CostModel
-) -> dict[str, float]:
+def _run(planner: Callable[..., Any], lengths: IntArray, cluster: Cluster, cost: CostModel) -> dict[str, float]:
     """Best of three timings: the machine is shared."""
     seconds = []
     for _ in range(3):
@@ -147,7 +143,7 @@ def _run(
 
 
 def _run_peer(
-    name: str, megatron: Any, lengths: NDArray[np.int64], num_ranks: int, capacity: int, cost: CostModel, repeats: int
+    name: str, megatron: Any, lengths: IntArray, num_ranks: int, capacity: int, cost: CostModel, repeats: int
 ) -> dict[str, float]:
     work = cost.work_seconds(lengths)
     ideal = float(work.sum()) / num_ranks

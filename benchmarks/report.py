@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bytescale.data.loader import LoaderTimes
+from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
 from bytescale.train.report import Maxima, Report, Sums
 

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bytescale.common.errors import DataError
 from bytescale.config import load_config
-from bytescale.data.corpus import Corpus, prepare_corpus
-from bytescale.data.order import epoch_order
-from bytescale.data.record import check_record, read_record
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.loading.record import check_record, read_record
+from bytescale.data.order.epoch import epoch_order
 from bytescale.plan.io import load_plan
 
 CONFIG = """

@@ -13,7 +13,7 @@ from socketserver import BaseServer
 import pyarrow
 import pyarrow.parquet
 
-from bytescale.data.corpus import prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
 from tests.data.support import config, texts_of, write_pair
 
 TEXTS = ["plain", "one", "two", "row one", "row two", "ab"]

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from bytescale.config import DataConfig
-from bytescale.data.corpus import Corpus, prepare_corpus
-from bytescale.data.facts import FactsGatherer
-from bytescale.data.index import CorpusIndex, PartFinder
-from bytescale.data.indexed import facts_path
-from bytescale.data.indexed_writer import IndexedWriter
-from bytescale.data.order import MIB
-from bytescale.data.pieces import OverLength
-from bytescale.data.readers import WorkUnit
-from bytescale.data.shards import PartContent, Shard
-from bytescale.data.sources import SourceFile
-from bytescale.data.tokenizer import Tokenizer
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.order.epoch import MIB
+from bytescale.data.order.index import CorpusIndex, PartFinder
+from bytescale.data.order.pieces import OverLength
+from bytescale.data.sources.readers import WorkUnit
+from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.tokens.facts import FactsGatherer
+from bytescale.data.tokens.indexed import facts_path
+from bytescale.data.tokens.indexed_writer import IndexedWriter
+from bytescale.data.tokens.shards import PartContent, Shard
+from bytescale.data.tokens.tokenizer import Tokenizer
 
 
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Tokenizer | None = None) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.data.batches import BatchSampler, GlobalBatch
-from bytescale.data.order import epoch_order
+from bytescale.data.order.batches import BatchSampler, GlobalBatch
+from bytescale.data.order.epoch import epoch_order
 from tests.data.support import memory_corpus
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)

@@ -9,7 +9,7 @@ import pytest
 
 from bytescale.cli.data import StatsConfig, TokenizeConfig, document_lengths, stats_command, tokenize_command
 from bytescale.common.errors import ConfigError
-from bytescale.data.indexed import IndexedDataset
+from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.support import memory_corpus, write_jsonl, write_pair
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import DataConfig
-from bytescale.data import shards
-from bytescale.data.corpus import IGNORE_INDEX, check_vocabulary, plan_shards, prepare_corpus
-from bytescale.data.mixture import make_sampler
-from bytescale.data.order import PieceStream
-from bytescale.data.pieces import OverLength, make_pieces
-from bytescale.data.progress import Progress
-from bytescale.data.tokenizer import ByteTokenizer
+from bytescale.data.loading.corpus import IGNORE_INDEX, check_vocabulary, plan_shards, prepare_corpus
+from bytescale.data.order.epoch import PieceStream
+from bytescale.data.order.mixture import make_sampler
+from bytescale.data.order.pieces import OverLength, make_pieces
+from bytescale.data.tokens import shards
+from bytescale.data.tokens.progress import Progress
+from bytescale.data.tokens.tokenizer import ByteTokenizer
 from tests.data.support import config, memory_corpus, texts_of, write_jsonl, write_pair
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import DataError
-from bytescale.data import retry
-from bytescale.data.corpus import prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.sources import retry
 from tests.data.remote_files import serving
 from tests.data.support import config, texts_of, write_pair
 

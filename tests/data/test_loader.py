@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.data.batches import BatchSampler
-from bytescale.data.corpus import IGNORE_INDEX, Corpus
-from bytescale.data.loader import LocalLoader, StepData
-from bytescale.data.prefetch import Prefetcher
+from bytescale.common.arrays import IntArray
+from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
+from bytescale.data.loading.loader import LocalLoader, StepData
+from bytescale.data.loading.prefetch import Prefetcher
+from bytescale.data.order.batches import BatchSampler
 from bytescale.plan import Plan
-from bytescale.plan.plan import GroupSpec, IntArray
+from bytescale.plan.plan import GroupSpec
 from tests.data.support import memory_corpus
 from tests.helpers.plans import random_plan
 

@@ -11,9 +11,10 @@ import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config import Config, DataConfig, validate
-from bytescale.data import prepare_corpus, shards
-from bytescale.data.mixture import MixtureSampler, make_sampler
-from bytescale.data.order import epoch_order
+from bytescale.data import prepare_corpus
+from bytescale.data.order.epoch import epoch_order
+from bytescale.data.order.mixture import MixtureSampler, make_sampler
+from bytescale.data.tokens import shards
 from tests.data.support import config, texts_of, write_jsonl
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, DataError
-from bytescale.data.batches import BatchSampler, GlobalBatch
-from bytescale.data.corpus import Corpus
-from bytescale.data.order import MIB, PieceStream, epoch_order
-from bytescale.data.shards import PartContent
+from bytescale.data.loading.corpus import Corpus
+from bytescale.data.order.batches import BatchSampler, GlobalBatch
+from bytescale.data.order.epoch import MIB, PieceStream, epoch_order
+from bytescale.data.tokens.shards import PartContent
 from tests.data.support import PartsAtHand, memory_corpus
 
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import DataError
-from bytescale.data.readers import ReadCounts, iter_documents, plan_units
-from bytescale.data.sources import expand_sources
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.readers import ReadCounts, iter_documents, plan_units
 from tests.data.support import write_jsonl
 
 

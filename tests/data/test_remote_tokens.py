@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import DataError
-from bytescale.data import remote_tokens
-from bytescale.data.corpus import Corpus, prepare_corpus
-from bytescale.data.tokenizer import ByteTokenizer
-from bytescale.data.urls import UrlPath
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.sources.urls import UrlPath
+from bytescale.data.tokens import remote_tokens
+from bytescale.data.tokens.tokenizer import ByteTokenizer
 from tests.data.support import config, write_pair
 
 ENDINGS = (".bin", ".idx", ".meta.json")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.data.sources import expand_sources, fingerprint_files
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.source_file import fingerprint_files
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ import pytest
 from numpy.typing import NDArray
 
 from bytescale.common.errors import DataError
-from bytescale.data.bpe import train_bpe
-from bytescale.data.facts import facts_of, load_facts
-from bytescale.data.indexed import IndexedDataset
-from bytescale.data.progress import Progress, ignore_progress
-from bytescale.data.readers import WorkUnit, plan_units
-from bytescale.data.sources import SourceFile, expand_sources
-from bytescale.data.tokenize import UnitEncoder, encode_in_processes, tokenize_files
-from bytescale.data.tokenizer import ByteTokenizer, JsonTokenizer
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.readers import WorkUnit, plan_units
+from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.tokens.bpe import train_bpe
+from bytescale.data.tokens.facts import facts_of, load_facts
+from bytescale.data.tokens.indexed import IndexedDataset
+from bytescale.data.tokens.progress import Progress, ignore_progress
+from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes, tokenize_files
+from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
 from tests.data.support import write_jsonl, write_pair
 
 
@@ -139,9 +140,9 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
 KILLED_PROGRAM = """
 import sys, time
 from pathlib import Path
-from bytescale.data.sources import expand_sources
-from bytescale.data.tokenize import tokenize_files
-from bytescale.data.tokenizer import ByteTokenizer
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.tokens.tokenize import tokenize_files
+from bytescale.data.tokens.tokenizer import ByteTokenizer
 
 def stop_in_the_middle(progress):
     if progress.done_bytes > progress.total_bytes / 2:
@@ -187,7 +188,7 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
     def die(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytescale.data.indexed_writer.write_atomically", die)
+    monkeypatch.setattr("bytescale.data.tokens.indexed_writer.write_atomically", die)
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3], [4]])
     with pytest.raises(DataError, match=r"a.idx cannot be read"):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.data.bpe import cached_bpe, train_bpe
-from bytescale.data.progress import Progress, ignore_progress
-from bytescale.data.sources import expand_sources
-from bytescale.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.tokens.bpe import cached_bpe, train_bpe
+from bytescale.data.tokens.progress import Progress, ignore_progress
+from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the dog does not mind " * 20
 

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.data import retry
-from bytescale.data.corpus import Corpus, prepare_corpus
-from bytescale.data.retry import UnreadableError, with_retries
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.sources import retry
+from bytescale.data.sources.retry import UnreadableError, with_retries
 from tests.data.support import config, texts_of, write_jsonl, write_pair
 
 

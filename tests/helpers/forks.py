@@ -12,9 +12,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+DIED = (False, "died without an answer")
 
-def run_forked(num_ranks: int, work: Callable[[int], Any], *, timeout_seconds: float = 300.0) -> list[Any]:
+
+def run_forked(
+    num_ranks: int, work: Callable[[int], Any], *, timeout_seconds: float = 300.0, kill_with_first: bool = False
+) -> list[Any]:
     """Run ``work(rank)`` in ``num_ranks`` processes with torchrun's environment; its results in rank order.
+
+    ``kill_with_first``: when the first rank dies without an answer, all others are killed at once, as torchrun does.
+    Without it they are left to notice by themselves, which takes as long as their groups' timeout if they wait in a
+    collective for ranks that had never connected.
 
     Raises ``AssertionError`` with the stack trace of every rank that failed, or that still ran at the end.
     """
@@ -29,7 +37,11 @@ def run_forked(num_ranks: int, work: Callable[[int], Any], *, timeout_seconds: f
         processes.append(process)
         pipes.append(receiver)
     deadline = time.monotonic() + timeout_seconds
-    outcomes = [_receive(pipe, deadline) for pipe in pipes]
+    first = _receive(pipes[0], deadline)
+    if kill_with_first and first == DIED:
+        for process in processes:
+            process.kill()
+    outcomes = [first, *(_receive(pipe, deadline) for pipe in pipes[1:])]
     for process in processes:
         process.join(5.0)
         if process.is_alive():
@@ -70,4 +82,4 @@ def _receive(pipe: Connection, deadline: float) -> tuple[bool, Any]:
     try:
         return pipe.recv()
     except EOFError:
-        return False, "died without an answer"
+        return DIED

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
@@ -45,7 +45,7 @@ LINKS = CostModel(
 COSTS = {"ideal": IDEAL, "links": LINKS}
 
 
-def heavy_tailed(num_sequences: int, longest: int, seed: int, *, exponent: float = 1.2) -> NDArray[np.int64]:
+def heavy_tailed(num_sequences: int, longest: int, seed: int, *, exponent: float = 1.2) -> IntArray:
     """``[num_sequences]`` Pareto lengths up to ``longest``."""
     random = np.random.default_rng(seed)
     lengths = 8 * (1 + random.pareto(exponent, num_sequences))

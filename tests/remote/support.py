@@ -15,9 +15,9 @@ import numpy as np
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.data import Feed, LocalFeed, StepData, prepare_corpus
-from bytescale.data.batches import SamplerState
-from bytescale.data.facts import FactsGatherer
-from bytescale.data.indexed_writer import IndexedWriter
+from bytescale.data.order.batches import SamplerState
+from bytescale.data.tokens.facts import FactsGatherer
+from bytescale.data.tokens.indexed_writer import IndexedWriter
 from bytescale.planner.verified import VerifiedPlanner
 
 CONTEXT = 96

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.data.corpus import prepare_corpus
-from bytescale.data.order import epoch_order
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.order.epoch import epoch_order
 from bytescale.data.remote.feed import RemoteFeed
 from tests.remote.support import count_tokens, feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
 

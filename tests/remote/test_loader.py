@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
-from bytescale.data.corpus import prepare_corpus
-from bytescale.data.order import epoch_order
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.order.epoch import epoch_order
 from bytescale.data.remote.feed import RemoteFeed
 from tests.data.support import write_jsonl
 from tests.remote.support import (

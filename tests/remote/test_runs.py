@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from bytescale.config import Config, config_to_toml
-from bytescale.data.corpus import prepare_corpus
-from bytescale.data.record import check_record
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.record import check_record
 from tests.train.record import times_expected, times_given
 from tests.train.runs import losses, on_ranks, run, small_run, with_trainer, write_corpus
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale.data.corpus import Corpus
-from bytescale.data.order import epoch_order
-from bytescale.data.record import read_record
+from bytescale.data.loading.corpus import Corpus
+from bytescale.data.loading.record import read_record
+from bytescale.data.order.epoch import epoch_order
 
 
 def times_given(folder: Path, corpus: Corpus, steps: int) -> Counter[tuple[int, int]]:

@@ -82,4 +82,4 @@ def interrupt(config: Config, *, after_step: int) -> None:
             os._exit(9)
 
     with pytest.raises(AssertionError, match="rank 0: died without an answer"):
-        run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=die_at)))
+        run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=die_at)), kill_with_first=True)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bytescale.common.errors import DataError
 from bytescale.config import config_to_toml
-from bytescale.data.corpus import prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
 from tests.helpers.disk import grow, small_disk
 from tests.train.runs import losses, on_ranks, run, small_run, with_trainer, write_corpus
 

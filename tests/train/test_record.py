@@ -19,8 +19,8 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import Config, config_to_toml
-from bytescale.data.corpus import prepare_corpus
-from bytescale.data.record import RecordCheck, check_record
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.record import RecordCheck, check_record
 from bytescale.train.run_folder import RunFolder
 from tests.train.record import times_expected, times_given
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus

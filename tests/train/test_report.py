@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from bytescale.data.loader import LoaderTimes
+from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
 from bytescale.train.report import Report, Sums
 from tests.helpers.forks import run_forked

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bytescale.attention.copies import to_device
+from bytescale.common.arrays import IntArray
 
 Rows = slice | torch.Tensor
 
@@ -35,7 +35,7 @@ class BlockSet:
     _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(queries: NDArray[np.int64], keys: NDArray[np.int64], *, causal: bool) -> BlockSet:
+    def of(queries: IntArray, keys: IntArray, *, causal: bool) -> BlockSet:
         """Make blocks from two ``[B, 2]`` arrays of row ranges. Blocks with an empty range are dropped."""
         kept = (queries[:, 1] > queries[:, 0]) & (keys[:, 1] > keys[:, 0])
         return BlockSet(
@@ -83,14 +83,14 @@ class BlockSet:
         return self._rows[side, device]
 
 
-def causal_triangles(lengths: Sequence[int] | NDArray[np.int64]) -> BlockSet:
+def causal_triangles(lengths: Sequence[int] | IntArray) -> BlockSet:
     """Make one causal triangle per sequence. The sequences lie one after the other."""
     edges = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
     ranges = np.stack([edges[:-1], edges[1:]], axis=1)
     return BlockSet.of(ranges, ranges, causal=True)
 
 
-def ring_blocks(chunks: tuple[NDArray[np.int64], NDArray[np.int64]], member: int, source: int) -> BlockSet:
+def ring_blocks(chunks: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
     """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
 
     The members' chunks follow one another in the sequence in the order 0, 1, .., N-1, N-1, .., 1, 0 (``plan.layout``).

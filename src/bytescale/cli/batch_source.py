@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.config import Config, ModelConfig, RingGradients, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 
-IntArray = NDArray[np.int64]
 KIBI = 1024
 
 
@@ -80,7 +79,7 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
         return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if config is not None:
         from bytescale.data import prepare_corpus
-        from bytescale.data.mixture import make_sampler
+        from bytescale.data.order.mixture import make_sampler
 
         corpus = prepare_corpus(config.data, text_later=True)
         sampler = make_sampler(corpus.index, config.data)

@@ -17,21 +17,23 @@ from rich.console import Console
 from rich.table import Table
 
 from bytescale.cli.options import parse
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import DataConfig
-from bytescale.data.corpus import Corpus, choose_tokenizer, prepare_corpus
-from bytescale.data.facts import TokenFacts
-from bytescale.data.indexed import IntArray, pair_paths, read_index
 from bytescale.data.length_distributions import bucket_edges, token_shares
-from bytescale.data.progress import progress_bar
-from bytescale.data.record import check_record
-from bytescale.data.retry import with_retries
-from bytescale.data.shards import fetched
-from bytescale.data.sources import SourceFile, expand_sources
+from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corpus
+from bytescale.data.loading.record import check_record
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.retry import with_retries
+from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
-from bytescale.data.tokenize import tokenize_files
+from bytescale.data.tokens.facts import TokenFacts
+from bytescale.data.tokens.indexed import pair_paths, read_index
+from bytescale.data.tokens.progress import progress_bar
+from bytescale.data.tokens.shards import fetched
+from bytescale.data.tokens.tokenize import tokenize_files
 
 _SHOWN_SKIPPED = 5
 

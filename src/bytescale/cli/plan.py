@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, IntArray, read_batch, read_profile
+from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, read_batch, read_profile
 from bytescale.cli.devices import devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
 from bytescale.config import Config, ModelConfig, TrainerConfig, load_config

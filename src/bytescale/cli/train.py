@@ -164,9 +164,9 @@ def _prepare_data(config: Config) -> None:
 
     Ranks do where a run goes on: its checkpoint says which part of the data it needs.
     """
-    from bytescale.data.corpus import plan_shards, prepare_corpus
-    from bytescale.data.mixture import make_sampler
-    from bytescale.data.progress import progress_bar
+    from bytescale.data.loading.corpus import plan_shards, prepare_corpus
+    from bytescale.data.order.mixture import make_sampler
+    from bytescale.data.tokens.progress import progress_bar
 
     with progress_bar() as progress:
         if config.data.loader == "local":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.offload import OffloadRule
 
@@ -21,7 +22,7 @@ class Cluster:
     Raises ``ConfigError`` when a number is not positive or the arrays' lengths differ.
     """
 
-    capacity_tokens: NDArray[np.int64]  # [R] tokens that one micro-batch of a rank may hold (the paper's C)
+    capacity_tokens: IntArray  # [R] tokens that one micro-batch of a rank may hold (the paper's C)
     speeds: NDArray[np.float64]  # [R] work per second, relative to the rank that the cost model describes
     offload: OffloadRule | None = None  # which activations may wait in host memory; equal ranks only
 
@@ -59,7 +60,7 @@ class Cluster:
         """Whether all ranks are equal in capacity and speed."""
         return bool((self.speeds == self.speeds[0]).all() and (self.capacity_tokens == self.capacity_tokens[0]).all())
 
-    def fewest_ranks(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def fewest_ranks(self, lengths: IntArray) -> IntArray:
         """``[S]`` fewest ranks that hold each sequence (paper Eq. 3; without offloading ceil(s / C)). Equal ranks."""
         capacity = int(self.capacity_tokens.min())
         if self.offload is None:

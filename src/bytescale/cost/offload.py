@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import RESIDENT_LAYERS
@@ -33,7 +34,7 @@ class OffloadRule:
     """
     host_bytes: float = math.inf
 
-    def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> NDArray[np.int64]:
+    def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> IntArray:
         """``[S]`` ranks that each sequence needs if it offloads as much as its compute hides.
 
         A sequence that would need more than ``num_ranks`` gets all of them and offloads more than compute hides: it is
@@ -85,7 +86,7 @@ def choose_offload(
     num_layers: int,
     movable_share: float | None = None,
     host_bytes: float = math.inf,
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+) -> tuple[NDArray[np.float64], IntArray]:
     """Offload ratio r and number of ranks D of each sequence.
 
     Args:
@@ -127,5 +128,5 @@ def hidden_ratio(profile: Profile, lengths: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(seconds * rate / moved)
 
 
-def _ceil(ranks: NDArray[np.float64]) -> NDArray[np.int64]:
+def _ceil(ranks: NDArray[np.float64]) -> IntArray:
     return np.maximum(np.ceil(ranks - 1e-9), 1).astype(np.int64)

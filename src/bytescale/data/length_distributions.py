@@ -14,9 +14,8 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
-
-IntArray = NDArray[np.int64]
 
 _SHARE_SUFFIX = "_token_share"
 

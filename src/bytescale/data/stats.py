@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.common.units import format_count
-
-IntArray = NDArray[np.int64]
 
 BUCKET_EDGES: IntArray = 2 ** np.arange(9, 22, dtype=np.int64)
 """Upper edges of the buckets in tokens, 512 to 2M (2097152). One more bucket holds longer documents."""

@@ -18,9 +18,8 @@ Shape letters: K sequences of a group, N members.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from bytescale.common.arrays import IntArray
 
 
 def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:

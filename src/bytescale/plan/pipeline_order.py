@@ -22,11 +22,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.plan.plan import Plan, offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.schedule import messages, stage_actions
-
-IntArray = NDArray[np.int64]
 
 
 def find_cycle(plan: Plan, num_stages: int, num_chunks: int = 1, *, with_messages: bool = True) -> list[str]:

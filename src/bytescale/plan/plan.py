@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-IntArray = NDArray[np.int64]
+from bytescale.common.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.plan.layout import member_chunks, segment_bounds
 from bytescale.plan.plan import Plan
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from bytescale.common.arrays import IntArray
 
 
 @lru_cache(maxsize=4096)

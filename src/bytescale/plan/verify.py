@@ -21,16 +21,14 @@ from __future__ import annotations
 from typing import Literal, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError, problem
 from bytescale.common.units import format_bytes
 from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.plan import Plan, segment_sums
 from bytescale.plan.slices import largest_slice, micro_batch_tokens, slice_tokens
-
-IntArray = NDArray[np.int64]
 
 
 def verify(

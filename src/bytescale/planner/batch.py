@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError, problem
 from bytescale.common.units import format_bytes
 from bytescale.cost import Cluster
 from bytescale.planner.order import rising
-
-IntArray = NDArray[np.int64]
 
 
 def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = False) -> IntArray:

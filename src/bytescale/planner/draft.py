@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.order import rising
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from bytescale.common.arrays import IntArray
 
 DIGIT = 16
 """Bits. NumPy's stable sort of 16-bit keys is a radix sort, five to ten times as fast as its sorts of longer keys."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster
-
-IntArray = NDArray[np.int64]
 
 
 def best_fit(sizes: IntArray, capacity: int) -> IntArray:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
 from bytescale.attention.copies import to_device
+from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
@@ -51,11 +50,11 @@ class MicroBatchTokens(Protocol):
     """One micro-batch's tokens in the layout of ``plan.MicroBatch``: int64 ``[T]``, NumPy arrays or tensors."""
 
     @property
-    def tokens(self) -> NDArray[np.int64] | Tensor: ...
+    def tokens(self) -> IntArray | Tensor: ...
     @property
-    def labels(self) -> NDArray[np.int64] | Tensor: ...
+    def labels(self) -> IntArray | Tensor: ...
     @property
-    def position_ids(self) -> NDArray[np.int64] | Tensor: ...
+    def position_ids(self) -> IntArray | Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -190,5 +189,5 @@ class _Run:
     def _is_last(self, chunk: int) -> bool:
         return self.mesh.is_last_stage and chunk == len(self.parts) - 1
 
-    def _to_device(self, array: NDArray[np.int64] | Tensor) -> Tensor:
+    def _to_device(self, array: IntArray | Tensor) -> Tensor:
         return to_device(torch.as_tensor(array), self.mesh.hdp.device)

@@ -27,6 +27,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError, problem
 from bytescale.plan.schedule import stage_actions
 from bytescale.simulator.events import Events
@@ -140,7 +141,7 @@ class _Engine:
         arrays = (np.array(values).reshape(shape) for values in (self.arrival, self.start, self.end))
         return Timeline(**dict(zip(("arrival", "start", "end"), arrays, strict=True)))
 
-    def _fixed_order(self, counts: NDArray[np.int64]) -> list[list[int]]:
+    def _fixed_order(self, counts: IntArray) -> list[list[int]]:
         """Return the tasks of every unit, in the order of ``plan.schedule``. ``counts [R]`` micro-batches per rank."""
         order: list[list[int]] = []
         most, num_chunks = int(counts.max(initial=0)), self.parts // self.pp

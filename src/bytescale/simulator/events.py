@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, PlanError, problem
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
@@ -225,7 +226,7 @@ def _parameters(profile: Profile, cluster: ClusterConfig, stage: int) -> float:
     return stage_parameters(profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages)
 
 
-def _per_rank(values: FloatArray, ranks: NDArray[np.int64], num_ranks: int) -> FloatArray:
+def _per_rank(values: FloatArray, ranks: IntArray, num_ranks: int) -> FloatArray:
     return np.bincount(ranks, weights=values, minlength=num_ranks).astype(np.float64)
 
 
@@ -271,7 +272,7 @@ def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, 
 
 def memory_changes(
     events: Events, timeline: Timeline, part: int, kept: FloatArray
-) -> tuple[FloatArray, FloatArray, NDArray[np.int64]]:
+) -> tuple[FloatArray, FloatArray, IntArray]:
     """Return times, changes in bytes, and ranks, each ``[2 M]``.
 
     Activations are kept from the start of a micro-batch's forward to the end of its backward.

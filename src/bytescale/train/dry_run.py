@@ -10,8 +10,8 @@ from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost import flops
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data import check_vocabulary, prepare_corpus
-from bytescale.data.mixture import make_sampler
-from bytescale.data.progress import progress_bar
+from bytescale.data.order.mixture import make_sampler
+from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
 from bytescale.train.job import measured_profile, planning_cost, verified_planner
 from bytescale.train.kernels import open_kernels

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from bytescale.common.units import format_bytes
 from bytescale.config import Config
 from bytescale.data import Feed, LocalFeed, prepare_corpus
-from bytescale.data.progress import Progress, ProgressCallback
-from bytescale.data.record import RecordingFeed, new_attempt_folder
+from bytescale.data.loading.record import RecordingFeed, new_attempt_folder
+from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
 

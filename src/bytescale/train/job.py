@@ -17,8 +17,8 @@ from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data import Feed, StepData, check_vocabulary
-from bytescale.data.batches import SamplerState
-from bytescale.data.loader import Loader
+from bytescale.data.loading.loader import Loader
+from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from bytescale.data.loader import LoaderTimes
+from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.data.batches import SamplerState
-from bytescale.data.loader import LoaderTimes, StepData
-from bytescale.data.prefetch import Prefetcher
+from bytescale.common.arrays import IntArray
+from bytescale.data.loading.loader import LoaderTimes, StepData
+from bytescale.data.loading.prefetch import Prefetcher
+from bytescale.data.order.batches import SamplerState
 from bytescale.data.remote.calls import no_answer, wait_for
 from bytescale.data.remote.relay import RankAnswer
-from bytescale.data.remote.slices import IntArray, RankStep, SegmentTable, ServerSlices, StillReading, assemble
+from bytescale.data.remote.slices import RankStep, SegmentTable, ServerSlices, StillReading, assemble
 from bytescale.plan import Plan
 
 logger = logging.getLogger(__name__)

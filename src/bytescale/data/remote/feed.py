@@ -11,18 +11,18 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, problem
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import SamplerState
-from bytescale.data.corpus import plan_shards
-from bytescale.data.index import CorpusFacts
+from bytescale.data.loading.corpus import plan_shards
+from bytescale.data.order.batches import SamplerState
+from bytescale.data.order.index import CorpusFacts
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.client import RemoteLoader
 from bytescale.data.remote.cluster import NAMESPACE
 from bytescale.data.remote.planner import PlannerActor, kept_steps
 from bytescale.data.remote.relay import Relay, above
 from bytescale.data.remote.server import SharedWork, server_actor
-from bytescale.data.remote.slices import IntArray
 from bytescale.plan import Plan
 
 _LOOK_AGAIN_SECONDS = 0.05

@@ -23,16 +23,17 @@ from typing import Any, TypeVar
 
 import ray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import Sampler, SamplerState
-from bytescale.data.index import CorpusFacts, CorpusIndex
-from bytescale.data.mixture import make_sampler
+from bytescale.data.order.batches import Sampler, SamplerState
+from bytescale.data.order.index import CorpusFacts, CorpusIndex
+from bytescale.data.order.mixture import make_sampler
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
-from bytescale.data.remote.slices import IntArray, PartOwners, PlannedStep, StepReference, StillReading
-from bytescale.data.shards import PartContent
+from bytescale.data.remote.slices import PartOwners, PlannedStep, StepReference, StillReading
+from bytescale.data.tokens.shards import PartContent
 from bytescale.plan import Plan
 
 _LOOK_AGAIN_SECONDS = 1.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray.exceptions
 
-from bytescale.data.batches import SamplerState
+from bytescale.data.order.batches import SamplerState
 from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference, StillReading
 
 Answer = StepReference | StillReading | None

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import ray
 
-from bytescale.data.indexed import Tokens
-from bytescale.data.open_parts import OpenParts
-from bytescale.data.remote.slices import IntArray, PartOwners, ServerSlices
-from bytescale.data.shards import PartContent, Shard, ShardReader, remote_parts
+from bytescale.common.arrays import IntArray
+from bytescale.data.remote.slices import PartOwners, ServerSlices
+from bytescale.data.tokens.indexed import Tokens
+from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.shards import PartContent, Shard, ShardReader, remote_parts
 
 
 class SharedWork:

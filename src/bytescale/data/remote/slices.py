@@ -1,7 +1,7 @@
 """The messages between planner, servers and clients, and how a client turns token ranges into training data.
 
 A *range* is ``count`` tokens from ``place`` on in one part of the corpus. In identifiers a sample is called a *piece*;
-``data.pieces`` defines it. Shape letter: P segments of all micro-batches of a rank, in their order.
+``data.order.pieces`` defines it. Shape letter: P segments of all micro-batches of a rank, in their order.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data.batches import GlobalBatch, SamplerState
-from bytescale.data.index import CorpusIndex
-from bytescale.data.loader import MicroBatchData
-from bytescale.data.remote_tokens import BLOCK_TOKENS
+from bytescale.data.loading.loader import MicroBatchData
+from bytescale.data.order.batches import GlobalBatch, SamplerState
+from bytescale.data.order.index import CorpusIndex
+from bytescale.data.tokens.remote_tokens import BLOCK_TOKENS
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.rank_plan import MicroBatch
 from bytescale.plan.summary import PlanSummary
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
@@ -22,8 +22,6 @@ from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.blocks import place_blocks
 from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.draft import Draft, assemble
-
-IntArray = NDArray[np.int64]
 
 
 def is_aligned(plan: Plan) -> bool:

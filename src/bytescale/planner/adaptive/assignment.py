@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.planner.adaptive.placement import Placement
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

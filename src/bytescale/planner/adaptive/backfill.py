@@ -37,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import CostModel
 from bytescale.planner.adaptive.assignment import Assignment, Reservation, assign
 from bytescale.planner.adaptive.blocks import grow, timer
@@ -44,7 +45,6 @@ from bytescale.planner.adaptive.fill import into_holes
 from bytescale.planner.adaptive.placement import Placement
 from bytescale.planner.adaptive.target import block_seconds, is_ideal
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 ORDERS = 24

@@ -32,11 +32,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import CostModel
 from bytescale.planner.adaptive.placement import Placement
 from bytescale.planner.adaptive.target import block_seconds, is_ideal
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 HALL = 0.25

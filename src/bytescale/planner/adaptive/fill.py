@@ -7,10 +7,10 @@ from bisect import bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 PASS = 20

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.planner.adaptive.target import block_seconds
 from bytescale.planner.adaptive.trial import Batch
 from bytescale.planner.draft import consecutive
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 LOW = 1.5

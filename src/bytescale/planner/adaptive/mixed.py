@@ -15,12 +15,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.adaptive.placement import Placement
 from bytescale.planner.adaptive.trial import Batch, Trial, num_shared
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 # (slack: factor on the target; snap: as in ``blocks``, but a share of speed; floors: sequences that end within the

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.planner.draft import consecutive
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

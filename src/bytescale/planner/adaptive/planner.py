@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive import small
@@ -47,7 +48,6 @@ from bytescale.planner.draft import consecutive
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.order import rising
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 1.009

@@ -10,9 +10,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import CostModel
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 PRECISION = 1.002

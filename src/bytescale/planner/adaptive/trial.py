@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.fill import micro_batches
@@ -18,7 +19,6 @@ from bytescale.planner.adaptive.target import target_seconds
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.order import rising
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

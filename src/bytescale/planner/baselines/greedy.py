@@ -7,12 +7,12 @@ import heapq
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.baselines.paper import BucketedGroups
 from bytescale.planner.batch import checked_lengths
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.batch import checked_lengths
 from bytescale.planner.draft import Draft, assemble, consecutive
 from bytescale.planner.packing import best_fit, grouped, smallest_capacity
-
-IntArray = NDArray[np.int64]
 
 
 def naive_plan(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
@@ -16,7 +17,6 @@ from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.packing import smallest_capacity
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from bytescale.common.errors import PlanError, problem
 from bytescale.cost import Cluster, CostModel
@@ -11,8 +11,6 @@ from bytescale.plan import Plan
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble, consecutive
 from bytescale.planner.packing import best_fit, grouped, smallest_capacity
-
-IntArray = NDArray[np.int64]
 
 
 def static_plan(

@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import temporary_path
 from bytescale.common.errors import DataError, problem
-from bytescale.data.atomic import temporary_path
-from bytescale.data.retry import unreadable, with_retries
-from bytescale.data.urls import UrlPath
-
-IntArray = NDArray[np.int64]
+from bytescale.data.sources.retry import unreadable, with_retries
+from bytescale.data.sources.urls import UrlPath
 
 BLOCK_TOKENS = 1 << 20
 """Tokens of a block, which is fetched in one request: 2 MiB of uint16 or 4 MiB of int32."""

@@ -4,8 +4,8 @@ Two rules hold for every protocol:
 
 * Every error of a file system becomes an ``OSError`` that names the URL. It is a ``PermissionError`` or a
   ``FileNotFoundError`` if trying again is hopeless, and a plain ``OSError`` if trying again may help.
-* The client of a file system tries once or twice and does not wait for minutes. ``data.retry`` tries again, and logs
-  that it does.
+* The client of a file system tries once or twice and does not wait for minutes. ``data.sources.retry`` tries again,
+  and logs that it does.
 """
 
 from __future__ import annotations

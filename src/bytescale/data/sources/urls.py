@@ -1,7 +1,8 @@
 """Sources that are not in the local file system: anything that fsspec can open (s3://, hdfs://, http://, memory://).
 
 A ``UrlPath`` takes the place of the ``Path`` that readers expect. Every error of a remote file system becomes an
-``OSError`` that names the URL (``data.filesystems``), so that retries and messages deal with one kind of failure only.
+``OSError`` that names the URL (``data.sources.filesystems``), so that retries and messages deal with one kind of
+failure only.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from bytescale.common.atomic import file_lock, temporary_path
 from bytescale.common.errors import ConfigError, problem
-from bytescale.data.atomic import file_lock, temporary_path
-from bytescale.data.filesystems import guarded, open_filesystem
-from bytescale.data.sources import SourceFile
+from bytescale.data.sources.filesystems import guarded, open_filesystem
+from bytescale.data.sources.source_file import SourceFile
 
 _COPY_BYTES = 8 * 1024**2
 _VERSIONS = (  # entries by which file systems tell that a file's content has changed, the most reliable ones first

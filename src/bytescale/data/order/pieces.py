@@ -14,11 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.plan.rank_plan import concatenated_ranges
-
-IntArray = NDArray[np.int64]
 
 OverLength = Literal["split", "truncate", "drop"]
 

@@ -1,4 +1,4 @@
-"""Writes Megatron's ``.bin/.idx`` pair (``data.indexed``). The pair appears whole or not at all."""
+"""Writes Megatron's ``.bin/.idx`` pair (``data.tokens.indexed``). The pair appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError, problem
-from bytescale.data.atomic import remove_stale_temporaries, temporary_path, write_atomically
-from bytescale.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, IntArray, facts_path, pair_paths
+from bytescale.data.tokens.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, facts_path, pair_paths
 
 _MAX_LENGTH = np.iinfo(np.int32).max
 
@@ -75,7 +76,7 @@ class IndexedWriter:
         """Make the pair appear under its names. It replaces an older pair. Nothing can be added afterwards.
 
         Args:
-            facts: content of ``prefix.meta.json`` (``data.facts``), which is put in place before the ``.idx``.
+            facts: content of ``prefix.meta.json`` (``data.tokens.facts``), which is put in place before the ``.idx``.
         """
         self._file.flush()
         os.fsync(self._file.fileno())

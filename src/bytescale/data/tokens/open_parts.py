@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bytescale.data.indexed import IntArray, Tokens
-from bytescale.data.remote_tokens import RemoteTokens
+from bytescale.common.arrays import IntArray
+from bytescale.data.tokens.indexed import Tokens
+from bytescale.data.tokens.remote_tokens import RemoteTokens
 
 MOST_OPEN = 256
 """Parts that are open at the same time.

@@ -1,9 +1,9 @@
 """Tokenises any list of source files into one ``.bin/.idx`` pair, with several processes.
 
-1. Files of text are cut into units of work (``data.readers``). ``.bin`` files are copied as they are.
+1. Files of text are cut into units of work (``data.sources.readers``). ``.bin`` files are copied as they are.
 2. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
 3. The results are written in the order of the units, so the pair does not depend on the number of processes.
-4. The pair appears under its name when all of it is on disk (``data.indexed_writer``).
+4. The pair appears under its name when all of it is on disk (``data.tokens.indexed_writer``).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.common.units import format_count
-from bytescale.data.facts import FactsGatherer, TokenFacts
-from bytescale.data.indexed import IndexedDataset, IntArray
-from bytescale.data.indexed_writer import IndexedWriter, token_dtype
-from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
-from bytescale.data.retry import with_retries
-from bytescale.data.sources import SourceFile, local_path
-from bytescale.data.tokenizer import Tokenizer
+from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
+from bytescale.data.sources.retry import with_retries
+from bytescale.data.sources.source_file import SourceFile, local_path
+from bytescale.data.tokens.facts import FactsGatherer, TokenFacts
+from bytescale.data.tokens.indexed import IndexedDataset
+from bytescale.data.tokens.indexed_writer import IndexedWriter, token_dtype
+from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
+from bytescale.data.tokens.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""

@@ -8,20 +8,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from bytescale.common.arrays import IntArray
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import GlobalBatch, Sampler, SamplerState
-from bytescale.data.corpus import IGNORE_INDEX, Corpus
-from bytescale.data.index import CorpusFacts
-from bytescale.data.mixture import make_sampler
-from bytescale.data.prefetch import Prefetcher
+from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
+from bytescale.data.loading.prefetch import Prefetcher
+from bytescale.data.order.batches import GlobalBatch, Sampler, SamplerState
+from bytescale.data.order.index import CorpusFacts
+from bytescale.data.order.mixture import make_sampler
 from bytescale.plan.plan import Plan
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
 from bytescale.plan.summary import PlanSummary
-
-IntArray = NDArray[np.int64]
 
 __all__ = [
     "IGNORE_INDEX",

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.data.atomic import write_atomically
-from bytescale.data.indexed import IndexedDataset, IntArray, TokenIndex, facts_path
-from bytescale.data.progress import Progress, ProgressCallback
-from bytescale.data.sources import SourceFile, fingerprint_files
-from bytescale.data.tokenizer import Tokenizer
+from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import write_atomically
+from bytescale.data.sources.source_file import SourceFile, fingerprint_files
+from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path
+from bytescale.data.tokens.progress import Progress, ProgressCallback
+from bytescale.data.tokens.tokenizer import Tokenizer
 
 _SCAN_TOKENS = 1 << 24
 

@@ -1,12 +1,12 @@
 """Decides which samples make up which global batch.
 
 The decision depends on the corpus, the seed and the token budget. It never depends on the number of ranks. (In
-identifiers a sample is called a *piece*; ``data.pieces`` defines it.)
+identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.)
 
-Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (``data.order``). The epochs form one
-endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget. So
-every epoch consumes every sample exactly once. A batch in which an epoch ends is filled up with samples of the next
-epoch: ending the batch early would give one small and noisy update per epoch.
+Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (``data.order.epoch``). The epochs form
+one endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget.
+So every epoch consumes every sample exactly once. A batch in which an epoch ends is filled up with samples of the
+next epoch: ending the batch early would give one small and noisy update per epoch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.data.index import CorpusIndex, IntArray
-from bytescale.data.order import PieceStream
+from bytescale.data.order.epoch import PieceStream
+from bytescale.data.order.index import CorpusIndex
 
 SamplerState = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """The corpus: the tokens on disk of everything that ``[data]`` names, and the samples to train on.
 
-(In identifiers a sample is called a *piece*; ``data.pieces`` defines it.)
+(In identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.)
 
 The launcher and every rank may call ``prepare_corpus`` at the same time. The first caller does the work; the others
 wait for it and open what it wrote.
@@ -18,22 +18,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import file_lock
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
-from bytescale.data.atomic import file_lock
-from bytescale.data.bpe import cached_bpe
-from bytescale.data.index import CorpusFacts, CorpusIndex, PartContent
-from bytescale.data.indexed import Tokens
-from bytescale.data.open_parts import OpenParts
-from bytescale.data.pieces import PieceTable
-from bytescale.data.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.retry import with_retries
-from bytescale.data.shards import Shard, ShardReader, fingerprint_shards, remote_parts
-from bytescale.data.sources import SourceFile, expand_sources
-from bytescale.data.tokenizer import Tokenizer, load_tokenizer
-
-IntArray = NDArray[np.int64]
+from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
+from bytescale.data.order.pieces import PieceTable
+from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.retry import with_retries
+from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.tokens.bpe import cached_bpe
+from bytescale.data.tokens.indexed import Tokens
+from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
+from bytescale.data.tokens.shards import Shard, ShardReader, fingerprint_shards, remote_parts
+from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class TokeniseHere:
         return {part: self._reader.open(self._shards[part], self._progress).content for part in parts}
 
     def close(self) -> None:
-        """End the threads. Each ends after the unit of text (``data.readers``) that it works on."""
+        """End the threads. Each ends after the unit of text (``data.sources.readers``) that it works on."""
         self._ahead = False
         for thread in self._threads:
             thread.join()

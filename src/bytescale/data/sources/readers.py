@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import DataError, problem
-from bytescale.data.retry import unreadable
-from bytescale.data.sources import SourceFile, SourcePath
+from bytescale.data.sources.retry import unreadable
+from bytescale.data.sources.source_file import SourceFile, SourcePath
 
 logger = logging.getLogger(__name__)
 

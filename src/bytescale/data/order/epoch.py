@@ -1,6 +1,6 @@
 """The order of the samples in an epoch. It depends on the corpus, the seed and the epoch, never on the ranks.
 
-(In identifiers a sample is called a *piece*; ``data.pieces`` defines it.)
+(In identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.)
 
 If the text of the corpus fits in one *window* (``data.shuffle_window_mib``), all samples of an epoch are shuffled
 together. If the text is larger, an epoch goes through it window by window:
@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError, problem
-from bytescale.data.index import CorpusIndex, IntArray
+from bytescale.data.order.index import CorpusIndex
 
 MIB = 1024**2
 EVERYTHING = "everything"

@@ -7,35 +7,21 @@ documents in the tokenised corpus. It is the same on every machine that has the 
 from __future__ import annotations
 
 import glob
-import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Literal, Protocol, cast, get_args
+from typing import cast, get_args
 
 from bytescale.common.errors import ConfigError, DataError, problem
-from bytescale.data.retry import UnreadableError
+from bytescale.data.sources.filesystems import credentials_hint
+from bytescale.data.sources.retry import UnreadableError
+from bytescale.data.sources.source_file import FileFormat, SourceFile, SourcePath
+from bytescale.data.sources.urls import expand_url
 
 logger = logging.getLogger(__name__)
-
-FileFormat = Literal["text", "jsonl", "parquet", "bin"]
-
-
-class SourcePath(Protocol):
-    """Where a file is: a ``Path`` on this machine, or a ``data.urls.UrlPath`` on another."""
-
-    @property
-    def suffix(self) -> str: ...
-
-    def with_suffix(self, suffix: str) -> SourcePath: ...
-
-    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
-
-    def read_bytes(self) -> bytes: ...
-
 
 STDLIB_SOURCE = "python:stdlib"
 _FORMAT_OF_ENDING: dict[str, FileFormat] = {
@@ -46,21 +32,6 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".bin": "bin",
 }
 _NOT_STDLIB = {"site-packages", "dist-packages"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
-    """One file of the corpus as it was when the sources were listed."""
-
-    path: SourcePath
-    format: FileFormat
-    num_bytes: int
-    mtime_ns: int
-    named: bool = False
-    """Whether a source names this very file, not a folder or a glob. Such a file is an error if it is not text; other
-    files are skipped."""
-    source: int = 0
-    """Place in ``data.sources`` of the first source that found this file."""
 
 
 def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[SourceFile]:
@@ -95,28 +66,6 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
     return list(files.values())
 
 
-def local_path(file: SourceFile) -> Path:
-    """Return the path of a file on this machine. Raises ``ConfigError`` for a file that lies elsewhere."""
-    if isinstance(file.path, Path):
-        return file.path
-    raise ConfigError(
-        problem(
-            f"{file.path} lies elsewhere and has to be mapped into memory",
-            so="it cannot be used in place",
-            fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
-        )
-    )
-
-
-def fingerprint_files(files: Iterable[SourceFile]) -> str:
-    """16 hex digits that change when a file is added, removed, moved, resized or touched."""
-    content = hashlib.blake2b(digest_size=8)
-    for file in files:
-        line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n"
-        content.update(line.encode(errors="surrogateescape"))
-    return content.hexdigest()
-
-
 def _local_files(source: str, file_format: str) -> Iterator[SourceFile]:
     found = (_source_file(path, file_format, named) for path, named in _paths_of(source))
     return (file for file in found if file is not None)
@@ -124,9 +73,6 @@ def _local_files(source: str, file_format: str) -> Iterator[SourceFile]:
 
 def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
     """Yield the files of a URL. An ``.idx`` is left out, because its ``.bin`` stands for the pair."""
-    from bytescale.data.filesystems import credentials_hint
-    from bytescale.data.urls import expand_url
-
     try:
         for path, named, listed in expand_url(source):
             kind = _format_of(path.suffix, file_format)

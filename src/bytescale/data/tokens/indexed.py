@@ -1,4 +1,4 @@
-"""Reads Megatron's ``.bin/.idx`` pair, memory-mapped. ``data.indexed_writer`` writes it.
+"""Reads Megatron's ``.bin/.idx`` pair, memory-mapped. ``data.tokens.indexed_writer`` writes it.
 
 ``.bin`` holds the token ids of all sequences, one after the other, in one integer type. ``.idx`` says where each
 sequence starts::
@@ -26,10 +26,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
-from bytescale.data.sources import SourcePath
-
-IntArray = NDArray[np.int64]
+from bytescale.data.sources.source_file import SourcePath
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -67,7 +66,7 @@ class TokenIndex:
 
 
 class Tokens(Protocol):
-    """The tokens of a pair: a memory map, or ``data.remote_tokens.RemoteTokens``."""
+    """The tokens of a pair: a memory map, or ``data.tokens.remote_tokens.RemoteTokens``."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -153,7 +152,7 @@ def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
 
 
 def facts_path(path: Path) -> Path:
-    """Return the path of the file beside a pair in which ``data.facts`` keeps the facts of the pair."""
+    """Return the path of the file beside a pair in which ``data.tokens.facts`` keeps the facts of the pair."""
     bin_path, _ = pair_paths(path)
     return bin_path.with_suffix(".meta.json")
 

@@ -1,9 +1,9 @@
 """Shards: the parts of the corpus that any process can tokenise, keep and read on its own.
 
-A shard of text is a run of units (``data.readers``) of one source. It is tokenised into a ``.bin/.idx`` pair in the
-cache folder. A ``.bin`` file is a shard as it is. Where the shards are cut depends on the files alone, never on the
-process that reads them. So the local loader and any number of servers share one cache, and a server that is restarted
-finds in the cache the shards that it had tokenised.
+A shard of text is a run of units (``data.sources.readers``) of one source. It is tokenised into a ``.bin/.idx`` pair
+in the cache folder. A ``.bin`` file is a shard as it is. Where the shards are cut depends on the files alone, never
+on the process that reads them. So the local loader and any number of servers share one cache, and a server that is
+restarted finds in the cache the shards that it had tokenised.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bytescale.common.arrays import IntArray
+from bytescale.common.atomic import file_lock
 from bytescale.config.schema import DataConfig
-from bytescale.data.atomic import file_lock
-from bytescale.data.facts import TokenFacts, facts_of, load_facts
-from bytescale.data.indexed import IndexedDataset, IntArray, Tokens, check_size, map_tokens, read_index
-from bytescale.data.progress import ProgressCallback, ignore_progress
-from bytescale.data.readers import WorkUnit, plan_units, too_many_corrupt_records
-from bytescale.data.remote_tokens import RemoteTokens
-from bytescale.data.retry import unreadable, with_retries
-from bytescale.data.sources import SourceFile, local_path
-from bytescale.data.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
-from bytescale.data.tokenizer import Tokenizer
-from bytescale.data.urls import UrlPath, local_index, local_pair
+from bytescale.data.sources.readers import WorkUnit, plan_units, too_many_corrupt_records
+from bytescale.data.sources.retry import unreadable, with_retries
+from bytescale.data.sources.source_file import SourceFile, local_path
+from bytescale.data.sources.urls import UrlPath, local_index, local_pair
+from bytescale.data.tokens.facts import TokenFacts, facts_of, load_facts
+from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, read_index
+from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
+from bytescale.data.tokens.remote_tokens import RemoteTokens
+from bytescale.data.tokens.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
+from bytescale.data.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from bytescale.config.schema import DataConfig
-from bytescale.data.batches import BatchSampler, GlobalBatch, Sampler, SamplerState, check_drawable, check_same
-from bytescale.data.index import CorpusIndex
-from bytescale.data.order import EVERYTHING, PieceStream
+from bytescale.data.order.batches import BatchSampler, GlobalBatch, Sampler, SamplerState, check_drawable, check_same
+from bytescale.data.order.epoch import EVERYTHING, PieceStream
+from bytescale.data.order.index import CorpusIndex
 
 
 def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> Sampler:

@@ -1,11 +1,11 @@
 """The index of a corpus: its parts, and the samples of the parts that have been read. The index holds no tokens.
 
-A corpus is a list of parts (``data.shards``). The list is known as soon as the files are listed. The samples of a part
-are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be tokenised first. So
-the corpus index grows. Whoever needs the samples of a part calls ``require``, and may announce it earlier with
-``expect``.
+A corpus is a list of parts (``data.tokens.shards``). The list is known as soon as the files are listed. The samples
+of a part are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be
+tokenised first. So the corpus index grows. Whoever needs the samples of a part calls ``require``, and may announce it
+earlier with ``expect``.
 
-In identifiers a sample is called a *piece*; ``data.pieces`` defines it.
+In identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
-from bytescale.data.facts import TokenFacts
-from bytescale.data.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
-from bytescale.data.shards import PartContent, Shard, check_corrupt_records
-from bytescale.data.tokenizer import Tokenizer
-
-IntArray = NDArray[np.int64]
+from bytescale.data.order.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
+from bytescale.data.tokens.facts import TokenFacts
+from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records
+from bytescale.data.tokens.tokenizer import Tokenizer
 
 _PART_SHIFT = 32
 """The name of a sample is ``(number of its part << _PART_SHIFT) + number of the sample in that part``."""

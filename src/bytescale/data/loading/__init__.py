@@ -1,0 +1,1 @@
+"""The corpus as a whole, and the loader that gives a rank its slices."""

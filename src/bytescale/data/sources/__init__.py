@@ -1,0 +1,1 @@
+"""Where text lies: files, folders and URLs, and how their records are read."""

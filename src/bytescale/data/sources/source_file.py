@@ -1,0 +1,63 @@
+"""One file of a corpus: where it is, what it holds, and by what a change of it is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal, Protocol
+
+from bytescale.common.errors import ConfigError, problem
+
+FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+
+
+class SourcePath(Protocol):
+    """Where a file is: a ``Path`` on this machine, or a ``data.sources.urls.UrlPath`` on another."""
+
+    @property
+    def suffix(self) -> str: ...
+
+    def with_suffix(self, suffix: str) -> SourcePath: ...
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
+
+    def read_bytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file of the corpus as it was when the sources were listed."""
+
+    path: SourcePath
+    format: FileFormat
+    num_bytes: int
+    mtime_ns: int
+    named: bool = False
+    """Whether a source names this very file, not a folder or a glob. Such a file is an error if it is not text; other
+    files are skipped."""
+    source: int = 0
+    """Place in ``data.sources`` of the first source that found this file."""
+
+
+def local_path(file: SourceFile) -> Path:
+    """Return the path of a file on this machine. Raises ``ConfigError`` for a file that lies elsewhere."""
+    if isinstance(file.path, Path):
+        return file.path
+    raise ConfigError(
+        problem(
+            f"{file.path} lies elsewhere and has to be mapped into memory",
+            so="it cannot be used in place",
+            fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
+        )
+    )
+
+
+def fingerprint_files(files: Iterable[SourceFile]) -> str:
+    """16 hex digits that change when a file is added, removed, moved, resized or touched."""
+    content = hashlib.blake2b(digest_size=8)
+    for file in files:
+        line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n"
+        content.update(line.encode(errors="surrogateescape"))
+    return content.hexdigest()

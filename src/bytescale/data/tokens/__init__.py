@@ -1,0 +1,1 @@
+"""Text becomes tokens: tokenizers, ``.bin/.idx`` pairs, and the cache of tokenised parts."""
