@@ -11,12 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from bytescale.checkpoint.initial_weights import check_initial_weights
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import CheckpointError
 from bytescale.config import Config, ModelConfig, config_to_toml, resolve_architecture
 from bytescale.train import train
-from bytescale.train.initial_weights import check_initial_weights
 from tests.helpers.forks import run_forked
 from tests.helpers.steps import make_model
 from tests.models.test_hugging_face import write_folder

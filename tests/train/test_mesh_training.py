@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from bytescale.checkpoint.checkpointer import complete_checkpoints
+from bytescale.checkpoint.export import export_checkpoint
+from bytescale.checkpoint.pieces import boxes_of
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, ModelConfig, validate
-from bytescale.train.checkpoint import complete_checkpoints
-from bytescale.train.export import export_checkpoint
-from bytescale.train.stored_state import boxes_of
 from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
 
 # Fewer than ten steps: the order of fp32 sums is amplified less than in a hundred (tests/train/test_training.py).

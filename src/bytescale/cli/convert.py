@@ -37,13 +37,13 @@ def run(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     options = parse(ConvertOptions, arguments, prog="bytescale convert")
     if (options.source / "config.json").is_file() and not (options.source / "run_state.json").is_file():
-        from bytescale.train.import_weights import import_folder
+        from bytescale.checkpoint.import_weights import import_folder
 
         count = import_folder(options.source, options.folder)
         print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
         print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
         return 0
-    from bytescale.train.export import export_checkpoint
+    from bytescale.checkpoint.export import export_checkpoint
 
     config = options.source.resolve().parent.parent / "config.toml"
     shards = export_checkpoint(

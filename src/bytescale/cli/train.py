@@ -154,7 +154,7 @@ def prepare_and_start(options: TrainOptions) -> None:
 
 def _check_initial_weights(config: Config) -> None:
     if config.trainer.init:
-        from bytescale.train.initial_weights import check_initial_weights
+        from bytescale.checkpoint.initial_weights import check_initial_weights
 
         check_initial_weights(config)
 

@@ -7,7 +7,7 @@ from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
 from bytescale.runtime.buckets import Chunk
 from bytescale.runtime.executor import ModelPart, StepResult, TrainableModel, run_rank_plan
-from bytescale.runtime.flat import FlatParameters
+from bytescale.runtime.flat import DTYPES, FlatParameters
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
@@ -17,6 +17,7 @@ from bytescale.runtime.token_shards import TokenShards
 from bytescale.runtime.zero import ShardedAdamW
 
 __all__ = [
+    "DTYPES",
     "IGNORE_INDEX",
     "Activations",
     "Chunk",

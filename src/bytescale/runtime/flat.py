@@ -29,6 +29,8 @@ from bytescale.common.cut import Cut
 from bytescale.cost.step import MOST_BUCKETS
 
 ALIGNMENT = 64
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Of parameters, by the names that settings and options use."""
 
 
 @dataclass(frozen=True)

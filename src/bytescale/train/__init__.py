@@ -1,4 +1,4 @@
-"""Floor 5: the trainer, its run folder, metrics and checkpoints."""
+"""Floor 6: the trainer, its run folder and its metrics."""
 
 from bytescale.train.trainer import train
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from bytescale.attention import AttentionKernel
+from bytescale.checkpoint.checkpointer import Checkpointer, RunState
+from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.config import Architecture, Config, resolve_architecture
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, load_profile
@@ -24,8 +26,6 @@ from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, ShardedAdamW
-from bytescale.train.checkpoint import Checkpointer, RunState
-from bytescale.train.initial_weights import load_initial_weights
 from bytescale.train.kernels import Kernels
 from bytescale.train.memory import MemoryBudget, memory_budget
 from bytescale.train.own_model import build_own_model

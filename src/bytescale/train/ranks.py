@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
-from bytescale.runtime import Mesh, MeshShape, RankGroup
+from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
 from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
 
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
@@ -28,7 +28,6 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from bytescale.attention.clock import Clock, make_clock
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
 from bytescale.data import StepData
 from bytescale.runtime import Mesh, run_rank_plan
-from bytescale.train.checkpoint import Checkpointer
 from bytescale.train.job import Job
 from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
 from bytescale.train.report import Report, Sums

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.versions import require_torch
 from bytescale.config import Config, validate
-from bytescale.train.checkpoint import Checkpointer
 from bytescale.train.feed import open_feed
 from bytescale.train.job import Job, build_job
 from bytescale.train.kernels import open_kernels

@@ -1,6 +1,6 @@
 """Checkpoints through torch.distributed.checkpoint (DCP): whole at any moment, loadable on any number of ranks.
 
-Master weights and Adam moments are stored under the model's own names and shapes (``train.stored_state``), so that any
+Master weights and Adam moments are stored under the model's own names and shapes (``checkpoint.pieces``), so that any
 mesh reads what any other wrote. A checkpoint is written into a hidden folder and renamed when every rank's part is on
 disk: a folder named ``step-*`` is always complete.
 """
@@ -15,20 +15,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bytescale.checkpoint.format_2 import load_tensors
+from bytescale.checkpoint.pieces import PieceReader, PieceWriter, host_copies, stored_pieces
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.common.units import format_bytes
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedAdamW
-from bytescale.train.ranks import Ranks
-from bytescale.train.stored_metadata import load_tensors
-from bytescale.train.stored_state import PieceReader, PieceWriter, host_copies, stored_pieces
 
 FORMAT = 2
 """Of checkpoints: 1 stored flat buffers, and was never released."""
@@ -46,10 +45,24 @@ class RunState:
     format: int = FORMAT
 
 
+class Participants(Protocol):
+    """The ranks that write and read checkpoints together, as one of them sees them."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank publishes and deletes checkpoints."""
+        ...
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """All ranks, in a group of gloo that nothing else uses meanwhile."""
+        ...
+
+
 class Checkpointer:
     """Writes, prunes and restores the checkpoints of one run. Every method is called by every rank."""
 
-    def __init__(self, folder: Path, ranks: Ranks, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, ranks: Participants, config: CheckpointConfig) -> None:
         self.folder = folder
         self.ranks = ranks
         self.config = config

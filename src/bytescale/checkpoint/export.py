@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bytescale.checkpoint.checkpointer import read_run_state
+from bytescale.checkpoint.format_2 import TensorPlanner, load_tensors, read_metadata
+from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.models.hf import Piece
 from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
-from bytescale.train.checkpoint import read_run_state
-from bytescale.train.initial_weights import architecture_pieces, folder_of
-from bytescale.train.ranks import DTYPES
-from bytescale.train.stored_metadata import TensorPlanner, load_tensors, read_metadata
+from bytescale.runtime import DTYPES
 
 
 def export_checkpoint(

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from bytescale.checkpoint.format_2 import METADATA_FILE, TensorPlanner, load_tensors, read_metadata
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
 from bytescale.config import config_to_toml
-from bytescale.train.stored_metadata import METADATA_FILE, TensorPlanner, load_tensors, read_metadata
 from tests.helpers.forks import run_forked
 from tests.train.runs import on_ranks, run, small_run, write_corpus
 

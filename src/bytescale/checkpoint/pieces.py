@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from bytescale.checkpoint.format_2 import TensorPlanner
 from bytescale.runtime import ShardedAdamW
-from bytescale.train.stored_metadata import TensorPlanner
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""

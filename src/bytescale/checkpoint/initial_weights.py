@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bytescale.checkpoint.checkpointer import check_same_model, load_states, read_run_state
+from bytescale.checkpoint.format_2 import read_metadata
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_architecture
 from bytescale.models import build_model
 from bytescale.models.hf import Piece, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
 from bytescale.runtime import FlatParameters, ShardedAdamW
-from bytescale.train.checkpoint import check_same_model, load_states, read_run_state
-from bytescale.train.stored_metadata import read_metadata
 
 
 def check_initial_weights(config: Config) -> None:

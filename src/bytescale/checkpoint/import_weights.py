@@ -15,13 +15,13 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bytescale.checkpoint.checkpointer import STATE_FILE, RunState
+from bytescale.checkpoint.initial_weights import architecture_pieces
+from bytescale.checkpoint.pieces import PieceWriter, StoredPieces
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.hugging_face import architecture_of_folder
 from bytescale.models.hf import Piece
 from bytescale.models.hf_folder import check_pieces, copy_companions
-from bytescale.train.checkpoint import STATE_FILE, RunState
-from bytescale.train.initial_weights import architecture_pieces
-from bytescale.train.stored_state import PieceWriter, StoredPieces
 
 
 def import_folder(source: Path, target: Path) -> int:

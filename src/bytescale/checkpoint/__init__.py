@@ -1,0 +1,5 @@
+"""Floor 5: checkpoints. How they are written, published, read on any mesh, and exchanged with Hugging Face folders."""
+
+from bytescale.checkpoint.checkpointer import Checkpointer, RunState
+
+__all__ = ["Checkpointer", "RunState"]
