@@ -177,7 +177,7 @@ def test_capacity_follows_weights() -> None:
         )
 
     verify(plan([1, 3]))
-    refused(plan([1, 2]), "micro-batch 0 of rank 0 holds 8 tokens, the rank's capacity is 6")
+    refused(plan([1, 2]), "micro-batch 0 of rank 0 holds 8 tokens, but the rank's capacity is 6")
 
 
 @examples(20, 60)
@@ -208,7 +208,7 @@ def test_capacity_is_exact_on_random_plans(lengths: list[int], num_ranks: int, s
 
 def test_order() -> None:
     plan = scheduled([[[0, 4], [3]], [[0], [1]], [[1], [0], [2]]])
-    refused(plan, "rule 'order'", "rank 2 meets the shared group 1 before 0", level="cheap")
+    refused(plan, "rule 'order'", "rank 2 runs the shared group 1 before 0", level="cheap")
 
 
 @examples(20, 60)

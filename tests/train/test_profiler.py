@@ -142,7 +142,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     wider = replace(config, model=replace(config.model, ffn_hidden_size=64))
     with pytest.raises(ConfigError, match="is of another model: its ffn_hidden_size is 48, the model's 64"):
         train(with_trainer(wider, run_dir=str(tmp_path / "wider")), print_line=lambda line: None)
-    with pytest.raises(ConfigError, match="was measured on 'cpu, float32', this run is on 'cpu, float64'"):
+    with pytest.raises(ConfigError, match="was measured on 'cpu, float32', but this run is on 'cpu, float64'"):
         train(with_trainer(config, run_dir=str(tmp_path / "fp64"), dtype="fp64"), print_line=lambda line: None)
 
 

@@ -93,7 +93,7 @@ def test_what_is_rare_is_told_when_it_happens() -> None:
     waited = replace(STEP, data_wait_seconds=0.3)
     assert remarks(waited, STEP) == ["        step 12 waited 300 ms for data, 20% of its time; its plan took 50 ms"]
     restarted = replace(STEP, data_restarts=2)
-    assert re.search("restarted, 2 in all", remarks(restarted, STEP)[0])
+    assert re.search(r"restarted \(restarts so far: 2\)", remarks(restarted, STEP)[0])
     assert remarks(restarted, restarted) == []
     above = replace(STEP, mfu=1.29)
     assert re.search("peak_tflops is too low", remarks(above, STEP)[0])

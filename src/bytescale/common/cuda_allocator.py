@@ -1,4 +1,4 @@
-"""The default for CUDA's caching allocator, which reads its settings from the environment. Needs no torch."""
+"""Sets a default for PyTorch's CUDA allocator, which reads its settings from the environment. Does not need torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is 
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let CUDA's allocator grow its segments, unless the user has set any option of it. Call before torch is imported.
+    """Let PyTorch's CUDA allocator grow its segments, unless the user has set any of its options.
 
-    Micro-batches of every length leave gaps in segments of fixed size, and buffers that a message still uses cannot be
-    reused at once.
+    The call has to come before torch is imported. Segments of fixed size would be fragmented, because micro-batches
+    have many different lengths, and because a buffer cannot be reused while a message still uses it.
     """
     if not any(name in environment for name in _VARIABLES):
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,22 +1,22 @@
 """Exact counts of parameters, floating-point operations and activation bytes of a decoder of the Llama family.
 
-Conventions, the same for planning, simulation and MFU:
+Planning, simulation and MFU use the same conventions:
 
-* A multiplication and an addition are two operations. Norms, rotations and softmax are left out (below 1 %).
-* Causal attention of a sequence of ``s`` tokens looks at ``s^2 / 2`` pairs. The exact number is ``s (s + 1) / 2``; the
-  diagonal's half is left out, as everywhere in the field. A pack costs the sum of ``s_i^2`` over its documents, never
-  the square of its length.
-* ``training_flops`` counts forward once and backward twice: the *model's* operations, from which MFU follows. What the
-  hardware runs in addition (flash attention computes the scores again in backward: 5 products to forward's 2) is in
-  ``BACKWARD_ATTENTION_RATIO`` and belongs to time, not to MFU.
+* A multiplication and an addition count as two operations. Norms, rotations and softmax are left out (below 1 %).
+* Causal attention of a sequence of ``s`` tokens counts as ``s^2 / 2`` pairs. The exact number is ``s (s + 1) / 2``; the
+  field leaves out the half of the diagonal. A pack costs the sum of ``s_i^2`` over its documents, never the square of
+  its own length.
+* ``training_flops`` counts the *model's* operations, from which MFU follows: backward has twice the operations of
+  forward. The hardware runs more: flash attention computes the scores again in backward, so it has 5 matrix products
+  there and 2 in forward. ``BACKWARD_ATTENTION_RATIO`` covers this. It counts in times, not in MFU.
 """
 
 from __future__ import annotations
 
 from bytescale.config import Architecture, RingGradients
 
-BACKWARD_LINEAR_RATIO = 2.0  # gradients of inputs and of weights
-BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products against two
+BACKWARD_LINEAR_RATIO = 2.0  # backward computes two gradients: of the inputs and of the weights
+BACKWARD_ATTENTION_RATIO = 2.5  # five matrix products in backward, two in forward
 
 
 def attention_parameters(architecture: Architecture) -> int:
@@ -27,13 +27,13 @@ def attention_parameters(architecture: Architecture) -> int:
 
 
 def feed_forward_parameters(architecture: Architecture) -> int:
-    """Weights of one layer's SwiGLU block, or of all its experts and their router: what memory holds."""
+    """Weights of one layer's SwiGLU block, or of all its experts and their router. Memory holds all of them."""
     block = 3 * architecture.hidden_size * architecture.ffn_hidden_size
     return architecture.num_experts * (block + architecture.hidden_size) if architecture.num_experts else block
 
 
 def active_feed_forward_parameters(architecture: Architecture) -> int:
-    """Weights that one token is multiplied with: those of a dense block, or of the router and the chosen experts."""
+    """Weights that one token is multiplied with: a dense block's, or those of the router and the chosen experts."""
     block = 3 * architecture.hidden_size * architecture.ffn_hidden_size
     if not architecture.num_experts:
         return block
@@ -41,12 +41,12 @@ def active_feed_forward_parameters(architecture: Architecture) -> int:
 
 
 def layer_parameters(architecture: Architecture) -> int:
-    """All weights of one layer, its two RMSNorm vectors included."""
+    """All weights of one layer, including its two RMSNorm vectors."""
     return attention_parameters(architecture) + feed_forward_parameters(architecture) + 2 * architecture.hidden_size
 
 
 def head_parameters(architecture: Architecture) -> int:
-    """Weights of the output projection (shared with the embedding when tied; multiplied with either way)."""
+    """Weights of the output projection. A tied projection shares them with the embedding."""
     return architecture.vocab_size * architecture.hidden_size
 
 
@@ -61,7 +61,7 @@ def total_parameters(architecture: Architecture) -> int:
 
 
 def active_parameters(architecture: Architecture) -> int:
-    """``total_parameters`` less the experts that a token does not run through ("12.9B of 46.7B active")."""
+    """``total_parameters`` without the experts that a token does not use ("12.9B of 46.7B active")."""
     idle = feed_forward_parameters(architecture) - active_feed_forward_parameters(architecture)
     return total_parameters(architecture) - architecture.num_layers * idle
 
@@ -72,7 +72,7 @@ def layer_linear_flops_per_token(architecture: Architecture) -> int:
 
 
 def layer_attention_flops_per_square(architecture: Architecture) -> int:
-    """Forward operations of one layer's attention per ``s^2``: two products of 2 each, halved by the causal mask."""
+    """Forward operations of one layer's attention per ``s^2``: two matrix products, halved by the causal mask."""
     return 2 * architecture.num_heads * architecture.head_dim
 
 
@@ -87,7 +87,7 @@ def forward_flops(architecture: Architecture, *, num_tokens: int, sum_of_squares
     Args:
         architecture: the model.
         num_tokens: tokens of all sequences, sum of ``s_i``.
-        sum_of_squares: sum of ``s_i^2`` over the sequences (documents, not packs).
+        sum_of_squares: sum of ``s_i^2`` over the sequences. These are documents, not packs.
     """
     per_token = architecture.num_layers * layer_linear_flops_per_token(architecture) + head_flops_per_token(
         architecture
@@ -97,17 +97,17 @@ def forward_flops(architecture: Architecture, *, num_tokens: int, sum_of_squares
 
 
 def training_flops(architecture: Architecture, *, num_tokens: int, sum_of_squares: int) -> int:
-    """Model operations of forward and backward, three times forward: the numerator of MFU."""
+    """Operations of the model's forward and backward, which is three times forward. The numerator of MFU."""
     return 3 * forward_flops(architecture, num_tokens=num_tokens, sum_of_squares=sum_of_squares)
 
 
 def kv_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
-    """Keys and values of one token in one layer: what a ring step moves per token."""
+    """Bytes of the keys and values of one token in one layer, which a ring step moves."""
     return 2 * architecture.num_kv_heads * architecture.head_dim * bytes_per_element
 
 
 def ring_gradient_bytes(bytes_per_element: int, ring_gradients: RingGradients) -> int:
-    """Bytes of one number of dK or dV on its way around a ring: fp32 or wider, unless bf16 is asked for."""
+    """Bytes of one number of dK or dV in a ring's messages: 2 for bf16, otherwise those of fp32 or of a wider dtype."""
     return 2 if ring_gradients == "bf16" else max(4, bytes_per_element)
 
 
@@ -116,8 +116,8 @@ def ring_bytes_per_token(
 ) -> tuple[int, int]:
     """Bytes that pass a member's link per token of a shared sequence, in one layer: ``(forward, backward)``.
 
-    Forward moves K and V; backward moves them again, and with them the growing dK and dV (``ring_gradient_bytes``).
-    A group of D members moves ``(D - 1) / D`` of it: a member's own slice stays at home.
+    Forward moves K and V. Backward moves them again, and also the sums of dK and dV (``ring_gradient_bytes``). In a
+    group of D members, ``(D - 1) / D`` of these bytes pass each link, because a member's own slice need not travel.
     """
     forward = kv_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
     gradient_bytes = ring_gradient_bytes(bytes_per_element, ring_gradients)
@@ -126,11 +126,12 @@ def ring_bytes_per_token(
 
 
 def layer_activation_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
-    """What one layer's forward keeps per token for its backward, without checkpointing (the paper's Act(s) = a2 s).
+    """Bytes per token that one layer keeps for its backward, without checkpointing (Act(s) = a2 s in the paper).
 
-    Kept, in elements: input and output of both norms (4 h); q, k and v after rotation; attention's output; gate, up,
-    silu(gate) and their product (4 f). In fp32: attention's log-sum-exp (one per head), and one scale per norm.
-    With experts see ``feed_forward_saved_bytes_per_token``.
+    In elements of the compute dtype, a layer keeps the input and output of both norms (4 h), q, k and v after the
+    rotation, the output of attention, and gate, up, silu(gate) and their product (4 f). In fp32 it keeps the
+    log-sum-exp of attention (one number per head) and one scale per norm. ``feed_forward_saved_bytes_per_token`` has
+    the numbers for experts.
     """
     query_width = architecture.num_heads * architecture.head_dim
     kv_width = architecture.num_kv_heads * architecture.head_dim
@@ -140,11 +141,12 @@ def layer_activation_bytes_per_token(architecture: Architecture, *, bytes_per_el
 
 
 def feed_forward_saved_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
-    """What gate, up, silu(gate) and their product keep per token of one layer: 4 f elements.
+    """Bytes per token that one layer's feed-forward part keeps: gate, up, silu(gate) and their product, 4 f elements.
 
-    With K of E experts per token: for each of the K the sorted copy of the token, 4 f, and the output (2 h + 4 f); of
-    the router its logits and probabilities (fp32), the K largest, their sum and weights; three int64 per token and
-    expert for the choice and the sorting.
+    With K of E experts per token, it keeps three things. Each of the K experts has a sorted copy of the token, 4 f
+    elements and its output (2 h + 4 f elements in all). The router has its logits and probabilities, the K largest
+    ones, their sum and the K weights, in fp32 or wider. The choice of experts and the sorting have three int64 numbers
+    for each of the K experts.
     """
     if not architecture.num_experts:
         return 4 * architecture.ffn_hidden_size * bytes_per_element
@@ -155,5 +157,5 @@ def feed_forward_saved_bytes_per_token(architecture: Architecture, *, bytes_per_
 
 
 def activation_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
-    """``layer_activation_bytes_per_token`` over all layers. The loss's logits are not in it: they come in chunks."""
+    """``layer_activation_bytes_per_token`` of all layers. It leaves out the logits, which are computed in chunks."""
     return architecture.num_layers * layer_activation_bytes_per_token(architecture, bytes_per_element=bytes_per_element)

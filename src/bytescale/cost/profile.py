@@ -1,8 +1,8 @@
-"""A profile: what one layer costs on one HDP rank, measured or counted; the full cost model stands on it.
+"""A profile: the measured or counted costs of one layer on one HDP rank. The full cost model is built from it.
 
-All curves are per LAYER and per RANK of ``tensor_parallel`` devices; bytes are per DEVICE. ``cost.stage`` turns them
-into the times of a pipeline stage, ``Profile.cost_model`` folds them into the planner's few numbers, and
-``cost.profile_file`` reads and writes them as TOML.
+All times are per LAYER and per RANK, which is ``tensor_parallel`` devices. All bytes are per DEVICE. ``cost.stage``
+computes the times of a pipeline stage from a profile. ``Profile.cost_model`` sums a profile up into the few numbers
+that the planner uses. ``cost.profile_file`` reads and writes profiles as TOML.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Point:
     """One raw measurement behind a fit."""
 
     curve: str
-    """Which curve, e.g. ``attention_forward``."""
+    """The name of the curve, such as ``attention_forward``."""
     tokens: int
-    """Length of the sequence."""
+    """The length of the sequence."""
     value: float
-    """Seconds, or bytes for ``activation_bytes``."""
+    """Seconds; for the curve ``activation_bytes``, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,32 +38,32 @@ class Profile:
     architecture: Architecture
     tensor_parallel: int = 1
     source: str = ""
-    """Where the numbers come from, for people."""
+    """Where the numbers come from, as a text for people."""
     device: str = ""
-    """Device and dtype that were measured, as ``train.profiler`` names them; empty: published figures, for any."""
+    """The device and dtype that were measured (``train.peak.device_name``). Empty: the figures are published ones."""
     attention_forward: Curve
-    """Of one sequence on one rank: a1 s^2 + b1 s, plus g1 once per micro-batch."""
+    """Seconds of attention for one sequence on one rank: a1 s^2 + b1 s, plus g1 once per micro-batch."""
     attention_backward: Curve
     rest_forward: Curve
-    """Everything in a layer but attention, of all tokens of a micro-batch."""
+    """Seconds of everything in a layer except attention, for all tokens of a micro-batch."""
     rest_backward: Curve
     head_forward: Curve = field(default_factory=Curve)
-    """Output projection and loss, on the last stage."""
+    """Seconds of the output projection and the loss, on the last stage."""
     head_backward: Curve = field(default_factory=Curve)
     activation_bytes: Curve
-    """What a layer keeps for its backward, per device (the paper's Act)."""
+    """Bytes that a layer keeps for its backward, per device (Act in the paper)."""
     ring_forward_bytes_per_token: float
-    """K and V of one token, per device."""
+    """Bytes of K and V of one token, per device."""
     ring_backward_bytes_per_token: float
-    """K, V, dK and dV of one token, per device."""
+    """Bytes of K, V, dK and dV of one token, per device."""
     links: Links = field(default_factory=Links)
     layer_parameters: int
-    """Weights of one layer that gradients are reduced for, over all tp devices (all experts of a mixture)."""
+    """Weights of one layer, over all tp devices and all experts. Gradients are reduced for all of them."""
     points: tuple[Point, ...] = ()
 
     @property
     def hidden_bytes_per_token(self) -> float:
-        """What a pipeline passes from stage to stage per token and device: the residual stream in bf16, split by tp."""
+        """Bytes per token and device that a stage sends to the next one: the residual stream in bf16, divided by tp."""
         return 2 * self.architecture.hidden_size / self.tensor_parallel
 
     @staticmethod
@@ -77,16 +77,19 @@ class Profile:
         tensor_parallel: int = 1,
         bytes_per_element: int = 2,
     ) -> Profile:
-        """A profile by counting operations.
+        """Make a profile by counting operations.
 
         Args:
             architecture: the model.
-            flops_per_second: of one device on matrix products.
-            attention_flops_per_second: of one device on attention; the same when None.
-            launch_seconds: fixed time of a layer's attention and again of its rest, in each direction.
-            links: of one device; ideal when None.
-            tensor_parallel: devices that share a rank's heads and matrices.
-            bytes_per_element: of activations.
+            flops_per_second: the rate of one device for matrix products.
+            attention_flops_per_second: the rate of one device for attention; None: the same rate.
+            launch_seconds: a fixed time that attention and the rest of a layer each take, in each direction.
+            links: the links of one device; None: ideal links.
+            tensor_parallel: devices that share the heads and matrices of a rank.
+            bytes_per_element: bytes of one number in activations.
+
+        Raises:
+            ConfigError: a rate is not above 0.
         """
         if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
             raise ConfigError(problem(f"flops_per_second is {flops_per_second}", fix="use a rate above 0"))
@@ -115,7 +118,10 @@ class Profile:
         )
 
     def of_model(self, architecture: Architecture) -> Profile:
-        """The same layers in a model of another depth or vocabulary: curves are per layer, the head's goes by words."""
+        """This profile for a model with the same layers, but another number of them or another size of the vocabulary.
+
+        Curves are per layer, so they stay. The head's curves scale with the vocabulary.
+        """
         words = architecture.vocab_size / self.architecture.vocab_size
         return replace(
             self,
@@ -125,7 +131,7 @@ class Profile:
         )
 
     def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
-        """The same device with gradients of K and V that travel so; nothing else of a profile depends on it."""
+        """This profile with another ``trainer.ring_gradients``, which changes only the bytes of a ring's backward."""
         numbers = flops.kv_bytes_per_token(self.architecture, bytes_per_element=1) / self.tensor_parallel
         forward = self.ring_forward_bytes_per_token
         gradient_bytes = flops.ring_gradient_bytes(round(forward / numbers), ring_gradients)
@@ -134,12 +140,12 @@ class Profile:
     def scaled_to(
         self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None
     ) -> Profile:
-        """This profile's device running another model, or with another tp: every cost by the ratio of its count.
+        """This profile's device with another model or another tp. Every cost is scaled by the ratio of its counts.
 
         Args:
-            architecture: the other model; of a mixture of experts, give the width that a token passes through.
+            architecture: the other model. For a mixture of experts, give the feed-forward width that one token uses.
             tensor_parallel: devices per rank.
-            layer_parameters: weights of a layer, when more exist than a token passes through.
+            layer_parameters: all weights of a layer, if a token uses only some of them; None: the counted ones.
         """
         old, new, tp = self.architecture, architecture, tensor_parallel / self.tensor_parallel
         attention = flops.layer_attention_flops_per_square(new) / flops.layer_attention_flops_per_square(old) / tp
@@ -166,10 +172,10 @@ class Profile:
         )
 
     def cost_model(self, *, ranks_per_node: int = 8, pipeline_parallel: int = 1) -> CostModel:
-        """The planner's view: all layers, forward and backward together.
+        """Sum this profile up for the planner: all layers, forward and backward together.
 
-        With a pipeline a rank's time per micro-batch is that of one stage while the others work beside it, so layers
-        count ``1 / pipeline_parallel``, and the head, which only the last stage has, likewise.
+        The stages of a pipeline work at the same time, so a rank's time per micro-batch is the time of one stage.
+        Therefore the layers and the head count ``1 / pipeline_parallel``, although only the last stage has the head.
         """
         layers = self.architecture.num_layers / pipeline_parallel
         attention = (self.attention_forward, self.attention_backward)
@@ -190,10 +196,10 @@ class Profile:
         )
 
     def capacity_tokens(self, *, device_bytes: float, pipeline_parallel: int = 1) -> int:
-        """Tokens that one micro-batch may hold when ``device_bytes`` are free for activations on every device.
+        """Tokens that one micro-batch may hold if ``device_bytes`` are free for activations on every device.
 
-        The first stage of a pipeline keeps ``pp`` micro-batches of ``1 / pp`` of the layers: as many as one rank
-        without a pipeline keeps of one, so only uneven stages make a difference.
+        The first stage of a pipeline keeps ``pp`` micro-batches, each with ``1 / pp`` of the layers. A rank without a
+        pipeline keeps as much for one micro-batch. So a pipeline changes the result only if its stages are uneven.
         """
         layers = math.ceil(self.architecture.num_layers / pipeline_parallel) * pipeline_parallel
         per_token = layers * self.activation_bytes.linear
@@ -202,5 +208,5 @@ class Profile:
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:
-    """Work grows with the model; the fixed part, launches, does not."""
+    """Scale the work, which grows with the model, and keep the fixed part, which is the time of launches."""
     return Curve(curve.quadratic * factor, curve.linear * factor, curve.constant)

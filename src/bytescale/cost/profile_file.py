@@ -30,7 +30,7 @@ CURVES = (
     "activation_bytes",
 )
 BAD_RESIDUAL = 0.3
-"""A fit that is further than this from a point, relative to it, is worth a warning."""
+"""The relative error of a fit at one of its points above which there is a warning."""
 _OPTIONAL_CURVES = ("head_forward", "head_backward")
 _SHAPE = (
     *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
@@ -45,9 +45,9 @@ def shipped_profiles() -> list[str]:
 
 
 def load_profile(name: str | Path) -> Profile:
-    """Read a profile: the name of a shipped one, or a path.
+    """Read a profile. ``name`` is the name of a shipped profile, or a path.
 
-    Raises ``ConfigError`` when there is no such file, or it lacks a curve, or a number makes no sense.
+    Raises ``ConfigError`` if there is no such file, if it lacks a curve, or if a number in it makes no sense.
     """
     if str(name) in shipped_profiles():
         text = (resources.files("bytescale.cost") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
@@ -65,21 +65,21 @@ def load_profile(name: str | Path) -> Profile:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(problem(f"profile {name} is not TOML: {error}", fix="take it again")) from error
+        raise ConfigError(problem(f"profile {name} is not TOML: {error}", fix="take the profile again")) from error
     return _profile(content, str(name))
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write ``profile`` to ``path`` whole or not at all."""
+    """Write ``profile`` to ``path``. The file is replaced in one step: readers see the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(profile_to_toml(profile), encoding="utf-8")
     temporary.replace(path)
 
 
 def require_model(profile: Profile, architecture: Architecture) -> None:
-    """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape that ``profile`` was taken of.
+    """Raise ``ConfigError`` unless a layer of ``architecture`` has the shape of the layer that was measured.
 
-    The number of layers and the vocabulary may differ (``Profile.of_model``).
+    The number of layers and the size of the vocabulary may differ (``Profile.of_model``).
     """
     for name in _SHAPE:
         measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)
@@ -87,26 +87,26 @@ def require_model(profile: Profile, architecture: Architecture) -> None:
             raise ConfigError(
                 problem(
                     f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
-                    so="plans would rest on times that are not this model's",
+                    so="plans would be made for the times of another model",
                     fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
                 )
             )
 
 
 def require_device(profile: Profile, device: str) -> None:
-    """Raise ``ConfigError`` if ``profile`` was measured on another device, or in another dtype, than ``device``."""
+    """Raise ``ConfigError`` if ``profile`` was measured on another device or in another dtype than ``device`` says."""
     if profile.device and profile.device != device:
         raise ConfigError(
             problem(
-                f"profile {profile.name!r} was measured on {profile.device!r}, this run is on {device!r}",
-                so="plans would rest on times that are not this device's",
+                f"profile {profile.name!r} was measured on {profile.device!r}, but this run is on {device!r}",
+                so="plans would be made for the times of another device",
                 fix="run `bytescale profile` here, or leave cost.profile unset to count operations",
             )
         )
 
 
 def worst_residual(profile: Profile, curve: str) -> tuple[float, int] | None:
-    """Largest relative error of a fit over its points, and the length where it is; None without points."""
+    """Return the largest relative error of a fit at its points, and the length of that point. None without points."""
     points = [point for point in profile.points if point.curve == curve]
     if not points:
         return None
@@ -117,27 +117,27 @@ def worst_residual(profile: Profile, curve: str) -> tuple[float, int] | None:
 
 
 def fit_warnings(profile: Profile) -> list[str]:
-    """One line per curve that misses one of its points by more than ``BAD_RESIDUAL``, with the worst point."""
+    """Return one line for each curve that misses a point by more than ``BAD_RESIDUAL``. It names the worst point."""
     warnings = []
     for name in CURVES:
         error, tokens = worst_residual(profile, name) or (0.0, 0)
         if abs(error) > BAD_RESIDUAL:
             warnings.append(
-                f"{name} fits badly: {error:+.0%} at {tokens} tokens (bound {BAD_RESIDUAL:.0%}); take the profile "
-                "again on an idle machine, or expect plans that are off around that length"
+                f"{name} fits badly: {error:+.0%} at {tokens} tokens (limit: {BAD_RESIDUAL:.0%}). Take the profile "
+                "again on an idle machine, or expect poor plans for lengths near that one"
             )
     return warnings
 
 
 def warn_of_bad_fits(profile: Profile | None) -> None:
-    """Log them, for those who use a profile that somebody else took."""
+    """Log ``fit_warnings``, because whoever uses a profile may not have seen how well it fits."""
     if profile is not None:
         for line in fit_warnings(profile):
             logger.warning("profile %r: %s", profile.name, line)
 
 
 def profile_to_toml(profile: Profile) -> str:
-    """The file's content: header, curves with their worst residuals, traffic, links, model, raw points."""
+    """Return the content of the file: header, curves with their worst residuals, traffic, links, model, raw points."""
     lines = [f"name = {_quoted(profile.name)}", f"source = {_quoted(profile.source)}"]
     lines += [f"device = {_quoted(profile.device)}", f"tensor_parallel = {profile.tensor_parallel}", ""]
     for name in CURVES:
@@ -170,7 +170,7 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             raise ConfigError(
                 problem(
                     f"profile {where} lacks the curve {name}",
-                    so="times of that part of a layer would be unknown",
+                    so="the times of that part of a layer would be unknown",
                     fix=f"take the profile again, or add [curves.{name}] with quadratic, linear and constant",
                 )
             )
@@ -191,7 +191,7 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            problem(f"profile {where} is incomplete or has an unknown entry: {error}", fix="take it again")
+            problem(f"profile {where} is incomplete or has an unknown entry: {error}", fix="take the profile again")
         ) from error
 
 
@@ -201,7 +201,9 @@ def _curve(stored: dict[str, float], where: str) -> Curve:
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
                 problem(
-                    f"{where}.{part} is {value}", so="cost would fall with length", fix="use a number of at least 0"
+                    f"{where}.{part} is {value}",
+                    so="costs would be infinite or would fall with length",
+                    fix="use a number of at least 0",
                 )
             )
     return Curve(**parts)

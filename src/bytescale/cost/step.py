@@ -1,14 +1,16 @@
-"""What a step costs once: gradients are reduced and parameters gathered (ZeRO-1 over HDP), and what of it is visible.
+"""The costs that a step has once: gradients are reduced and parameters are gathered (ZeRO-1 over HDP).
 
-Both go bucket by bucket (``runtime.buckets``), one bucket after the other. With K buckets::
+Both are done bucket by bucket (``runtime.buckets``), one bucket after the other. The visible part is the time that
+computation does not hide. With K buckets::
 
-    reduction   Bucket i starts when bucket i - 1 is done and when every rank has got there: a rank whose last backward
-                is silent (plan.last_message) in proportion to that backward, every other rank at its end. The
-                embedding's gradient comes at the very end. Visible: what ends after the last rank's last backward.
-    gathering   Bucket i is there after i gathers. A rank needs it in proportion to its first forward, and the embedding
-                at once. Visible: what the rank that waits longest waits.
+    reduction   Bucket i starts when bucket i - 1 is done and every rank has the bucket's gradients. A rank whose last
+                backward is silent (plan.last_message) finishes them evenly over that backward, and every other rank at
+                its end. The gradient of the embedding comes last. The visible part is what remains after the last
+                backward of the last rank.
+    gathering   Bucket i has arrived after i gathers. A rank needs the buckets evenly over its first forward, but the
+                embedding at once. The visible part is the longest time that a rank waits.
 
-With one bucket all of it is visible.
+With one bucket both are visible in full.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from bytescale.cost.split import stage_chunks
 FloatArray = NDArray[np.float64]
 
 MOST_BUCKETS = 64
-"""More would make the visible end of the sync hardly shorter, but every bucket has the latency of two collectives."""
+"""More buckets would hardly shorten the visible part, and every bucket costs the latency of two collectives."""
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 PARAMETER_BYTES = 2  # updated parameters are gathered in bf16
 
 
 def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, virtual_stages: int = 1) -> float:
-    """Weights per device of one stage: its layers, the embedding on the first, the head on the last."""
+    """Weights of one stage per device: its layers, the embedding on the first stage, and the head on the last one."""
     shape = profile.architecture
     layers = sum(map(len, stage_chunks(shape, pipeline_parallel, stage, virtual_stages)))
     matrices = int(stage == 0) + int(stage == pipeline_parallel - 1 and not (shape.tie_embeddings and stage == 0))
@@ -41,19 +43,19 @@ def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, vi
 
 
 def sync_bytes(parameters_per_device: float, num_ranks: int) -> float:
-    """Bytes that each device sends in one step's reduce-scatter and all-gather: (R - 1) / R of both."""
+    """Bytes that each device sends in a step's reduce-scatter and all-gather: (R - 1) / R of the bytes of both."""
     return parameters_per_device * (GRADIENT_BYTES + PARAMETER_BYTES) * (num_ranks - 1) / num_ranks
 
 
 def sync_seconds(profile: Profile, parameters_per_device: float, *, num_ranks: int, ranks_per_node: int) -> float:
-    """Time of one step's reduce-scatter and all-gather over ``num_ranks`` ranks, nothing of it hidden."""
+    """Seconds of one step's reduce-scatter and all-gather over ``num_ranks`` ranks, if computation hides nothing."""
     seconds = bucket_seconds(profile, parameters_per_device, 1, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     return seconds.reduce + seconds.gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSeconds:
-    """What one bucket's two collectives take."""
+    """Seconds of the two collectives of one bucket."""
 
     reduce: float
     gather: float
@@ -62,10 +64,10 @@ class BucketSeconds:
 def bucket_seconds(
     profile: Profile, parameters_per_device: float, num_buckets: int, *, num_ranks: int, ranks_per_node: int
 ) -> BucketSeconds:
-    """Time of each collective on one of ``num_buckets`` equal parts of the parameters.
+    """Time of each collective for one of ``num_buckets`` equal parts of the parameters.
 
-    ``bytes / bandwidth + ceil(log2 R) latency``, at the pace of the slowest link that the ranks span; every rank sends
-    (R - 1) / R of the bucket.
+    The time is ``bytes / bandwidth + ceil(log2 R) latency``. The bandwidth is that of the slowest link between the
+    ranks, and every rank sends (R - 1) / R of the bucket.
     """
     if num_ranks == 1:
         return BucketSeconds(reduce=0.0, gather=0.0)
@@ -76,14 +78,14 @@ def bucket_seconds(
 
 
 def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
-    """Into which a device's gradients are cut, if none is smaller than ``bucket_bytes``; 0: there is one."""
+    """Number of buckets for a device's gradients, about ``bucket_bytes`` each; 0 means a single bucket."""
     if not bucket_bytes:
         return 1
     return min(MOST_BUCKETS, max(1, math.ceil(GRADIENT_BYTES * parameters_per_device / bucket_bytes)))
 
 
 def embedding_share(profile: Profile, parameters_per_device: float, *, stage: int) -> float:
-    """Of a stage's parameters, those that forward needs first and whose gradients come last."""
+    """Share of the embedding in a stage's parameters. Forward needs it first, and its gradient is complete last."""
     shape = profile.architecture
     own = shape.vocab_size * shape.hidden_size / profile.tensor_parallel if stage == 0 else 0.0
     return own / parameters_per_device
@@ -99,21 +101,23 @@ def visible_reduction(
     before: float = 0.0,
     in_front: float = 0.0,
 ) -> float:
-    """Seconds by which ``count`` reductions, one after the other, outlast the last rank's last backward.
+    """Seconds from the end of the last rank's last backward to the end of ``count`` reductions, made one by one.
 
     Args:
-        seconds: of one reduction.
-        count: buckets, K.
-        starts, ends: ``[R]`` of each rank's last backward, 0 for a rank without one.
-        silent: ``[R]`` whether the rank may reduce during it.
-        before: share of the parameters whose gradients are finished before it: of other chunks of an interleaved stage.
-        in_front: share of the parameters whose gradients are finished at its end.
+        seconds: seconds of one reduction.
+        count: number of buckets, K.
+        starts, ends: ``[R]`` seconds at which each rank's last backward starts and ends, 0 for a rank without one.
+        silent: ``[R]`` whether the rank may reduce during its last backward.
+        before: share of the parameters whose gradients are complete before the last backward starts. They belong to the
+            other chunks of an interleaved stage.
+        in_front: share of the parameters whose gradients are complete only when the last backward ends.
     """
-    # Each bucket is followed by those behind it. What has to be maximal is linear between these buckets.
+    # The reductions end when, for the worst bucket k, all ranks have reached k and buckets k to K have been reduced one
+    # after the other. This time is linear in k between the buckets tested here, so one of them has the largest.
     turns = (math.floor(count * before), math.floor(count * (1.0 - in_front)))
     done = 0.0
     for bucket in {1, *(min(max(turn + more, 1), count) for turn in turns for more in (0, 1)), count}:
-        # The last bucket holds what is finished at the step's end.
+        # The last bucket holds the gradients that are complete only when the last backward ends.
         progress = 1.0 if bucket == count else _share(bucket / count, before, 1.0 - in_front)
         there = np.where(silent, starts + progress * (ends - starts), ends)
         done = max(done, float(there.max()) + (count - bucket + 1) * seconds)
@@ -123,26 +127,27 @@ def visible_reduction(
 def visible_gathering(
     seconds: float, count: int, *, starts: FloatArray, ends: FloatArray, first: float, last: float = 1.0
 ) -> float:
-    """Seconds that some rank waits in its first forward, at most, for ``count`` gathers that begin at 0, one by one.
+    """The longest time in seconds that a rank waits in its first forward for ``count`` gathers, made one by one from 0.
 
     Args:
-        seconds: of one gather.
-        count: buckets, K.
-        starts, ends: ``[N]`` of the first forward of each rank that has one, through a chunk of layers.
-        first, last: shares of the parameters that lie before the chunk's layers, and before their end. What lies before
-            them is needed at the start.
+        seconds: seconds of one gather.
+        count: number of buckets, K.
+        starts, ends: ``[N]`` seconds at which the first forward through a chunk of layers starts and ends, for each
+            rank that has one.
+        first, last: shares of the parameters that lie before the chunk's first layer, and before the end of its last
+            layer. The parameters before the first layer are needed when the forward starts.
     """
     if not len(starts):
         return 0.0
     turns = (math.floor(count * first), math.ceil(count * last) - 1)
-    bucket = np.clip([0, turns[0], turns[0] + 1, turns[1]], 0, max(turns[1], 0))  # linear between these
+    bucket = np.clip([0, turns[0], turns[0] + 1, turns[1]], 0, max(turns[1], 0))  # the wait is linear between these
     progress = np.array([_share(share, first, last) for share in bucket / count])
     needed = starts[:, None] + progress * (ends - starts)[:, None]
     return max(0.0, float(((bucket + 1) * seconds - needed).max()))
 
 
 def _share(share: float, low: float, high: float) -> float:
-    """Where ``share`` lies between ``low`` and ``high``: 0 before, 1 behind."""
+    """Position of ``share`` between ``low`` and ``high``: 0 at ``low`` and below, 1 at ``high`` and above."""
     if share <= low:
         return 0.0
     return min(1.0, (share - low) / (high - low)) if high > low else 1.0

@@ -1,19 +1,20 @@
-"""Is a plan right? ``verify`` proves every rule that the runtime relies on, or names the one that is broken.
+"""Checks whether a plan is valid: ``verify`` proves every rule that the runtime relies on, or names a broken one.
 
-The rules, in the order in which they are checked:
+The rules are checked in this order:
 
 1. **Arrays**: lengths, offsets and numbers are well formed.
-2. **Tokens**: every sequence is in exactly one group; with the cut of ``plan.layout`` every token then is run once.
+2. **Tokens**: every sequence is in exactly one group. ``plan.layout`` then gives every token to exactly one rank.
 3. **Members**: the ranks of a group are distinct.
-4. **Micro-batches**: at most one shared group each, and it comes first.
-5. **Schedule**: every group is scheduled exactly once on each of its members, and nowhere else.
-6. **Capacity**: no micro-batch holds more tokens than its rank can, less those that are offloaded.
-7. **Order**: every rank meets its shared groups in rising group number. One total order for all ranks: without a
-   pipeline nobody can wait in a circle.
-8. **Memory** (``limits``): no micro-batch needs more bytes on its device or of its host memory than there are.
-9. **Pipeline** (``num_stages`` > 1): the actions of 1F1B cannot wait in a circle either (``plan.pipeline_order``).
+4. **Micro-batches**: each has at most one shared group, and that group comes first.
+5. **Schedule**: every group is scheduled exactly once on each of its members, and on no other rank.
+6. **Capacity**: no micro-batch holds more tokens than its rank has room for. Offloaded tokens do not count.
+7. **Order**: every rank runs its shared groups in rising order of their numbers. This is one total order for all ranks,
+   so without a pipeline no ranks can wait for each other in a cycle.
+8. **Memory** (if ``limits`` is given): no micro-batch needs more memory of its device or its host than there is.
+9. **Pipeline** (if ``num_stages`` > 1): the actions of 1F1B cannot wait for each other in a cycle either
+   (``plan.pipeline_order``).
 
-All of it is array arithmetic: 16,384 ranks and 22,500 sequences take some 10 ms without a pipeline.
+All checks are array arithmetic. Without a pipeline, a plan for 16,384 ranks and 22,500 sequences takes about 10 ms.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ def verify(
     level: Literal["full", "cheap"] = "full",
     limits: MemoryLimits | None = None,
 ) -> None:
-    """Raise ``PlanError`` for the first rule that ``plan`` breaks, with the numbers that break it.
+    """Raise ``PlanError`` for the first rule that ``plan`` breaks. The message gives the numbers that break it.
 
     Args:
         plan: the plan of one global batch.
-        num_stages: pipeline stages; with more than one, rule 9 is checked for 1F1B, at every level.
-        num_chunks: of layers per stage; above 1 the schedule is the interleaved one.
-        level: ``"full"`` checks every rule; ``"cheap"`` leaves out rules 3 and 5, which have to sort, and is meant for
-            plans that come straight from a planner whose tests ran ``"full"``.
-        limits: memory of a rank. None: rule 8 is not checked, and rule 6 takes an offloaded token to need nothing on
-            the device, where really the last layers keep theirs.
+        num_stages: number of pipeline stages. With more than one, rule 9 is checked for 1F1B, at every level.
+        num_chunks: chunks of layers per stage. With more than one, the schedule is interleaved 1F1B.
+        level: ``"full"`` checks every rule. ``"cheap"`` leaves out rules 3 and 5, which need sorting. It is meant for
+            plans that come directly from a planner whose tests use ``"full"``.
+        limits: memory of a rank. None: rule 8 is not checked, and in rule 6 an offloaded token needs no room on the
+            device, although in fact the last layers never offload.
     """
     _check_arrays(plan)
     _check_tokens(plan)
@@ -128,7 +129,7 @@ def _check_tokens(plan: Plan) -> None:
 
 
 def _check_members(plan: Plan) -> None:
-    """Rule 3. Members in rising order, the usual case, need no sort."""
+    """Rule 3. Members are usually in rising order, and then no sort is needed."""
     if len(plan.group_ranks) < 2:
         return
     rising = np.diff(plan.group_ranks) > 0
@@ -155,14 +156,14 @@ def _check_micro_batches(plan: Plan) -> None:
     rank, index = _place_of(plan, micro_batch)
     shared_groups = groups[plan.group_sizes[groups] > 1].tolist()
     if len(shared_groups) > 1:
-        what = f"holds the shared groups {_listed(shared_groups)}; one at most may be shared"
+        what = f"holds the shared groups {_listed(shared_groups)}, but a micro-batch can have only one"
     else:
-        what = f"has the shared group {shared_groups[0]} behind local ones; a shared group comes first"
+        what = f"has the shared group {shared_groups[0]} behind local ones, but a shared group has to come first"
     _refuse("micro-batches", f"micro-batch {index} of rank {rank} {what}")
 
 
 def _check_schedule(plan: Plan) -> None:
-    """Rule 5: the (group, rank) pairs of the schedule are those of the membership."""
+    """Rule 5. The (group, rank) pairs of the schedule have to equal the pairs of the groups' members."""
     ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
     scheduled = np.sort(_pair_keys(plan, plan.micro_batch_groups, ranks))
     members = np.sort(_pair_keys(plan, _group_of_member(plan), plan.group_ranks))
@@ -181,7 +182,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_capacity(plan: Plan, limits: MemoryLimits | None) -> None:
-    """Rule 6. First with a cheap bound for the slices of shared groups, then exactly where the bound is too much."""
+    """Rule 6. A cheap upper bound of the slices is tried first, and the exact sizes where the bound is too large."""
     offsets = plan.micro_batch_group_offsets
     shared = (plan.group_sizes > 1)[plan.micro_batch_groups]
     tokens = np.where(shared, largest_slice(plan)[plan.micro_batch_groups], plan.group_tokens[plan.micro_batch_groups])
@@ -200,7 +201,7 @@ def _check_capacity(plan: Plan, limits: MemoryLimits | None) -> None:
         rank, index = _place_of(plan, micro_batch)
         _refuse(
             "capacity",
-            f"micro-batch {index} of rank {rank} holds {total[micro_batch]} tokens, the rank's capacity is "
+            f"micro-batch {index} of rank {rank} holds {total[micro_batch]} tokens, but the rank's capacity is "
             f"{plan.capacity_tokens[rank]} (groups {_listed(plan.groups_of(micro_batch).tolist())})",
             so="the rank would run out of memory",
         )
@@ -216,8 +217,8 @@ def _check_order(plan: Plan) -> None:
         place = int(falling[0])
         _refuse(
             "order",
-            f"rank {ranks[place]} meets the shared group {groups[place]} before {groups[place + 1]}",
-            so="ranks that do not meet shared groups in rising order may wait for each other for ever",
+            f"rank {ranks[place]} runs the shared group {groups[place]} before {groups[place + 1]}",
+            so="ranks that run shared groups in different orders can wait for each other for ever",
         )
 
 
@@ -240,13 +241,13 @@ def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
                 f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
                 so="the rank would run out of memory",
                 fix="lower parallel.capacity_tokens (or use more ranks), set trainer.checkpointing to attention or "
-                "full, allow memory.offload, or give more with memory.device_gib or memory.host_gib",
+                "full, turn on memory.offload, or allow more with memory.device_gib or memory.host_gib",
             )
         )
 
 
 def _named(plan: Plan, micro_batch: int) -> str:
-    """The longest sequence of a micro-batch."""
+    """Describe the longest sequence of a micro-batch."""
     sequences = np.concatenate([plan.sequences_of(group) for group in plan.groups_of(micro_batch).tolist()])
     longest = int(sequences[plan.lengths[sequences].argmax()])
     first = int(plan.groups_of(micro_batch)[0])
@@ -263,7 +264,7 @@ def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
             "pipeline",
             f"with {num_stages} stages under {schedule} these actions wait for each other: " + " -> ".join(cycle),
             so="training would hang",
-            fix="give the ranks that share groups the same micro-batches around them",
+            fix="give ranks that share a group the same micro-batches before and after it",
         )
 
 
@@ -276,7 +277,7 @@ def _pair_keys(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
 
 
 def _place_of(plan: Plan, micro_batch: int) -> tuple[int, int]:
-    """Rank of a micro-batch, and its index in that rank's order."""
+    """Return the rank of a micro-batch, and its index in that rank's order."""
     rank = int(np.searchsorted(plan.rank_micro_batch_offsets, micro_batch, side="right")) - 1
     return rank, micro_batch - int(plan.rank_micro_batch_offsets[rank])
 
@@ -286,5 +287,5 @@ def _listed(numbers: list[int]) -> str:
     return f"{shown}, and {len(numbers) - 6} more" if len(numbers) > 6 else shown
 
 
-def _refuse(rule: str, what: str, *, so: str = "", fix: str = "report it, with the plan's file") -> NoReturn:
+def _refuse(rule: str, what: str, *, so: str = "", fix: str = "report this, with the file of the plan") -> NoReturn:
     raise PlanError(problem(f"the plan breaks rule {rule!r}: {what}", so=so, fix=fix))

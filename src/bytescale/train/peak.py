@@ -1,11 +1,11 @@
-"""Peak matrix-product rate of one rank's device: the denominator of MFU (model FLOP utilisation)."""
+"""The peak rate of a device for matrix products: the denominator of MFU (model FLOP utilisation)."""
 
 from __future__ import annotations
 
 import torch
 
-# Dense bf16 tensor-core rates in TFLOP/s, from NVIDIA's data sheets (half of the rates that these give with sparsity),
-# by the whole name that CUDA gives the device: boards of one chip differ by a third.
+# Dense bf16 tensor-core rates in TFLOP/s from NVIDIA's data sheets. Rates that a data sheet gives with sparsity are
+# halved. The key is the whole name that CUDA reports, because boards with the same chip differ by up to a third.
 _DATASHEET_BF16_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
@@ -27,17 +27,17 @@ _DATASHEET_BF16_TFLOPS = {
 
 
 def device_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Device and dtype as profiles name them: ``NVIDIA H200, bfloat16`` or ``cpu, float32``."""
+    """Return the device and dtype as profiles write them, such as ``NVIDIA H200, bfloat16`` or ``cpu, float32``."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return f"{name}, {str(dtype).removeprefix('torch.')}"
 
 
 def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float | None:
-    """FLOP/s of one rank's device, from ``trainer.peak_tflops`` or from the data sheet (bf16 on a listed GPU).
+    """Return the peak FLOP/s of one device: ``trainer.peak_tflops``, or the data sheet's for bf16 on a known GPU.
 
-    None where neither knows it: the run then reports the FLOP/s that it reaches, and no MFU. A peak measured by timing
-    matrix products at start was dropped. Cores that other work shares at that moment make it too low, and utilisation
-    then came out at up to 129 % (docs/LOG.md).
+    None means that neither is known. The run then reports the FLOP/s that it reaches, and no MFU. An earlier version
+    measured the peak by timing matrix products at the start. If other work used the cores at that moment, the peak came
+    out too low and the utilisation at up to 129 % (docs/LOG.md).
     """
     if configured_tflops is not None:
         return configured_tflops * 1e12
@@ -47,6 +47,6 @@ def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: floa
 
 
 def datasheet_peak(gpu_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it, or None for one that is not listed."""
+    """Return the dense bf16 FLOP/s of a GPU, given the name that CUDA reports. None if the name is not listed."""
     tflops = _DATASHEET_BF16_TFLOPS.get(gpu_name)
     return None if tflops is None else tflops * 1e12

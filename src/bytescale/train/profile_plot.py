@@ -1,4 +1,4 @@
-"""A profile as a PNG: every curve's fit against its points. Needs matplotlib."""
+"""Draws a profile as a PNG: the fit of every curve and its points. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from bytescale.cost.profile_file import CURVES
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """One panel per curve on logarithmic axes, the worst residual in its title; ring blocks beside attention."""
+    """Draw one panel per curve on logarithmic axes, with the worst residual in its title.
+
+    The panel of attention's forward also shows the ring blocks. Raises ``BytescaleError`` without matplotlib.
+    """
     try:
         import matplotlib
 
@@ -54,7 +57,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
         f"feed-forward {profile.architecture.ffn_hidden_size}\n\nto host {links.device_to_host_bytes_per_second:.3g} "
         f"bytes/s\nfrom host {links.host_to_device_bytes_per_second:.3g} bytes/s\nring "
         f"{links.intra_node_bytes_per_second:.3g} bytes/s, {links.latency_seconds * 1e6:.0f} us, and "
-        f"{links.message_seconds * 1e6:.0f} us a step that nothing hides",
+        f"{links.message_seconds * 1e6:.0f} us per step that compute cannot hide",
         va="top",
     )
     figure.savefig(path, dpi=110)

@@ -1,21 +1,23 @@
-"""Measures what one layer costs on this device, and fits the cost model's curves to it (``bytescale profile``).
+"""Measures the costs of one layer on this device and fits the curves of the cost model to them (``bytescale profile``).
 
-Each quantity is what is usual: the median of several sweeps over all lengths, and of the runs within each. Training
-meets what is usual; with the fastest, steps were predicted a tenth too short (docs/LOG.md). Lengths double from
-``MIN_TOKENS`` until one more would exceed the time, so that the same call takes about as long on a laptop and on a GPU.
-Several ranks measure the same things at the same moments, since they share caches, memory and power when they train;
-the slowest rank counts, for which the others wait.
+Each value is a median: of several sweeps over all lengths, and of several runs within each sweep. Training runs at the
+usual speed, not at the fastest one. With the fastest runs, predicted steps were a tenth too short (docs/LOG.md).
+Lengths double from ``MIN_TOKENS`` until one more would exceed the time, so the same call takes about as long on a
+laptop as on a GPU. When ranks train they share caches, memory and power, so several ranks measure the same things at
+the same time. The slowest rank counts, because the others wait for it.
 
-* attention   forward and backward of the causal kernel over one sequence
-* rest        a layer whose attention is a no-op: projections, norms, rotation, feed-forward; backward adds to gradients
-              that exist, as from the second micro-batch on
-* head        the linear cross-entropy as it trains: its forward makes the gradients, its backward scales them
-* activations bytes that autograd saves in a layer, each piece of memory once, without parameters and shared inputs
-* ring block  one step of a ring, n queries against n / 2 keys: the same area as the triangle of n, so that the
-              attention curve's s^2 term should tell it; kept as raw points
-* host        copies of 64 MiB to and from (pinned) host memory
-* links       the ring exchange between ranks, when there are several: one transfer over sizes, latency and bandwidth
-              (of several the fastest); and what a step of ring attention takes beyond its blocks (in a quiet round)
+* attention   Forward and backward of the causal kernel for one sequence.
+* rest        A layer whose attention does next to nothing: projections, norms, rotation, feed-forward. Backward adds to
+              existing gradients, as it does from the second micro-batch on.
+* head        The linear cross-entropy as in training: its forward computes the gradients and its backward scales them.
+* activations The bytes that autograd saves in a layer. Each allocation counts once. Parameters and inputs that all
+              layers share do not count.
+* ring block  One step of a ring: n queries against n / 2 keys. This block has the area of the causal triangle of n
+              tokens, so the s^2 term of the attention curve should predict its time. Only the raw points are kept.
+* host        Copies of 64 MiB to and from host memory, which is pinned if the device is a GPU.
+* links       The ring exchange between ranks, if there are several. Transfers of several sizes, the fastest of several
+              runs each, give latency and bandwidth. A ring attention gives the time of a step beyond that of its
+              blocks; a quiet round counts.
 """
 
 from __future__ import annotations
@@ -46,24 +48,24 @@ from bytescale.train.peak import device_name
 
 MIN_TOKENS = 256
 SWEEPS = 5
-"""Times that all lengths are measured, one sweep after the other: a burst of other load falls on one of them."""
+"""Number of sweeps over all lengths. A burst of other load on the machine disturbs only one of them."""
 MIN_SECONDS = 0.05
-"""A quantity is measured again within a sweep for so long."""
+"""Within a sweep, the runs of one quantity are repeated for this long."""
 HOST_COPY_BYTES = 2**26
 LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
 RING_TOKENS = 512
-"""Slice of the ring whose overhead is measured."""
+"""Tokens of each member's slice in the ring attention that is measured."""
 RING_ROUNDS = 20
 
 
 @dataclass
 class Stopwatch:
-    """Seconds of what runs on a device, by the host's clock around a synchronisation."""
+    """Measures seconds of work on a device, with the host's clock. It synchronises before and after."""
 
     device: torch.device
 
     def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        """The median of the runs after one to warm up; ``prepare`` before each is not counted."""
+        """Return the median of several runs, after a warm-up run. ``prepare`` runs before each and does not count."""
         self.once(work, prepare)
         started = time.perf_counter()
         times = [self.once(work, prepare)]
@@ -72,7 +74,7 @@ class Stopwatch:
         return statistics.median(times)
 
     def once(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        """Of one run."""
+        """Return the seconds of one run."""
         prepare()
         self._synchronise()
         started = time.perf_counter()
@@ -87,7 +89,10 @@ class Stopwatch:
 
 @dataclass
 class Measurer:
-    """One device, one model, one dtype; the values of each (curve, tokens), one a sweep, gather in ``sweeps``."""
+    """Measures one model on one device in one dtype.
+
+    ``sweeps`` collects the values of each (curve, tokens), one per sweep.
+    """
 
     architecture: Architecture
     device: torch.device
@@ -104,7 +109,7 @@ class Measurer:
         self.head = head.requires_grad_()
 
     def measure(self, tokens: int) -> None:
-        """Every curve at one length."""
+        """Measure every curve at one length."""
         self._attention(tokens)
         self._ring_block(tokens)
         self._rest(tokens)
@@ -112,7 +117,7 @@ class Measurer:
         self._add("activation_bytes", tokens, float(self.activation_bytes(tokens)))
 
     def activation_bytes(self, tokens: int) -> int:
-        """What autograd saves in one layer, attention included."""
+        """Return the bytes that autograd saves in one layer, including attention."""
         hidden = self._random(tokens, self.architecture.hidden_size).requires_grad_()
         rotation = self._rotation(tokens)
         outside = {t.untyped_storage().data_ptr() for t in (*self.layer.parameters(), *rotation)}
@@ -120,7 +125,7 @@ class Measurer:
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().data_ptr() not in outside:
-                saved[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address comes twice
+                saved[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address is reused
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -182,7 +187,7 @@ class Measurer:
         self._add("head_backward", tokens, self.watch.seconds(lambda: losses[0].backward(), prepare=prepare_backward))
 
     def host_rates(self) -> tuple[float, float]:
-        """Bytes a second to the host and from it."""
+        """Return the rates of copies to the host and from the host, in bytes per second."""
         on_device = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, device=self.device)
         on_host = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         to_host = self.watch.seconds(lambda: on_host.copy_(on_device, non_blocking=True))
@@ -209,21 +214,27 @@ def measure_profile(
     hdp: RankGroup | None = None,
     progress: Callable[[int, float], None] = lambda tokens, share: None,
 ) -> Profile:
-    """Measure lengths ``MIN_TOKENS``, twice that, and so on, and fit. Every rank calls it and gets the same profile.
+    """Measure at ``MIN_TOKENS`` tokens, twice that, and so on, and fit curves to the results.
+
+    Every rank calls it and gets the same profile.
 
     Args:
-        max_tokens: longest length.
-        seconds: time for all lengths together; one that would not fit, going by the last one's time, is left out.
-        hdp: the ranks that measure together; None: this one alone, to which links count as ideal.
-        progress: called with the next length and the share of time that is spent.
+        architecture: the model.
+        device: the device to measure.
+        dtype: the dtype of parameters and activations.
+        max_tokens: the longest length.
+        seconds: the time for all lengths together. A length is left out if the time of the previous length shows that
+            it would take too long.
+        hdp: the ranks that measure together; None: this rank alone. Links are then taken to be ideal.
+        progress: called with the next length and the share of the time that has passed.
     """
     hdp = hdp or RankGroup(device=device)
     measurer = Measurer(architecture, device, dtype)
-    measurer.measure(MIN_TOKENS)  # compilers and libraries start up: seconds on a GPU, which tell nothing of a length
+    measurer.measure(MIN_TOKENS)  # warm-up: on a GPU, compilers and libraries take seconds to start
     measurer.sweeps.clear()
     lengths: list[int] = []
     started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
-    # The first sweep finds the lengths: doubling one at most quadruples its time.
+    # The first sweep finds the lengths. A length that is twice as long takes at most four times as long.
     while not lengths or (tokens <= max_tokens and SWEEPS * (_elapsed(hdp, started) + 4 * last) <= seconds):
         progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
         before = time.perf_counter()
@@ -260,19 +271,19 @@ def measure_profile(
 
 
 def _elapsed(hdp: RankGroup, started: float) -> float:
-    """Seconds since ``started`` by the slowest rank: all ranks decide alike."""
+    """Return the seconds since ``started`` on the slowest rank, so that all ranks make the same decision."""
     return float(np.max(hdp.share([time.perf_counter() - started])))
 
 
 def _points(measurer: Measurer, hdp: RankGroup) -> list[Point]:
-    """The median of every point's sweeps, by the slowest rank."""
+    """Return every point: the median of its sweeps on each rank, and of these the slowest rank's."""
     keys = list(measurer.sweeps)
     values = np.max(hdp.share([statistics.median(measurer.sweeps[key]) for key in keys]), axis=0).tolist()
     return [Point(curve=curve, tokens=tokens, value=value) for (curve, tokens), value in zip(keys, values, strict=True)]
 
 
 def measure_links(hdp: RankGroup, measurer: Measurer) -> Links:
-    """Latency and bandwidth of a ring over all ranks, all of them sending at once; every rank calls it."""
+    """Measure latency and bandwidth of a ring over all ranks while all of them send. Every rank calls it."""
     sizes, times = [], []
     for size in LINK_BYTES:
         send = torch.zeros(size, dtype=torch.uint8, device=hdp.device)
@@ -284,7 +295,7 @@ def measure_links(hdp: RankGroup, measurer: Measurer) -> Links:
 
         sizes.append(size)
         times.append(min(measurer.watch.once(transfer) for _ in range(RING_ROUNDS)))
-    slowest = np.max(np.array(hdp.share(times)), axis=0)  # the ring goes at the pace of its slowest link
+    slowest = np.max(np.array(hdp.share(times)), axis=0)  # the slowest link of a ring sets its pace
     line = fit_curve(sizes, slowest, quadratic=False)
     rate = 1.0 / max(line.linear, 1e-15)
     return Links(
@@ -296,9 +307,10 @@ def measure_links(hdp: RankGroup, measurer: Measurer) -> Links:
 
 
 def measure_ring_step(hdp: RankGroup, measurer: Measurer) -> float:
-    """Seconds that a step of ring attention takes beyond its blocks, mean of forward and backward, in a quiet round.
+    """Measure the seconds that a step of ring attention takes beyond the time of its blocks.
 
-    The ring over all ranks, against the same blocks computed without messages; every rank calls it.
+    A ring over all ranks is compared with the same blocks computed without messages. The result is the mean of forward
+    and backward in a quiet round, which is the 0.2 quantile of all rounds. Every rank calls it.
     """
     shape, length = measurer.architecture, hdp.size * RING_TOKENS
     plan = Plan.build(
@@ -332,7 +344,7 @@ def measure_ring_step(hdp: RankGroup, measurer: Measurer) -> float:
 
 
 def _fit(points: list[Point], name: str) -> Curve:
-    """Fit, leave out what is far off (a burst of other load), fit again, while most points stay."""
+    """Fit a curve. If a few points are far off it, after a burst of other load, fit again without them."""
     chosen = [point for point in points if point.curve == name]
     tokens, values = (np.array(column) for column in zip(*((p.tokens, p.value) for p in chosen), strict=True))
     quadratic = name.startswith("attention")
@@ -346,7 +358,7 @@ def _fit(points: list[Point], name: str) -> Curve:
 
 
 class _WithLse:
-    """Local attention that saves what ring attention saves: inputs, output and LSE."""
+    """Local attention that saves the same tensors as ring attention: inputs, output and LSE."""
 
     def __init__(self, kernel: AttentionKernel, triangles: BlockSet) -> None:
         self.kernel, self.triangles = kernel, triangles
@@ -364,5 +376,5 @@ class _SaveAttention(torch.autograd.Function):
 
 
 def _no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Reads its inputs, so that their gradients exist, and computes next to nothing."""
+    """Use all inputs, so that each gets a gradient, and compute next to nothing."""
     return q + k[:, :1] + v[:, :1]

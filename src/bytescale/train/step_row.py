@@ -1,4 +1,4 @@
-"""What the console shows of a step: one row, and a line of its own for each rare thing that happened in it."""
+"""The console's output for a step: one row, and one further line for each rare event."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from bytescale.common.units import format_bytes, format_count, format_seconds, f
 from bytescale.train.metrics import StepMetrics
 
 ROW_COLUMNS = 110
-"""Widest row of the console."""
+"""Largest number of characters in a row."""
 
 
 def step_header(total_steps: int, *, mfu: bool) -> str:
-    """The names of ``step_row``'s columns."""
+    """Return the header line above the rows of ``step_row``."""
     names = ("loss", "grad norm", "tok/s", "MFU" if mfu else "FLOP/s", "memory", "imbalance", "waiting")
     return "  ".join(("step".ljust(_step_width(total_steps)), *map(str.rjust, names, _WIDTHS), "groups"))
 
 
 def step_row(metrics: StepMetrics, total_steps: int, width: int = ROW_COLUMNS) -> str:
-    """One step as a row of at most ``width`` characters. Groups that find no room in it are in metrics.jsonl alone."""
+    """Return one step as a row of at most ``width`` characters.
+
+    If the group sizes do not all fit, the row shows the first of them and "...". metrics.jsonl always has all of them.
+    """
     place = f"{metrics.step}/{total_steps}"
     cells = (
         f"{metrics.loss:.4f}",
@@ -37,11 +40,11 @@ def step_row(metrics: StepMetrics, total_steps: int, width: int = ROW_COLUMNS) -
 
 
 def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
-    """Lines about what is rare: waiting for data, restarts of the loader, more FLOP/s than the peak.
+    """Return lines about rare events: waiting for data, restarts of the loader, more FLOP/s than the peak.
 
     Args:
-        metrics: of the step.
-        before: of the step before it in this run; None for the first.
+        metrics: the metrics of the step.
+        before: the metrics of the previous step in this run; None for the first step.
     """
     lines = []
     if metrics.data_wait_seconds > _DATA_WAIT_SHARE * metrics.step_seconds:
@@ -51,7 +54,9 @@ def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
             f"{format_seconds(metrics.planning_seconds)}"
         )
     if metrics.data_restarts > (before.data_restarts if before else 0):
-        lines.append(f"the loader's servers or planner have been restarted, {metrics.data_restarts} in all so far")
+        lines.append(
+            f"a server or the planner of the data loader was restarted (restarts so far: {metrics.data_restarts})"
+        )
     if _is_above_peak(metrics) and not (before and _is_above_peak(before)):
         reached = format_si(metrics.model_flops_per_second)
         lines.append(f"the ranks reach {reached}FLOP/s, more than their peak: trainer.peak_tflops is too low")
@@ -63,7 +68,7 @@ def _is_above_peak(metrics: StepMetrics) -> bool:
 
 
 _DATA_WAIT_SHARE = 0.01
-"""Share of a step's time above which waiting for data is told."""
+"""Waiting for data is reported if it takes more than this share of a step's time."""
 _WIDTHS = (7, 9, 6, 6, 8, 9, 7)
 
 
