@@ -32,12 +32,12 @@ def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[s
     path = tmp_path / "plan.npz"
     assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--pp", "4", "--save", str(path)]) == 0
     printed = capsys.readouterr().out
-    for word in ("(tp 2 x pp 4 devices each)", "pipelines fill and drain", "memory at 2 bytes"):
+    for word in ("(tp 2 x pp 4 devices each)", "pipeline fills and drains", "memory with 2-byte numbers"):
         assert word in printed
     assert "more than the" not in printed
     verify(load_plan(path), num_stages=4)
     assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--pp", "4", "--device-gib", "2"]) == 0
-    assert "more than the 2 GiB of a device. To fix: more devices" in capsys.readouterr().out
+    assert "more than the 2 GiB of a device. To fix: use more devices" in capsys.readouterr().out
 
 
 STAGES = ["--ranks", "16", "--tp", "2", "--pp", "2", "--virtual-stages", "2", "--batch.tokens", "1M"]
@@ -135,7 +135,7 @@ def test_capacity_auto_is_what_a_device_holds(command: ModuleType, capsys: pytes
     assert command.run([*SMALL, *devices, "--capacity-tokens", "auto"]) == 0
     assert command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "40"]) == 0
     capsys.readouterr()
-    with pytest.raises(ConfigError, match=r"need .* GiB a device, of 10 GiB"):
+    with pytest.raises(ConfigError, match=r"need .* GiB on a device, of which 10 GiB may be used"):
         command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "10"])
 
 
@@ -153,8 +153,8 @@ def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("a.txt", "12 -3", "entry 1 is -3"),
         ("a.txt", "12 x", "cannot be read"),
         ("a.json", "[1.5]", "entry 0 is 1.5"),
-        ("a.json", '{"a": 1}', "holds no list"),
-        ("a.txt", "", "holds no list"),
+        ("a.json", '{"a": 1}', "does not hold a list"),
+        ("a.txt", "", "does not hold a list"),
         ("missing.txt", None, "cannot be read"),
     ],
 )

@@ -49,7 +49,7 @@ def test_checkpoints_until_the_disk_is_full(tmp_path: Path, disk: Path) -> None:
     assert re.search(
         r"bytescale train: (The checkpoint step-\d+ could not be written: .* \(\d+ [KB]i?B? free on its disk\)\. The "
         rf"checkpoints before it are whole\. To fix: look at the disk that holds {disk}/run/checkpoints|"
-        r"No space is left on the disk .* Checkpoints written before are whole. To fix: free some, or lower)",
+        r"No space is left on the disk .* earlier checkpoints are complete. To fix: free some space, or lower)",
         ended.stderr,
     ), ended.stderr
     assert "Traceback" not in ended.stderr

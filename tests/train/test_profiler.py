@@ -154,7 +154,7 @@ def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("missing/x.toml", "no writable folder. What is measured would be lost"),
+        ("missing/x.toml", "is not a writable folder. The measurements would be lost"),
         ("picture.png", "would overwrite it. To fix: use "),
         (".", "is a folder"),
     ],

@@ -1,5 +1,7 @@
-"""The batch that ``plan`` and ``simulate`` look at: a file of lengths, a named distribution, or a config's corpus; and
-the costs that they believe in."""
+"""What ``plan`` and ``simulate`` work on: a batch, and the costs of running it.
+
+The batch comes from a file of lengths, a length distribution of the paper, or the corpus of a config.
+"""
 
 from __future__ import annotations
 
@@ -21,60 +23,60 @@ KIBI = 1024
 
 @dataclass(slots=True, kw_only=True)
 class BatchConfig:
-    """Which sequences: of `lengths`, else of the config's corpus if a config is given, else of `distribution`."""
+    """The sequences: from `lengths` if set, else from the corpus of the config if any, else from `distribution`."""
 
     lengths: Path | None = None
-    """A file of sequence lengths: .npy, .json (a list), or text with a number per word."""
+    """A file of sequence lengths: .npy, .json (a list), or text with numbers."""
     distribution: Literal["github", "byted"] = "github"
-    """The paper's length distributions."""
+    """A length distribution of the paper."""
     tokens: int = 32 * KIBI * KIBI
-    """Size of a batch drawn from a distribution; a config's corpus has data.batch_tokens."""
+    """Tokens of a batch that is drawn from a distribution. For the corpus of a config, data.batch_tokens counts."""
     context: int = 2 * KIBI * KIBI
-    """Longer documents of a distribution are split; a config's corpus has data.context_length."""
+    """Longer documents of a distribution are split. For the corpus of a config, data.context_length counts."""
     seed: int = 0
-    """Seed of the drawing; for a corpus, the number of the step."""
+    """Random seed for a distribution. For the corpus of a config, the number of the step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RatesConfig:
-    """What the model's operations cost when no profile is given: rates of one device, an H100 or H200 by default."""
+    """Rates of one device, used if no profile is given. The defaults are for an H100 or H200."""
 
     flops: float = 400e12
-    """Operations a second in matrix products."""
+    """Operations per second in matrix products."""
     attention_flops: float = 300e12
-    """Operations a second in attention."""
+    """Operations per second in attention."""
     intra_node: float = 300e9
-    """Bytes a second to a neighbour in the node."""
+    """Bytes per second to a neighbour in the same node."""
     inter_node: float = 40e9
-    """Bytes a second to a neighbour in another node."""
+    """Bytes per second to a neighbour in another node."""
     latency: float = 10e-6
-    """Seconds until a transfer's first byte arrives."""
+    """Seconds until the first byte of a transfer arrives."""
     launch: float = 50e-6
-    """Fixed seconds of a layer's attention, and again of the rest of it."""
+    """Fixed seconds that attention takes in each layer, and that the rest of the layer takes too."""
     host: float = 25e9
-    """Bytes a second to and from host memory."""
+    """Bytes per second to and from host memory."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CostSource:
-    """What plans and times rest on."""
+    """Where the times of a step come from."""
 
     profile: str | None = None
-    """A profile of `bytescale profile`, or a shipped one (case-study, figure-6); unset: operations are counted."""
+    """A file from `bytescale profile`, or a shipped profile (case-study, figure-6). Unset: operations are counted."""
     rates: RatesConfig = field(default_factory=RatesConfig)
     """Rates for counted operations."""
 
 
 class SourceBatch(NamedTuple):
-    """A batch and its origin."""
+    """A batch of sequences, and where it comes from."""
 
     lengths: IntArray  # [S]
     origin: str
-    vocab_size: int | None = None  # of the corpus' tokenizer; None: there is none
+    vocab_size: int | None = None  # of the tokenizer of the corpus; None without a corpus
 
 
 def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
-    """Raises ``DataError`` for a file that holds no lengths."""
+    """Read or draw the batch. Raises ``DataError`` for a file that does not hold lengths."""
     if source.lengths is not None:
         return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if config is not None:
@@ -94,7 +96,7 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
 
 
 def read_lengths(path: Path) -> IntArray:
-    """``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
+    """Read ``[S]`` whole numbers of at least 1 from a .npy, .json or text file."""
     try:
         if path.suffix == ".npy":
             values = np.load(path, allow_pickle=False)
@@ -104,10 +106,15 @@ def read_lengths(path: Path) -> IntArray:
             values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
     except (OSError, ValueError, UnicodeDecodeError) as error:
         raise DataError(
-            problem(f"{path} cannot be read as lengths ({error})", fix="give .npy, a .json list, or numbers in a text")
+            problem(
+                f"{path} cannot be read as lengths ({error})",
+                fix="give a .npy file, a .json list, or a text file of numbers",
+            )
         ) from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or not len(values):
-        raise DataError(problem(f"{path} holds no list of numbers", fix="give one number of tokens per sequence"))
+        raise DataError(
+            problem(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
+        )
     wrong = np.flatnonzero((values < 1) | (values != np.floor(values)))
     if len(wrong):
         raise DataError(
@@ -121,7 +128,7 @@ def read_lengths(path: Path) -> IntArray:
 
 
 DEFAULT_MODEL = ModelConfig(preset="7b")
-"""Without a config, a profile or a word about it."""
+"""The model if neither a config, nor a profile, nor an option names one."""
 
 
 def read_profile(
@@ -133,10 +140,10 @@ def read_profile(
     vocab_size: int | None = None,
     ring_gradients: RingGradients = "wide",
 ) -> Profile:
-    """The profile named, at ``tensor_parallel``, or one counted from the model's operations.
+    """Return the named profile for ``tensor_parallel``, or one made from the counted operations of the model.
 
-    A profile speaks for its own model; one given as well has to have layers of the same shape. ``vocab_size``: of the
-    tokenizer, if one is known.
+    A profile has a model of its own. If a model is given as well, its layers must have the same shape. ``vocab_size``:
+    the vocabulary size of the tokenizer, if it is known.
     """
     if source.profile is not None:
         profile = load_profile(source.profile)
@@ -150,7 +157,7 @@ def read_profile(
         return profile.with_ring_gradients(ring_gradients)
     rates = source.rates
     if min(rates.host, rates.intra_node, rates.inter_node) <= 0:
-        raise ConfigError(problem("a bandwidth in rates is not above 0", fix="use bytes a second"))
+        raise ConfigError(problem("a bandwidth in rates is not above 0", fix="give bytes per second"))
     return Profile.from_flops(
         resolve_architecture(model, tokenizer_vocab_size=vocab_size),
         flops_per_second=rates.flops,

@@ -1,4 +1,4 @@
-"""``bytescale convert``: a checkpoint of ours becomes a Hugging Face folder, and back."""
+"""``bytescale convert``: turns a checkpoint into a Hugging Face folder, or a Hugging Face folder into a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class ConvertOptions:
     """
 
     source: Annotated[Path, tyro.conf.Positional]
-    """A folder checkpoints/step-*, or one with config.json and safetensors."""
+    """A checkpoint (checkpoints/step-*), or a Hugging Face folder with config.json and safetensors."""
     folder: Annotated[Path, tyro.conf.Positional]
-    """What to write; it must not exist."""
+    """The folder to write. It must not exist yet."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Of the weights of a Hugging Face folder; checkpoints have fp32."""
+    """The dtype of the weights in a Hugging Face folder. Checkpoints always have fp32."""
     shard_bytes: int = 5 * GIBI
-    """Largest safetensors file."""
+    """Largest size of a safetensors file, in bytes."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run ``bytescale convert``. Returns the exit code."""
     options = parse(ConvertOptions, arguments, prog="bytescale convert")
     if (options.source / "config.json").is_file() and not (options.source / "run_state.json").is_file():
         from bytescale.checkpoint.import_weights import import_folder

@@ -1,4 +1,4 @@
-"""``bytescale data tokenize``, ``bytescale data stats`` and ``bytescale data audit``."""
+"""``bytescale data``: the commands ``tokenize``, ``stats`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TokenizeConfig:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library."""
     output: str
-    """Prefix of the pair: OUTPUT.bin and OUTPUT.idx (and OUTPUT.meta.json, which says how they were made)."""
+    """Prefix of the files: OUTPUT.bin, OUTPUT.idx, and OUTPUT.meta.json, which says how they were made."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending."""
     text_key: str = "text"
@@ -57,23 +57,23 @@ class TokenizeConfig:
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
     cache_dir: str = ".cache/bytescale"
-    """Where a trained tokenizer is kept."""
+    """The folder where a trained tokenizer is kept."""
     num_workers: int = 2
-    """Processes that tokenise; the result does not depend on it."""
+    """Number of processes that tokenise. The result does not depend on it."""
     read_retries: int = 3
-    """How often a failing read is tried again, after 0.5, 1, 2, ... seconds."""
+    """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
     """Replace OUTPUT if it exists."""
     dry_run: bool = False
-    """List what would be read, and stop."""
+    """List what would be read, and write nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StatsConfig:
-    """Show how the tokens of a corpus are spread over document lengths."""
+    """Show how the tokens of a corpus are distributed over document lengths."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """What `data tokenize` takes; of an .idx alone only the lengths are read."""
+    """The same sources as for `data tokenize`. Of an .idx file, only the lengths are read."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending."""
     text_key: str = "text"
@@ -85,25 +85,25 @@ class StatsConfig:
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
     cache_dir: str = ".cache/bytescale"
-    """Where the tokenised text is kept."""
+    """The folder where tokenised text is kept."""
     num_workers: int = 2
-    """Processes that tokenise."""
+    """Number of processes that tokenise."""
     compare: tuple[Literal["github", "byted"], ...] = field(default=("github",))
-    """Length distributions of the paper to print beside it."""
+    """Length distributions of the paper to print beside the corpus."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AuditConfig:
-    """Count every token range that a run with `data.record = true` was trained on: none lost, none doubled."""
+    """Check that a run with `data.record = true` lost no token and was given none twice, range by range."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """The run folder."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """``bytescale data tokenize|stats|audit``; returns the exit code."""
+    """Run ``bytescale data tokenize``, ``stats`` or ``audit``. Returns the exit code."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name == "tokenize":
         return tokenize_command(parse(TokenizeConfig, rest, prog="bytescale data tokenize"))
@@ -113,8 +113,8 @@ def run(arguments: Sequence[str]) -> int:
         return audit_command(parse(AuditConfig, rest, prog="bytescale data audit"))
     usage = (
         "bytescale data tokenize SOURCE ... --output PREFIX   turn text, JSONL or Parquet into PREFIX.bin and .idx\n"
-        "bytescale data stats SOURCE ...                      how the tokens are spread over document lengths\n"
-        "bytescale data audit RUN_FOLDER                      every token that a run has trained on, counted\n"
+        "bytescale data stats SOURCE ...                      how the tokens are distributed over document lengths\n"
+        "bytescale data audit RUN_FOLDER                      check that a run lost no token and had none twice\n"
         "\n`bytescale data tokenize --help` and so on list the options."
     )
     if name in ("-h", "--help"):
@@ -186,20 +186,20 @@ def audit_command(config: AuditConfig) -> int:
     num_steps = len((config.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     check = check_record(config.run / "data", num_steps, corpus, settings)
     print(
-        f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, each as the "
-        "corpus has it, none lost, none doubled"
+        f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, all as in the corpus, "
+        "none lost, none doubled"
     )
     return 0
 
 
 def document_lengths(corpus: Corpus) -> IntArray:
-    """``[D]`` tokens of each document of a corpus that was split (or not) into pieces."""
+    """Return ``[D]`` the tokens of each document of a corpus, whether or not its documents were split into pieces."""
     _, first = np.unique(corpus.pieces.document, return_index=True)
     return np.add.reduceat(corpus.pieces.length, first)
 
 
 def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
-    """A ``.bin`` is mapped into memory: one that lies elsewhere is fetched into the cache first."""
+    """Fetch a remote ``.bin`` into the cache, because it has to be mapped into memory."""
     if file.format != "bin":
         return file
     return with_retries(partial(fetched, file, Path(config.cache_dir).expanduser()), config.read_retries)
@@ -221,7 +221,9 @@ def _data_config(config: TokenizeConfig | StatsConfig) -> DataConfig:
 def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:
     if bin_path.absolute() in {file.path for file in files}:
         raise ConfigError(
-            problem(f"{bin_path} is both a source and the output", so="it would be lost", fix="name another output")
+            problem(
+                f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
+            )
         )
     if idx_path.exists() and not config.overwrite:
         raise ConfigError(
@@ -283,7 +285,7 @@ def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...])
 
 
 def _published_shares(name: str) -> list[str]:
-    """A published share on the line of each of its buckets' upper edges; its first bucket spans 512 to 2K."""
+    """Return the published share of each bucket, on the line of the bucket's upper edge. The first is 512 to 2K."""
     shares = dict(zip(bucket_edges()[1:].tolist(), token_shares(name).tolist(), strict=True))
     return [f"{100 * shares[edge]:.1f}" if edge in shares else "" for edge in [*BUCKET_EDGES.tolist(), -1]]
 

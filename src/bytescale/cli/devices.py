@@ -1,6 +1,7 @@
-"""The devices that ``plan`` and ``simulate`` count on: those that ``train`` would run the config on, and their memory.
+"""The devices that ``plan`` and ``simulate`` assume, and their memory.
 
-Without a config: of the kind that the profile was measured on, else GPUs in bf16.
+With a config, these are the devices on which ``train`` would run it. Without one, they are of the kind on which the
+profile was measured, or GPUs in bf16 if nothing was measured.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from bytescale.cost.curve import Curve
 from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel
 
 GIB = 2**30
-ASSUMED_GIB = 80.0  # of a GPU that is not here
+ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
 _ELEMENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "fp64": 8, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """What a rank's fullest device holds."""
+    """The memory of the fullest device of a rank."""
 
     memory: MemoryModel
-    """Of the pipeline's fullest stage."""
+    """The memory model of the pipeline's fullest stage."""
     usable_bytes: float
 
     def capacity_tokens(self, wanted: int) -> int:
-        """``wanted`` tokens, or for "auto" what fits. Raises ``ConfigError`` when nothing does."""
+        """Return ``wanted``, or for "auto" the number of tokens that fit. Raises ``ConfigError`` if none fits."""
         if wanted != AUTO_CAPACITY:
             return wanted
         capacity = self.memory.capacity_tokens(self.usable_bytes)
@@ -39,16 +40,15 @@ class Devices:
             raise ConfigError(
                 problem(
                     f"{'NCCL, ' if self.memory.nccl_bytes else ''}parameters, gradients and optimizer need "
-                    f"{format_bytes(states)} a device, of "
-                    f"{format_bytes(self.usable_bytes)}",
-                    so="not one token would fit beside them",
+                    f"{format_bytes(states)} on a device, of which {format_bytes(self.usable_bytes)} may be used",
+                    so="there would be no room for a single token",
                     fix="use more devices per rank (tp, pp), more ranks, or a larger device_gib",
                 )
             )
         return capacity
 
     def kept_by(self, profile: Profile) -> Profile:
-        """``profile`` with what a layer keeps under checkpointing: profiles are taken without."""
+        """Return ``profile`` with what a layer keeps under checkpointing. Profiles are measured without it."""
         if self.memory.checkpointing == "none":
             return profile
         return replace(profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
@@ -65,10 +65,10 @@ def devices_of(
     capacity_tokens: int,
     device_gib: float | None,
 ) -> Devices:
-    """The devices of ``num_ranks`` HDP ranks that run ``profile``'s model; see the top of this file.
+    """Return the devices of ``num_ranks`` HDP ranks that run the model of ``profile`` (see the top of this file).
 
-    ``capacity_tokens``: that they have to hold, or "auto". ``device_gib``: GiB of a device that may be used; None: as
-    much as training would use here, or ``ASSUMED_GIB``.
+    ``capacity_tokens``: the tokens that a micro-batch has to hold, or "auto". ``device_gib``: GiB of a device that may
+    be used. None: as much as training would use on this machine, or ``ASSUMED_GIB``.
     """
     kind, element_bytes = _kind_and_precision(config, profile)
     usable_bytes = _usable_bytes(config, kind) if device_gib is None else device_gib * GIB
@@ -92,7 +92,7 @@ def devices_of(
 
 
 def _kind_and_precision(config: Config | None, profile: Profile) -> tuple[DeviceKind, int]:
-    """Kind of device, and bytes of a number."""
+    """Return the kind of device, and the bytes of a number in the compute dtype."""
     name, _, measured_dtype = profile.device.partition(", ")
     measured: DeviceKind = "cpu" if name == "cpu" else "cuda"
     if config is None:
@@ -104,7 +104,7 @@ def _kind_and_precision(config: Config | None, profile: Profile) -> tuple[Device
 
 
 def _kind_here() -> DeviceKind:
-    """What ``auto`` is for training on this machine. Where torch is not installed nothing trains: then a GPU."""
+    """Return the kind of device that training would choose here. Without torch nothing can train, so it is a GPU."""
     if find_spec("torch") is None:
         return "cuda"
     from bytescale.train.ranks import choose_device
@@ -113,7 +113,7 @@ def _kind_here() -> DeviceKind:
 
 
 def _usable_bytes(config: Config | None, kind: DeviceKind) -> float:
-    """What a config's training may use of a device of this machine; ``ASSUMED_GIB`` where it cannot run here."""
+    """Return the bytes of a device that training may use here, or ``ASSUMED_GIB`` if the config cannot run here."""
     if config is None or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
         return ASSUMED_GIB * GIB
     import torch

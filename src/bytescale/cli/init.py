@@ -19,30 +19,30 @@ class InitOptions:
     """Write a commented config to start from: bytescale init [FILE.toml]."""
 
     file: Annotated[Path, tyro.conf.Positional] = Path("bytescale.toml")
-    """The file to write; it must not exist."""
+    """The file to write. It must not exist yet."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run ``bytescale init``. Returns the exit code."""
     options = parse(InitOptions, arguments, prog="bytescale init")
     init(options.file)
-    print(f"{options.file} is written. It trains as it is; edit it, then:")
-    print(f"  bytescale train {options.file} --dry-run   # check, prepare the data, plan a batch; start nothing")
+    print(f"wrote {options.file}. It can train as it is. Edit it, then run:")
+    print(f"  bytescale train {options.file} --dry-run   # check it, prepare the data, plan a batch, but start nothing")
     print(f"  bytescale train {options.file}")
     return 0
 
 
 def init(path: Path) -> None:
-    """Write the starter config to ``path``. Raises ``ConfigError`` if that exists or cannot be written."""
+    """Write the starter config to ``path``. Raises ``ConfigError`` if the file exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(starter_config())
     except FileExistsError as error:
         raise ConfigError(
             problem(
-                f"{path} exists",
+                f"{path} exists already",
                 so="its settings would be lost",
-                fix="name another file, `bytescale init FILE.toml`, or remove this one",
+                fix="name another file, `bytescale init FILE.toml`, or remove the existing file",
             )
         ) from error
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:

@@ -1,4 +1,4 @@
-"""The command ``bytescale``: picks the command, turns expected errors into one message."""
+"""The program ``bytescale``: it picks the command and turns an expected error into one message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 failed while running, 2 bad input)."""
+    """Run one command. Return the exit code: 0 done, 1 failed while running, 2 bad input."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        print(f"bytescale: no command {command!r}; {nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        print(f"bytescale: there is no command {command!r}; {nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
         return importlib.import_module(COMMANDS[command][0]).run(rest)
@@ -46,18 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
-            return 141  # as a shell says of a program that SIGPIPE has ended
+            return 141  # the exit code that shells give to a program that SIGPIPE has ended
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return report(command, disk_full(error))
         record_for_torchrun(error)
         raise
-    except Exception as error:  # ours: with its stack trace
+    except Exception as error:  # a bug of ours: the stack trace is shown
         record_for_torchrun(error)
         raise
 
 
 def report(command: str, error: BytescaleError) -> int:
-    """One message, and the exit code."""
+    """Print the error as one message, and return the exit code."""
     record_for_torchrun(error)
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # under torchrun's agent, the launcher prints it once
         print(f"bytescale {command}: {error}", file=sys.stderr)
@@ -65,7 +65,10 @@ def report(command: str, error: BytescaleError) -> int:
 
 
 def reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more (``| head``). Then Python is kept from flushing."""
+    """Return whether standard output is a pipe that nobody reads any more (``| head``).
+
+    In that case standard output is closed off, so that Python does not try to flush it at exit.
+    """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     gone = any(event & select.POLLERR for _, event in poll.poll(0))
@@ -75,19 +78,19 @@ def reader_is_gone() -> bool:
 
 
 def disk_full(error: OSError) -> DiskFullError:
-    """What Python says in five words, often without the file."""
+    """Return a complete message for an error in which Python gives a few words, often without the file."""
     where = f"the disk that holds {error.filename}" if error.filename else "the disk of the run folder"
     return DiskFullError(
         problem(
             f"no space is left on {where}",
-            so="checkpoints written before are whole",
-            fix="free some, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
+            so="the run cannot go on; earlier checkpoints are complete",
+            fix="free some space, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
         )
     )
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Leave the error where torchrun's agent looks for it, so that the first one can be told from its consequences."""
+    """Write the error where torchrun's agent looks for it. The agent then knows which rank's error came first."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -95,7 +98,7 @@ def record_for_torchrun(error: BaseException) -> None:
 
 
 def usage() -> str:
-    """What ``bytescale --help`` prints."""
+    """Return the text that ``bytescale --help`` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(

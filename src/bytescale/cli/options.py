@@ -1,4 +1,4 @@
-"""What the commands' option parsers share: a TOML file first, then ``--section.key value`` over it, both checked."""
+"""How all commands read options: from a TOML file, then from ``--section.key value``, which override the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 
 def parse(options: type[Options], arguments: Sequence[str], *, prog: str, default: Options | None = None) -> Options:
-    """Options from the command line; whole numbers may be written as 8K or 2M. Exits with 2 on unknown options."""
+    """Read options from the command line. Whole numbers may be written as 8K or 2M. Exits with 2 on unknown options."""
     registry = ConstructorRegistry()
     registry.primitive_rule(_count_rule)
     extra: dict[str, Any] = {} if default is None else {"default": default}
@@ -35,9 +35,9 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, defaul
 
 
 def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` with the nearest name for a ``--section.key`` that no setting has.
+    """Raise ``ConfigError`` for a ``--section.key`` that does not exist. The message suggests the most similar name.
 
-    ``also`` are options of the command itself. The parser would say that the option is unknown, but not what is near.
+    The parser would also refuse the option, but without a suggestion. ``also``: options of the command itself.
     """
     config = Config()
     settings = [
@@ -53,9 +53,10 @@ def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -
 
 
 def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The config file, which comes before all options, and the rest. A name alone finds a config that ships.
+    """Split off the config, which comes before all options. It is a path, or the name of a config in the package.
 
-    Raises ``ConfigError`` where there is no such config.
+    Returns the path, or None without a config, and the other arguments. Raises ``ConfigError`` if there is no such
+    config.
     """
     if arguments and not arguments[0].startswith("-"):
         return find_config(arguments[0]), list(arguments[1:])
@@ -63,13 +64,13 @@ def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _count_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    """``int`` options through ``parse_count``; None lets tyro's own rules go on."""
+    """Read ``int`` options with ``parse_count``. None leaves other types to tyro's own rules."""
     if info.type is not int:
         return None
 
     def from_text(texts: list[str]) -> int:
         if texts[0] == "auto":
-            return 0  # parallel.capacity_tokens; every other count has to be above 0
+            return 0  # used by parallel.capacity_tokens; all other counts have to be above 0
         try:
             return parse_count(int(texts[0])) if texts[0].lstrip("-").isdigit() else parse_count(texts[0])
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""``bytescale plan``: what every planner makes of one batch, and why."""
+"""``bytescale plan``: plans one batch with several planners and compares the plans."""
 
 from __future__ import annotations
 
@@ -38,43 +38,44 @@ PlannerName = Literal["static", "naive", "paper", "greedy", "adaptive"]
 class PlanOptions:
     """Plan one batch: bytescale plan [CONFIG.toml] [options].
 
-    With a config: a batch of its corpus on its ranks. Without: --batch.lengths FILE, or a distribution of the paper.
+    With a config, the batch comes from its corpus and the ranks are its ranks. Without one, the batch comes from
+    --batch.lengths FILE, or from a length distribution of the paper.
     """
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
     ranks: int = 512
-    """HDP ranks."""
+    """Number of HDP ranks."""
     capacity_tokens: int = 8192
-    """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
+    """Tokens that one micro-batch of a rank may hold. auto: as many as fit on its devices beside the model."""
     device_gib: float | None = None
-    """GiB of a device that may be used; unset: what training the config would use here, else 80."""
+    """GiB of a device that may be used. Unset: what training with the config would use here, or 80."""
     checkpointing: Checkpointing = "none"
-    """Activations that backward computes again, in memory; times leave it out. A config has its own."""
+    """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
-    """Tensor parallelism: devices that share a rank's matrices."""
+    """Tensor parallelism: the number of devices that share the matrices of a rank."""
     pp: int = 1
-    """Pipeline parallelism: stages of layers, each with devices of its own."""
+    """Pipeline parallelism: the number of stages. Each stage has some of the layers, on its own devices."""
     virtual_stages: int = 1
-    """Chunks of layers on each stage; above 1 they are interleaved."""
+    """Chunks of layers on each stage. With more than one, the stages are interleaved."""
     planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
-    """Which to compare; details are shown of the last."""
+    """Planners to compare. Details are shown for the last one."""
     cost: CostSource = field(default_factory=CostSource)
-    """Where times come from."""
+    """Where the times come from."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
-    """The model, when operations are counted."""
+    """The model, if times come from counted operations."""
     png: Path | None = None
-    """Draw ranks over time, a panel per planner, into this file."""
+    """Draw all ranks over time, one panel per planner, into this file."""
     save: Path | None = None
-    """Write the last planner's plan to this .npz file."""
+    """Write the plan of the last planner to this .npz file."""
     json: bool = False
     """Print JSON instead of tables."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run ``bytescale plan``. Returns the exit code."""
     path, rest = leading_path(arguments)
     config = load_config(path) if path else None
     options = parse(PlanOptions, rest, prog="bytescale plan", default=_defaults(config))
@@ -82,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
-    """Plan, compare, print, and write what was asked for. Raises what reading, planning and drawing raise."""
+    """Plan, compare, print, and write the wanted files. Raises what reading, planning and drawing raise."""
     console = Console()
     layout = ClusterConfig(
         num_gpus=options.ranks * options.tp * options.pp,
@@ -146,14 +147,14 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
 
 
 def devices_in_words(options: PlanOptions) -> str:
-    """What a rank consists of, where that is more than a device."""
+    """Describe the devices of a rank if it has more than one."""
     layout = [f"{name} {number}" for name, number in (("tp", options.tp), ("pp", options.pp)) if number > 1]
     chunks = f", {options.virtual_stages} chunks of layers a stage" if options.virtual_stages > 1 else ""
     return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
 
 
 def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
-    """The planner function of a name, to be called with ``(lengths, cluster=, cost=)``."""
+    """Return the planner function with this name. It is called with ``(lengths, cluster=, cost=)``."""
     pipeline = num_stages > 1
     planners: dict[str, Callable[..., Plan]] = {
         "static": partial(static_plan, context=context),
@@ -190,10 +191,10 @@ def _plan_all(
     profile: Profile,
     layout: ClusterConfig,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Every planner's answer, and why some have none: a static mesh may not exist for a number of ranks, and a naive
-    plan may hang in interleaved stages.
+    """Return the plan of every planner, and a reason for every planner that has none.
 
-    Raises the last refusal when no planner has one.
+    For example, a static mesh does not exist for every number of ranks, and a naive plan may hang in interleaved
+    stages. Raises the last planner's ``PlanError`` if no planner has a plan.
     """
     planned: dict[str, Planned] = {}
     refused: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Plans as people read them: a table per planner, the critical sequence, and what would help."""
+"""Reports about plans for people: a table of planners, the critical sequence, and what would help."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import degree_histogram
 from bytescale.simulator import SimulatedStep
 
-NOTICEABLE = 0.05  # of the step
-CRITICAL = 0.8  # of the step: one sequence sets its length
+NOTICEABLE = 0.05  # share of the step from which a loss is reported
+CRITICAL = 0.8  # share of the step from which one sequence is said to decide the step time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One planner's answer."""
+    """The plan of one planner, and its simulated step."""
 
     plan: Plan
     step: SimulatedStep
@@ -31,7 +31,7 @@ class Planned:
 
     @property
     def imbalance(self) -> float:
-        """Slowest rank over mean, of what ranks do themselves (waiting left out)."""
+        """The slowest rank's own work over the mean of all ranks. Waiting does not count."""
         own = (self.step.compute + self.step.exposed_ring + self.step.exposed_offload).sum(axis=1)
         return float(own.max() / own.mean())
 
@@ -41,13 +41,13 @@ class Planned:
 
     @property
     def waiting(self) -> float:
-        """Mean share of the step that ranks wait."""
+        """The mean share of the step that ranks wait."""
         shares = self.step.shares()
         return shares["members"] + shares["dp bubble"] + shares["pp bubble"]
 
 
 def print_comparison(console: Console, planned: dict[str, Planned], ideal_seconds: float) -> None:
-    """One row per planner. ``ideal_seconds``: all work spread evenly, nothing else."""
+    """Print one row per planner. ``ideal_seconds``: the time if ranks only computed, all equally much."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("planner", no_wrap=True)
     columns = ("step", "vs\nstatic", "vs\nideal", "slowest\n/ mean", "ring\nexposed", "ranks\nwait", "ring\nbytes")
@@ -68,21 +68,23 @@ def print_comparison(console: Console, planned: dict[str, Planned], ideal_second
             format_seconds(item.planning_seconds),
         )
     console.print(table)
-    console.print(f"ideal: all compute spread evenly, {format_seconds(ideal_seconds)}", highlight=False)
+    console.print(
+        f"ideal: {format_seconds(ideal_seconds)}, if all compute were spread evenly over the ranks", highlight=False
+    )
 
 
 def print_details(console: Console, name: str, planned: dict[str, Planned], cost: CostModel) -> None:
-    """Degrees, bytes saved, the critical sequence, memory, and what would help, for one planner."""
+    """Print details of one planner: degrees, bytes saved, the critical sequence, memory, and what would help."""
     item = planned[name]
     console.print(f"\n[bold]{name}[/bold]", highlight=False)
     if "static" in planned and planned["static"].ring_bytes > 0:
         saved = 1 - item.ring_bytes / planned["static"].ring_bytes
-        console.print(f"  ring bytes saved over static: {saved:.1%}", highlight=False)
+        console.print(f"  ring bytes saved compared with static: {saved:.1%}", highlight=False)
     console.print("  slice groups by degree: " + degrees_in_words(item.plan), highlight=False, soft_wrap=True)
     counts = np.diff(item.plan.rank_micro_batch_offsets)
     peak = item.step.peak_activation_bytes.max()
     console.print(
-        f"  micro-batches a rank: {counts.min()} to {counts.max()}; activations at most {format_bytes(peak)} a device",
+        f"  micro-batches per rank: {counts.min()} to {counts.max()}; activations: up to {format_bytes(peak)} a device",
         highlight=False,
     )
     critical = critical_sequence(item)
@@ -99,19 +101,19 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
 
 
 def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
-    """Peak memory of the plan's fullest micro-batch, part by part (``cost.memory``), and whether a device holds it."""
+    """Describe the peak memory of the fullest micro-batch by its parts, and whether a device has as much."""
     tokens, limits = micro_batch_tokens(plan), model.limits()
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared)
     worst = int(peaks.argmax())
     held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
     phase = limits.worst_phase(held, shared)
     too_much = (
-        f"\nThat is more than the {format_bytes(device_bytes)} of a device. To fix: more devices per rank (tp, pp), a "
-        "smaller capacity on more ranks, or another device_gib"
+        f"\nThat is more than the {format_bytes(device_bytes)} of a device. To fix: use more devices per rank (tp, "
+        "pp), a smaller capacity on more ranks, or another device_gib"
     )
     return (
-        f"memory at {model.element_bytes} bytes a number: {format_bytes(float(peaks[worst]))} a device at the peak of "
-        f"its fullest micro-batch "
+        f"memory with {model.element_bytes}-byte numbers: {format_bytes(float(peaks[worst]))} per device at the peak "
+        f"of the fullest micro-batch "
         f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
         f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
         f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "
@@ -122,7 +124,10 @@ def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
 
 
 def degrees_in_words(plan: Plan, *, most: int = 8) -> str:
-    """``2 over 256 ranks, 5 over 40, 3700 on one``: the widest first, the rest of many summed up."""
+    """Describe degrees, widest first: ``2 over 256 ranks, 5 over 40 ranks, 3700 packs on one rank``.
+
+    Beyond ``most`` different degrees, the smaller ones are summed up.
+    """
     histogram = degree_histogram(plan)
     shared = [(degree, count) for degree, count in histogram.items() if degree > 1]
     words = [f"{count} over {degree} ranks" for degree, count in shared[:most]]
@@ -134,7 +139,7 @@ def degrees_in_words(plan: Plan, *, most: int = 8) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
-    """The sequence whose micro-batch runs longest."""
+    """The sequence that decides the time of the longest micro-batch."""
 
     sequence: int
     length: int
@@ -144,7 +149,7 @@ class Critical:
 
 
 def critical_sequence(item: Planned) -> Critical:
-    """The longest sequence of the micro-batch that takes longest, on the stage where it does."""
+    """Find the longest sequence of the micro-batch that takes the most time on any stage."""
     plan, events = item.plan, item.step.events
     seconds = item.step.stage_event_seconds.max(axis=1)
     event = int(seconds.argmax())
@@ -162,7 +167,7 @@ def critical_sequence(item: Planned) -> Critical:
 
 
 def what_would_help(item: Planned, critical: Critical, cost: CostModel) -> list[str]:
-    """Advice with numbers, the largest loss first; one line that says so when there is nothing to gain."""
+    """Return advice with numbers, the largest loss first. If little is lost, one line says so."""
     shares = item.step.shares()
     losses: list[tuple[float, str]] = []
     if shares["ring"] > NOTICEABLE:
@@ -171,36 +176,41 @@ def what_would_help(item: Planned, critical: Critical, cost: CostModel) -> list[
     if waiting > NOTICEABLE:
         losses.append((waiting, _waiting_advice(item)))
     if shares["pp bubble"] > NOTICEABLE:
-        text = "fewer stages, or more tokens a batch: pipelines fill and drain"
+        text = "the pipeline fills and drains; use fewer stages or more tokens per batch"
         losses.append((shares["pp bubble"], text))
     if shares["gradient sync"] > NOTICEABLE:
-        losses.append((shares["gradient sync"], "more tokens a batch: gradients are reduced once a step"))
+        losses.append((shares["gradient sync"], "gradients are reduced once per step; use more tokens per batch"))
     if shares["offload"] > NOTICEABLE:
-        losses.append((shares["offload"], "smaller offload ratios: transfers outlast the layers that hide them"))
+        losses.append(
+            (
+                shares["offload"],
+                "offload transfers take longer than the layers that hide them; use smaller offload ratios",
+            )
+        )
     losses.sort(reverse=True)
     advice = [f"{share:.0%} of the step: {text}" for share, text in losses]
     if critical.share > CRITICAL:
         advice.append(
-            f"more devices help only as far as sequence {critical.sequence} is spread over more than {critical.degree} "
-            "ranks, which the adaptive planner does where it pays; or shorten the context"
+            f"more devices help only if more than {critical.degree} ranks share sequence {critical.sequence}; the "
+            "adaptive planner does that where it pays. A shorter context helps too"
         )
     elif not losses:
-        advice.append(f"ranks compute {shares['compute']:.0%} of the step: only more or faster devices")
+        advice.append(f"ranks compute {shares['compute']:.0%} of the step, so only more or faster devices would help")
     return advice
 
 
 def _ring_advice(cost: CostModel) -> str:
-    """Where a member's block takes as long as its transfer: a C^2 = bytes C / bandwidth."""
+    """Advise on ring traffic. A block takes as long as its transfer at C tokens, with a C^2 = bytes C / bandwidth."""
     rate = cost.inter_node_bytes_per_second
     tokens = cost.ring_bytes_per_token / rate / cost.attention_seconds_per_pair
     return (
-        f"ring traffic that attention does not hide. From {format_count(tokens)} tokens a rank on, one long sequence "
-        "hides its own: raise the capacity, or keep short sequences out of rings"
+        f"attention does not hide all ring traffic. A sequence hides its own from {format_count(tokens)} tokens per "
+        "rank on; raise the capacity, or keep short sequences out of rings"
     )
 
 
 def _waiting_advice(item: Planned) -> str:
     counts = np.diff(item.plan.rank_micro_batch_offsets)
     if counts.min() == 0:
-        return f"{int((counts == 0).sum())} ranks have nothing to do: more tokens a batch, or fewer ranks"
-    return "ranks wait for each other: more tokens a batch, a smaller capacity (finer pieces), or another planner"
+        return f"{int((counts == 0).sum())} ranks have nothing to do; use more tokens per batch or fewer ranks"
+    return "ranks wait for each other; use more tokens per batch, a smaller capacity, or another planner"

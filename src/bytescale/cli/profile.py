@@ -1,4 +1,4 @@
-"""``bytescale profile``: measure a model's layers on this machine, for planning."""
+"""``bytescale profile``: measures a model's layers on this machine, for planning."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class ProfileOptions:
     """
 
     out: Path = Path("profile.toml")
-    """File to write; the picture has the same name and ends in .png."""
+    """The file to write. The picture gets the same name with the ending .png."""
     max_tokens: int = 131072
-    """Longest sequence to measure."""
+    """The longest sequence to measure, in tokens."""
     seconds: float = 60.0
-    """Time for all lengths; longer ones are left out."""
+    """Seconds for all lengths together. Lengths that would take longer are left out."""
     ranks: int = 1
-    """Ranks on this machine that measure at the same time, and the links between them; 1: links count as ideal."""
+    """Ranks on this machine that measure at the same time. The links between them are measured too. 1: ideal links."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to measure."""
+    """The kind of device to measure."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
-    """auto: bf16 on GPU, fp32 on CPU."""
+    """The dtype of the model. auto: bf16 on a GPU, fp32 on a CPU."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=ModelConfig)
     """The model whose layers are measured."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run ``bytescale profile``. Returns the exit code."""
     path, rest = leading_path(arguments)
     default = _defaults(load_config(path)) if path else ProfileOptions()
     options = parse(ProfileOptions, rest, prog="bytescale profile", default=default)
@@ -69,12 +69,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Raise ``ConfigError`` where nothing could be written, before a minute is spent on measuring."""
+    """Raise ``ConfigError`` if nothing could be written. It is called before a minute is spent on measuring."""
     if out.suffix == ".png":
         raise ConfigError(
             problem(
                 f"--out {out} ends in .png",
-                so="the picture beside the profile, which has its name, would overwrite it",
+                so="the picture would get the same name and overwrite the profile",
                 fix=f"use {out.with_suffix('.toml')}",
             )
         )
@@ -83,15 +83,15 @@ def _check_out(out: Path) -> None:
         raise ConfigError(
             problem(
                 f"--out {out} "
-                + ("is a folder" if out.is_dir() else f"cannot be written: {folder} is no writable folder"),
-                so="what is measured would be lost",
-                fix="name a file in a folder that exists",
+                + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
+                so="the measurements would be lost",
+                fix="name a file in a folder that exists and can be written",
             )
         )
 
 
 def profile_command(options: ProfileOptions) -> int:
-    """All ranks measure together, the first one writes the files."""
+    """Measure on all ranks together. The first rank writes the files."""
     import torch
 
     from bytescale.train.kernels import open_kernels
@@ -102,7 +102,7 @@ def profile_command(options: ProfileOptions) -> int:
         parallel=ParallelConfig(ranks=options.ranks),
         trainer=TrainerConfig(device=options.device, dtype=options.dtype),
     )
-    # The flash implementation that training will take is the one that is measured.
+    # This measures the implementation of flash attention that training will use.
     with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.smallest):
         profile = _measure(options, ranks)
         if ranks.is_first:
@@ -145,15 +145,16 @@ def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     layer = float(profile.attention_forward(longest) + profile.rest_forward(longest))
     kept = format_bytes(float(profile.activation_bytes(1.0)))
     console.print(
-        f"{profile.device} ({threads} threads): a layer of hidden {shape.hidden_size} takes {layer * 1e3:.3g} ms "
-        f"forward for {format_count(longest)} tokens and keeps {kept} a token; {format_bytes(host)}/s to the host",
+        f"{profile.device} ({threads} threads): the forward of a layer with hidden size {shape.hidden_size} takes "
+        f"{layer * 1e3:.3g} ms for {format_count(longest)} tokens and keeps {kept} per token; copies to "
+        f"the host run at {format_bytes(host)}/s",
         highlight=False,
         soft_wrap=True,
     )
     for warning in fit_warnings(profile):
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
     console.print(f"wrote {options.out} and {picture}", highlight=False, soft_wrap=True)
-    console.print(f"use it: bytescale train CONFIG.toml --cost.profile {options.out}", highlight=False, soft_wrap=True)
+    console.print(f"next: bytescale train CONFIG.toml --cost.profile {options.out}", highlight=False, soft_wrap=True)
 
 
 def _defaults(config: Config) -> ProfileOptions:

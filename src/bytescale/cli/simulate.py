@@ -1,4 +1,4 @@
-"""``bytescale simulate``: one step on a modelled cluster of any size."""
+"""``bytescale simulate``: simulates one step on a modelled cluster of any size."""
 
 from __future__ import annotations
 
@@ -43,38 +43,38 @@ class SimulateOptions:
     cluster: ClusterConfig = field(
         default_factory=lambda: ClusterConfig(gradient_bucket_mib=TrainerConfig().gradient_bucket_mib)
     )
-    """Devices and layout."""
+    """The devices of the cluster and their layout."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
     capacity_tokens: int = 8192
-    """Tokens that one micro-batch of a rank may hold; auto: what fits beside the model on its devices."""
+    """Tokens that one micro-batch of a rank may hold. auto: as many as fit on its devices beside the model."""
     device_gib: float | None = None
-    """GiB of a device that may be used, for capacity auto; unset: what training the config would use here, else 80."""
+    """GiB of a device that may be used, for capacity auto. Unset: what training would use here, or 80."""
     checkpointing: Checkpointing = "none"
-    """Activations that backward computes again, in memory; times leave it out. A config has its own."""
+    """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
     planner: PlannerName = "adaptive"
-    """Who plans the batch."""
+    """The planner that plans the batch."""
     plan: Path | None = None
-    """A .npz plan to run instead (of a run folder, or of bytescale plan --save)."""
+    """A .npz plan to simulate instead. It comes from a run folder or from bytescale plan --save."""
     schedule: Literal["auto", "1f1b", "aligned"] = "auto"
-    """How a pipeline orders its work: 1f1b is the fixed order, which shared groups may deadlock; aligned cannot; auto:
-    1f1b where it is safe. Interleaved stages have 1f1b only."""
+    """The order of work in a pipeline. 1f1b: the fixed order, which can deadlock with shared groups. aligned: an order
+    that cannot deadlock. auto: 1f1b where it is safe, else aligned. Interleaved stages support only 1f1b."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Input of the next step."""
+    """The data loader, which prepares the input of the next step."""
     cost: CostSource = field(default_factory=CostSource)
-    """Where times come from."""
+    """Where the times come from."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
-    """The model, when operations are counted."""
+    """The model, if times come from counted operations."""
     png: Path | None = None
-    """Draw ranks over time into this file."""
+    """Draw all ranks over time into this file."""
     trace: Path | None = None
     """Write a Chrome trace (for ui.perfetto.dev) to this file."""
     trace_ranks: int = 64
-    """Ranks in the trace, spread evenly."""
+    """Number of ranks in the trace, picked evenly."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run ``bytescale simulate``. Returns the exit code."""
     path, rest = leading_path(arguments)
     config = load_config(path) if path else None
     options = parse(SimulateOptions, rest, prog="bytescale simulate", default=_defaults(config))
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def simulate_command(options: SimulateOptions, config: Config | None = None) -> int:
-    """Plan, simulate with a progress bar, print, and write what was asked for."""
+    """Plan, simulate with a progress bar, print, and write the files that were asked for."""
     console = Console()
     cluster = options.cluster
     if options.plan is not None:
@@ -91,7 +91,7 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         batch = read_batch(options.batch, config)
         profile = _profile(options, config, batch.vocab_size)
         plan, origin = _plan(batch, options, config, profile), batch.origin
-    if options.checkpointing != "none":  # which devices they are may have to be asked of torch
+    if options.checkpointing != "none":  # only then, because choosing the devices may import torch
         profile = _devices(options, config, profile).kept_by(profile)
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
@@ -125,13 +125,13 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
-    """Step time, speed, where the time went, traffic and memory."""
+    """Print step time, speed, where the time went, traffic and memory."""
     squares = int((plan.lengths.astype(object) ** 2).sum())
     done = flops.training_flops(profile.architecture, num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
-        f"{format_si(rate)}FLOP/s a device (sum of s^2 counted)"
+        f"{format_si(rate)}FLOP/s per device (attention counted by the sum of s^2)"
         + (f", schedule {step.schedule}" if cluster.pp > 1 else "")
         + (", interleaved" if cluster.virtual_stages > 1 else ""),
         highlight=False,
@@ -168,7 +168,8 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     )
     peak = step.peak_activation_bytes
     console.print(
-        f"activations: at most {format_bytes(peak.max())} a device, {format_bytes(peak.max(axis=1).mean())} on average",
+        f"activations: at most {format_bytes(peak.max())} per device, on average "
+        f"{format_bytes(peak.max(axis=1).mean())}",
         highlight=False,
     )
 

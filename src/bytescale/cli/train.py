@@ -1,4 +1,4 @@
-"""``bytescale train``: config and options in, ranks started, a run folder out."""
+"""``bytescale train``: reads a config and options, starts the ranks, and writes a run folder."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class TrainOptions:
     resume: Path | None = None
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     init: str | None = None
-    """hf:FOLDER or checkpoint:FOLDER: start from these weights; the shape of their model takes the place of the [model]
+    """hf:FOLDER or checkpoint:FOLDER: start from these weights. The shape of their model replaces the [model]
     section."""
     dry_run: bool = False
-    """Check everything, prepare the data, plan the first batch, print what would run; start nothing."""
+    """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
     launch: Literal["torchrun", "ray"] = "torchrun"
-    """Who starts the ranks: torchrun, on this machine; or Ray, wherever the cluster of RAY_ADDRESS has room."""
+    """What starts the ranks. torchrun: on this machine. ray: wherever the Ray cluster of RAY_ADDRESS has room."""
     max_restarts: int = 0
-    """How often a run whose rank died is started again from its last checkpoint."""
+    """How many times a run is started again from its last checkpoint after a rank has died."""
     elastic: bool = False
-    """Restart on as many ranks as have a place then: GPUs that are left, or nodes of the Ray cluster."""
+    """Restart on the ranks that still have a place: a GPU that is left, or a place in the Ray cluster."""
     config: Annotated[Config, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
     """All settings."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
-    use_expandable_segments()  # before anything imports torch; ranks that are started from here inherit it
+    """Run ``bytescale train``. Returns the exit code."""
+    use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
     require_torch()
     options = read_options(arguments)
     config = options.config
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def read_options(arguments: Sequence[str]) -> TrainOptions:
-    """The config file (or the resumed run's), with the command line over it and the run folder decided."""
+    """Read the config file or that of the resumed run, apply the command line to it, and choose the run folder."""
     path, rest = leading_path(arguments)
     check_setting_names(rest, also=("--resume", "--init", "--dry-run", "--launch", "--max-restarts", "--elastic"))
     resumed = _value_of(rest, "--resume")
@@ -79,7 +79,7 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
             problem(
                 f"both a config file ({path}) and --resume {resumed} are given",
                 so="it is not clear which settings to use",
-                fix=f"to continue, leave out {path}: the run folder has its own config.toml",
+                fix=f"to continue the run, leave out {path}: the run folder has its own config.toml",
             )
         )
     if resumed is not None:
@@ -90,7 +90,7 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
         raise ConfigError(
             problem(
                 "no config file is given",
-                fix="bytescale train stdlib-tiny, a config that comes with bytescale, or see --help",
+                fix="try `bytescale train stdlib-tiny`, a config that comes with bytescale, or see --help",
             )
         )
     if resumed is not None and options.init is not None:
@@ -107,7 +107,7 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
 
 
 def _started_from(init: str | None, config: Config) -> Config:
-    """``--init``: weights and shape from one folder."""
+    """Apply ``--init``: weights and shape of the model come from one folder."""
     if init is None:
         return config
     if config.trainer.init not in ("", init):
@@ -121,7 +121,10 @@ def _started_from(init: str | None, config: Config) -> Config:
 
 
 def prepare_and_start(options: TrainOptions) -> None:
-    """Everything that can go wrong before ranks exist goes wrong here: devices, folder, data; then start them."""
+    """Check the devices, the run folder and the data, prepare the data, then start the ranks.
+
+    Whatever can fail without ranks fails here, before any rank is started.
+    """
     from bytescale.train.fit import fit_to_gpus
     from bytescale.train.run_folder import check_is_new
     from bytescale.train.supervise import supervise
@@ -160,9 +163,10 @@ def _check_initial_weights(config: Config) -> None:
 
 
 def _prepare_data(config: Config) -> None:
-    """What a new run's first batch needs is tokenised; the sources are found where ranks or servers tokenise.
+    """Tokenise what the first batch of a new run needs.
 
-    Ranks do where a run goes on: its checkpoint says which part of the data it needs.
+    In two cases only the sources are listed. A resumed run leaves tokenising to its ranks, because its checkpoint says
+    which part of the data it needs. With the Ray loader, servers tokenise.
     """
     from bytescale.data.loading.corpus import plan_shards, prepare_corpus
     from bytescale.data.order.mixture import make_sampler
@@ -179,7 +183,7 @@ def _prepare_data(config: Config) -> None:
 
 @contextmanager
 def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
-    """Hold a Ray for servers and ranks, for as long as ranks are started."""
+    """Provide a Ray cluster for servers and ranks while the ranks run, if the config or the launcher needs one."""
     if launch == "torchrun" and (config.data.loader == "local" or config.parallel.ranks == 1):
         yield
         return
@@ -213,7 +217,7 @@ def _start_ranks(config: Config) -> None:
 
 
 def _value_of(arguments: Sequence[str], option: str) -> Path | None:
-    """The value of one option, before the parser runs: the defaults of all others depend on it."""
+    """Return the value of one option before the parser runs. The defaults of all other options depend on it."""
     for place, argument in enumerate(arguments):
         if argument == option and place + 1 < len(arguments):
             return Path(arguments[place + 1])
