@@ -1,10 +1,11 @@
-"""What ``trainer.compile`` gains: a layer's forward and backward, plain and compiled, side by side in one run.
+"""Measures what ``trainer.compile`` gains: forward and backward of a layer, plain and compiled, in one run.
 
     python benchmarks/compiled.py [--device cuda] [--dtype bf16]
 
-Attention is a no-op (it is the same in both), so that matrix products and what lies between them remain. Plain and
-compiled take turns at every length, so that a burst of other load falls on both; medians of the turns, and the ratio of
-medians. The first call of each compiled function, which compiles it, is timed apart.
+Attention is the same in both, so it is replaced by a no-op. The matrix products and the operations between them remain.
+The plain and the compiled layer take turns at every length, so a burst of other load on the machine affects both. The
+results are medians over the turns, and the ratio of the medians. The first call of a compiled function compiles it and
+is timed separately.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def layer_of(shape: Architecture, device: torch.device, dtype: torch.dtype, comp
 def steps(
     layer: nn.Module, shape: Architecture, device: torch.device, dtype: torch.dtype, tokens: int
 ) -> Callable[[], None]:
-    """Forward and backward of one layer; gradients of weights are added to ones that exist."""
+    """Return a function that runs forward and backward of one layer and adds to existing gradients of the weights."""
     hidden = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(hidden)
     rotation = rope_rotation(torch.arange(tokens, device=device), shape, dtype)
@@ -80,7 +81,7 @@ def steps(
 
 
 def merges(shape: Architecture, device: torch.device, dtype: torch.dtype, tokens: int) -> dict[str, Callable[[], None]]:
-    """Merging a ring's partial result into the running one."""
+    """Return a function that merges a partial result of a ring into the running result."""
     size = (tokens, shape.num_heads, shape.head_dim)
     out, lse = torch.randn(size, device=device), torch.randn(size[:2], device=device)
     part_out, part_lse = torch.randn(size, device=device, dtype=dtype), torch.randn(size[:2], device=device)
@@ -94,7 +95,7 @@ def merges(shape: Architecture, device: torch.device, dtype: torch.dtype, tokens
 
 
 def row(name: str, works: dict[str, Callable[[], None]], turns: int, device: torch.device) -> None:
-    """Time both in turns and print their medians."""
+    """Time both functions in turns and print their medians."""
     seconds: dict[str, list[float]] = {variant: [] for variant in works}
     for turn in range(turns + 1):
         for variant, work in works.items():
@@ -102,7 +103,7 @@ def row(name: str, works: dict[str, Callable[[], None]], turns: int, device: tor
             started = time.perf_counter()
             work()
             synchronise(device)
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 seconds[variant].append(time.perf_counter() - started)
     plain, compiled = (statistics.median(seconds[variant]) * 1e3 for variant in ("plain", "compiled"))
     print(f"| {name} | {plain:.2f} | {compiled:.2f} | {compiled / plain:.2f} |", flush=True)

@@ -1,19 +1,19 @@
-"""How much of the gradients' reduction and the parameters' gathering is hidden behind computation, on slow links?
+"""Measures how much of the reduction of gradients and the gathering of parameters computation hides, on slow links.
 
     python benchmarks/gradient_overlap.py [--micro-batches 1 2 4] [--bucket-mib 0.5 1 2 4] [--share 0.3]
 
-Two ranks in network namespaces of their own, joined by a virtual cable whose speed `tc` limits so that the sync is the
-wanted share of a step. Needs root, `ip` and `tc`; namespaces and cable are removed at the end. Every setting trains in
-turns with two others in the same processes:
+Two ranks run in two network namespaces that a virtual cable joins. `tc` limits the speed of the cable so that reduction
+and gathering ("the sync") take the wanted share of a step. The benchmark needs root, `ip` and `tc`. It removes the
+namespaces and the cable at the end. For every setting, three modes take turns in the same processes:
 
-    none      no rank sends anything: computation alone
-    once      one reduction and one gathering between two steps (trainer.gradient_bucket_mib = 0)
-    buckets   the reduction during backward, the gathering during forward
+    none      The ranks send nothing, so this is computation alone.
+    once      There is one reduction and one gathering between two steps (trainer.gradient_bucket_mib = 0).
+    buckets   The reduction runs during backward, and the gathering during the next forward.
 
-Every setting has two lines. "step": medians of the times from one update to the next; the sync is once - none, and
-hidden is 1 - (buckets - none) / (once - none). This needs two idle cores. "waiting": medians of what the rank that
-waits less waits in a step for gradients and parameters; hidden is 1 - buckets / once. On a busy machine this depends
-less on who else computes.
+Every setting prints two lines. The line "step" has medians of the times from one update to the next. There the sync is
+once - none, and the hidden share is 1 - (buckets - none) / (once - none). This needs two idle cores. The line "waiting"
+has medians of the time that the rank that waits less spends waiting for gradients and parameters in a step. There the
+hidden share is 1 - buckets / once. On a busy machine this line depends less on other processes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from bytescale.runtime import Chunk, Mesh, ModelPart, RankGroup, ShardedAdamW, r
 from bytescale.train.own_model import build_own_model
 
 NUM_RANKS = 2
-TOKENS = 384  # of a micro-batch, three sequences
+TOKENS = 384  # of a micro-batch, which has three sequences
 ADDRESS = "10.77.43.{}"
 PORT = 29611
 MODES = ("none", "once", "buckets")
-STEPS_IN_A_ROW = 3  # the first of them is not counted: what is left of another mode's step
+STEPS_IN_A_ROW = 3  # the first one does not count, because the previous mode affects it
 
 
 @contextmanager
 def cable() -> Iterator[list[str]]:
-    """Two namespaces and a cable between them; the names of the namespaces."""
+    """Make two network namespaces with a cable between them, and yield their names."""
     names = [f"bytescale-{os.getpid()}-{rank}" for rank in range(NUM_RANKS)]
     try:
         for name in names:
@@ -70,7 +70,7 @@ def cable() -> Iterator[list[str]]:
 
 
 def limit(names: Sequence[str], bytes_per_second: float) -> None:
-    """Let each end of the cable send this much."""
+    """Limit the rate at which each end of the cable sends."""
     for name in names:
         rate = f"{int(8 * bytes_per_second)}bit"
         shaping = ["tbf", "rate", rate, "burst", "256kb", "latency", "400ms"]
@@ -78,7 +78,7 @@ def limit(names: Sequence[str], bytes_per_second: float) -> None:
 
 
 def measured(names: Sequence[str], num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, Seconds]:
-    """Of the counted steps of each mode: the time on the slower rank, the wait on the rank that waits less."""
+    """Return, for the counted steps of each mode, the slower rank's time and the wait of the rank that waits less."""
     arguments = [sys.executable, __file__, "--micro-batches", str(num_micro_batches), "--bucket-mib", str(bucket_mib)]
     environment = {
         **os.environ,
@@ -110,12 +110,12 @@ def measured(names: Sequence[str], num_micro_batches: int, bucket_mib: float, ro
 
 
 def one_rank(rank: int, num_micro_batches: int, bucket_mib: float, rounds: int) -> dict[str, list[list[float]]]:
-    """Train in all modes in turns; of the counted steps of each the seconds, and those waited."""
+    """Train in all modes in turns. Return, for the counted steps of each mode, their seconds and the seconds waited."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     trainers = {mode: Trainer(mode, num_micro_batches, bucket_mib) for mode in MODES}
     seconds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(rounds + 1):  # the first round is a warm-up
         for mode, trainer in trainers.items():
             dist.barrier()
             seconds[mode] += trainer.steps(STEPS_IN_A_ROW)
@@ -125,14 +125,14 @@ def one_rank(rank: int, num_micro_batches: int, bucket_mib: float, rounds: int) 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step, and what of it a rank waits for gradients and parameters."""
+    """Seconds of a step, and of waiting for gradients and parameters in it."""
 
     step: float
     waiting: float
 
 
 class Trainer:
-    """One model that is trained in one mode."""
+    """A model that is trained in one mode."""
 
     def __init__(self, mode: str, num_micro_batches: int, bucket_mib: float) -> None:
         mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
@@ -152,7 +152,7 @@ class Trainer:
         self.num_parameters = len(model.parameters.values)
 
     def steps(self, count: int) -> list[list[float]]:
-        """Take steps; the times from each update to the next, and what of them was waited."""
+        """Take steps. Return the times from each update to the next, and the waiting in them."""
         ends = []
         for _ in range(count):
             self.step()
@@ -198,9 +198,9 @@ def whole_sequences(num_micro_batches: int) -> Plan:
 
 
 def slow_link(fast: dict[str, Seconds], share: float) -> float:
-    """Bytes a second at which the sync would take ``share`` of a step, by what gloo sends."""
+    """Return the bytes per second at which the sync would take ``share`` of a step, by the bytes that gloo sends."""
     parameters = 8 * (4 * 256**2 + 3 * 256 * 768) + 2 * 256**2
-    # gloo's reduce-scatter is an all-reduce: with two ranks all gradients, then half of the parameters.
+    # gloo implements reduce-scatter as an all-reduce. Two ranks send all gradients, then half of the parameters.
     sync_bytes = 4 * parameters + 2 * parameters
     return sync_bytes / (share / (1 - share) * fast["none"].step)
 
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def print_lines(setting: str, seconds: dict[str, Seconds]) -> None:
-    """By steps and by waiting."""
+    """Print the two lines of a setting: by the times of steps, and by waiting."""
     none, once, buckets = (seconds[mode] for mode in MODES)
     sync = once.step - none.step
     lines = {

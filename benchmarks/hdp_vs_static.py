@@ -1,13 +1,13 @@
-"""Static CP mesh, naive HDP and balanced HDP side by side: same corpus, model, kernels, ranks and batches, one run.
+"""Compares the static CP mesh, naive HDP and balanced HDP in one run, with the same corpus, model, ranks and batches.
 
     .venv/bin/python benchmarks/hdp_vs_static.py [--ranks 2] [--rounds 3]
 
-Every rank is a process with one thread. The planners take turns on the same global batches, round after round, so that
-noise of the machine falls on all of them alike; each planner's time for a batch is the median over the rounds. A step
-is what training does: agree, forward and backward of the plan, reduce-scatter, AdamW, all-gather.
+Every rank is a process with one thread. The planners take turns on the same global batches, round after round, so noise
+of the machine affects all of them alike. A planner's time for a batch is the median over the rounds. A step is the same
+as in training: agree, forward and backward of the plan, reduce-scatter, AdamW, all-gather.
 
-The last line is the price of the ring: a step on the longest document by all ranks together, against the
-same step by one process alone, whose time divided by the ranks would be perfect.
+The last line is the price of the ring. It compares a step of all ranks together on the longest document with a step of
+one process alone. The perfect result would be the time of the one process divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Worker:
         self.kernel = select_kernel("flash", torch.device("cpu"), torch.float32)
 
     def compare_planners(self, data: DataConfig, rounds: int) -> dict[str, dict[str, float]]:
-        """Seconds and bytes per planner, summed over the batches."""
+        """Return seconds and bytes per planner, summed over the batches."""
         sampler = BatchSampler(self.corpus.index, data.batch_tokens, data.shuffle_seed)
         batches = [sampler.next_batch() for _ in range(NUM_BATCHES)]
         cluster = Cluster.uniform(self.num_ranks, CONTEXT // self.num_ranks)
@@ -164,7 +164,7 @@ class Worker:
         return totals
 
     def price_of_the_ring(self, rounds: int) -> dict[str, float]:
-        """A step on the longest document: by a ring of all ranks, and by one process alone."""
+        """Time a step on the longest document, with a ring of all ranks and with one process alone."""
         piece = int(self.corpus.pieces.length.argmax())
         pieces = self.corpus.all_pieces[[piece]]
         batch = GlobalBatch(
@@ -189,7 +189,7 @@ class Worker:
         }
 
     def step(self, batch: GlobalBatch, plan: Plan) -> tuple[float, int]:
-        """One training step; wall seconds of the slowest rank, bytes of attention traffic of all ranks."""
+        """Take one training step. Return the slowest rank's wall seconds, and all ranks' bytes of attention traffic."""
         from bytescale.runtime import Mesh, ModelPart, run_rank_plan
 
         rank_plan = RankPlan.of(plan, self.hdp.rank)
@@ -214,7 +214,7 @@ class Worker:
 
 
 def one_document_plan(length: int, ranks: Sequence[int], num_ranks: int) -> Plan:
-    """A document of ``length`` tokens shared by ``ranks``; the other ranks have nothing to do."""
+    """Return a plan in which ``ranks`` share a document of ``length`` tokens and other ranks have nothing to do."""
     return Plan.build(
         lengths=[length],
         capacity_tokens=[length] * num_ranks,

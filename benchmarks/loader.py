@@ -1,11 +1,11 @@
-"""The remote loader: what it sustains, what each rank reads, and what the planner actor takes at the paper's scale.
+"""Measures the remote loader: its rate, what each rank reads, and the planner actor's cost at the paper's scale.
 
     .venv/bin/python benchmarks/loader.py rate     # tokens/s of the loader alone, against what a run consumed
-    .venv/bin/python benchmarks/loader.py bytes    # bytes and memory per rank, against every rank reading the batch
-    .venv/bin/python benchmarks/loader.py planner  # 32M tokens for 1024 and 16384 simulated clients
-    .venv/bin/python benchmarks/loader.py start    # until the first step: the first window tokenised, or from the cache
+    .venv/bin/python benchmarks/loader.py bytes    # bytes and memory per rank, also if every rank reads the whole batch
+    .venv/bin/python benchmarks/loader.py planner  # one batch of 32M tokens for 1024 and 16384 simulated clients
+    .venv/bin/python benchmarks/loader.py start    # time until the first step, with and without a filled cache
 
-All start a Ray of their own on loopback and end it. Results: docs/benchmarks.md, ``Remote dataloader``.
+Each of them starts its own Ray on loopback and ends it. Results: docs/benchmarks.md, ``Remote dataloader``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def planner_for(num_ranks: int, capacity_tokens: int) -> VerifiedPlanner:
 
 
 def write_corpus(prefix: Path, num_tokens: int, context_length: int) -> None:
-    """A ``.bin`` of random tokens whose documents are as long as the paper's GitHub set has them."""
+    """Write a ``.bin`` of random tokens. Its documents have the lengths of the paper's GitHub set."""
     random = np.random.default_rng(0)
     lengths = sample_lengths("github", num_tokens, seed=0, max_length=context_length)
     gatherer = FactsGatherer(np.dtype("<u2"))
@@ -68,7 +68,7 @@ def config_for(folder: Path, *, context_length: int, batch_tokens: int) -> DataC
     )
 
 
-# rate: one rank takes everything, as fast as it comes.
+# rate: one rank takes all tokens as fast as they come.
 
 
 def rate(folder: Path) -> None:
@@ -93,7 +93,7 @@ def rate(folder: Path) -> None:
         )
 
 
-# bytes: eight ranks, each in a process of its own, three ways.
+# bytes: eight ranks read in three ways, each in its own process.
 
 
 def bytes_read(folder: Path) -> None:
@@ -115,7 +115,7 @@ def bytes_read(folder: Path) -> None:
 
 
 def one_rank(folder: Path, way: str, rank: int) -> None:
-    """Eight steps of one rank; prints bytes read, bytes received (per step) and private memory gained."""
+    """Run eight steps of one rank. Print bytes read and received per step, and the private memory gained."""
     from bytescale.data.remote.cluster import connect
     from bytescale.data.remote.feed import RemoteFeed
 
@@ -133,13 +133,13 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
                 read += data.times.bytes_read
                 received += data.times.bytes_received
             memory = psutil.Process().memory_full_info().uss - before
-        time.sleep(15 if rank == 0 else 0)  # the first rank's end would be everybody's
+        time.sleep(15 if rank == 0 else 0)  # if the first rank ended, all would end
     elif way == "local":
         with LocalFeed(prepare_corpus(config), config, rank).open(planner, steps) as loader:
             for data in loader:
                 read += data.times.bytes_read
             memory = psutil.Process().memory_full_info().uss - before
-    else:  # every rank reads and holds the whole batch, as many steps ahead, and cuts its slices from it
+    else:  # every rank reads whole batches, as many steps ahead as the others, and cuts its slices from them
         corpus = prepare_corpus(config)
         sampler = make_sampler(corpus.index, config)
         held: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=config.prefetch_steps + 1)
@@ -152,7 +152,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
     print(read / steps, received / steps, memory)
 
 
-# planner: the real actor, asked by as many relays as that many clients have; and what relays do for each rank.
+# planner: the real actor, with the number of relays that so many clients have, and the work of a relay per rank.
 
 
 def planner_at_scale(folder: Path) -> None:
@@ -204,7 +204,7 @@ def cut_seconds(planned: PlannedStep, rank: int, reference: StepReference) -> fl
     return time.perf_counter() - started
 
 
-# start: how long until the first step, when servers have to tokenise and when they find their work in the cache.
+# start: the time until the first step, when servers have to tokenise and when the cache is filled.
 
 
 def start(folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""Does any plan hang under NCCL's order of operations? Many plans through the real executor, replayed under each rule.
+"""Checks that no plan hangs under NCCL's order of operations: runs many plans and replays them under each rule.
 
     python benchmarks/nccl_campaign.py --plans 1000
 
-Batches, planners, meshes and modes are drawn at random. Every rank's step is recorded from the real executor and all
-ranks' records are replayed (``tests/nccl``): with streams alone, with host syncs, with connections that block at their
-first use, with device-wide waits, and with all of them. One line a kind of mesh, with the number of steps that hang.
+Batches, planners, meshes and modes are drawn at random. The real executor runs every rank's step, and a recorder writes
+down what it posts. Then the records of all ranks are replayed together (``tests/nccl``) under several rules: streams
+alone, host syncs, connections that block at their first use, device-wide waits, and all of these. The output has one
+line per kind of mesh, with the number of steps that hang under each rule.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PLANNERS = ("static", "naive", "paper", "adaptive", "random")
 
 
 def mesh_of(kind: str, random: np.random.Generator) -> MeshShape:
-    """A mesh of at most 32 ranks."""
+    """Draw a mesh of at most 32 ranks."""
 
     def of(*sizes: int) -> int:
         return int(random.choice(sizes))
@@ -46,7 +47,7 @@ def mesh_of(kind: str, random: np.random.Generator) -> MeshShape:
 
 
 def one_case(kind: str, seed: int) -> tuple[list[bool], int]:
-    """Whether a drawn step hangs under each of the rules, and how many operations its ranks post."""
+    """Return whether a drawn step hangs under each rule, and how many operations its ranks post."""
     random = np.random.default_rng(seed)
     mesh = mesh_of(kind, random)
     chunks = int(random.integers(2, 4)) if kind == "interleaved pipeline" else 1
@@ -61,7 +62,7 @@ def one_case(kind: str, seed: int) -> tuple[list[bool], int]:
         head_groups=int(random.choice([1, 2])) if mesh.tp == 1 else 1,
         tie_embeddings=bool(random.integers(2)),
     )
-    # A step that ends although everything is waited for ends under fewer waits too.
+    # A step that ends with all waits also ends with fewer of them.
     everything = bool(Replay(programs, EVERYTHING).run())
     hangs = [everything and bool(Replay(programs, rules).run()) for rules in ALL_RULES]
     return hangs, sum(len(replayed) for replayed in programs)

@@ -1,10 +1,11 @@
-"""The paper's section 8 from first principles: ours beside what it printed.
+"""Reproduces the tables of the paper's section 8 by simulation, and shows them beside the published numbers.
 
     python benchmarks/paper_tables.py [--out FOLDER] [--batches 16] [--only-2m] [--capacity-tokens 8192]
 
-Simulates static, naive (Algorithm 1), paper (Algorithm 2) and adaptive for every model, context and data set, and the
-ablation of the 7B case. All that the paper leaves open is in ``paper_assumptions.py``; no number here is tuned. Prints
-tables, and writes ``paper_tables.json`` and ``paper_tables.png`` to the folder.
+It simulates the planners static, naive (Algorithm 1), paper (Algorithm 2) and adaptive for every model, context and
+data set, and the ablation of the 7B case. ``paper_assumptions.py`` has an assumption for everything that the paper
+leaves open. No number here is tuned. The benchmark prints tables and writes ``paper_tables.json`` and
+``paper_tables.png`` to the folder.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WITHIN = 0.20
 
 
 class Setting:
-    """One model with its cluster, as all planners and the simulator see it."""
+    """A model and its cluster, in the form that planners and the simulator take."""
 
     def __init__(self, model: paper.PaperModel, capacity_tokens: int) -> None:
         self.model = model
@@ -59,7 +60,7 @@ class Setting:
         self.loader_seconds = paper.LOADER_NODE_SECONDS * paper.GPUS_PER_NODE / model.num_gpus
 
     def plan(self, planner: str, lengths: IntArray, context: int) -> Plan:
-        """The plan of one of ``PLANNERS``, given its own batch (``Batch.for_planner``)."""
+        """Return the plan of one of ``PLANNERS``, which gets its own form of the batch (``Batch.for_planner``)."""
         if planner == "static":
             return self.static_mesh(lengths, context)
         if planner == "naive":
@@ -71,7 +72,7 @@ class Setting:
         return adaptive_plan(lengths, cluster=self.cluster, cost=self.cost, num_stages=self.devices.pp)
 
     def static_mesh(self, lengths: IntArray, context: int) -> Plan:
-        """Packs of exactly one context each, dealt to the rows of the mesh in turn; ``lengths`` fill them in order."""
+        """Fill packs of exactly one context with ``lengths`` in order, and deal them to the mesh's rows in turn."""
         cp = context // self.capacity_tokens
         pack = (np.cumsum(lengths) - lengths) // context
         counts = np.bincount(pack)
@@ -86,7 +87,7 @@ class Setting:
         return assemble(draft, lengths=lengths, cluster=self.cluster, planner=f"static/cp{cp}")
 
     def algorithm_1(self, lengths: IntArray, *, offload: bool) -> Plan:
-        """Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
+        """Return the plan of Algorithm 1 with Eq. 3, or with an offload ratio of 0."""
         ratios, degrees = choose_offload(
             self.profile,
             lengths,
@@ -99,7 +100,7 @@ class Setting:
         return naive_plan(lengths, cluster=self.cluster, ratios=ratios, degrees=degrees)
 
     def seconds(self, plan: Plan, *, remote_loader: bool, recompute: bool = False) -> float:
-        """Simulated step time."""
+        """Return the simulated step time in seconds."""
         loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
         return simulate(plan, self.profile, self.devices, loader=loader, recompute=recompute).step_seconds
 
@@ -112,12 +113,12 @@ class Batch:
     filled: IntArray  # for the static mesh: the same stream, cut where a context is full
 
     def for_planner(self, planner: str) -> IntArray:
-        """Lengths of what a planner is given."""
+        """Return the lengths that a planner is given."""
         return self.filled if planner == "static" else self.whole
 
 
 def stream(data_set: str, context: int, num_batches: int) -> list[Batch]:
-    """``num_batches`` consecutive batches of a stream; if it ends short, the static mesh runs its first step twice."""
+    """Cut ``num_batches`` consecutive batches from a stream. If it ends early, the static mesh repeats a step."""
     lengths = sample_lengths(data_set, num_batches * paper.BATCH_TOKENS, paper.SEED, context)
     ends = np.cumsum(lengths)
     batch_of = np.minimum((ends - lengths) // paper.BATCH_TOKENS, num_batches - 1)
@@ -133,7 +134,7 @@ def stream(data_set: str, context: int, num_batches: int) -> list[Batch]:
 def speed_ups(
     capacity_tokens: int, contexts: Sequence[int], num_batches: int, report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One row per model, context and data set: mean step seconds of every planner."""
+    """Return one row per model, context and data set, with the mean step seconds of every planner."""
     rows = []
     for model in paper.MODELS:
         setting = Setting(model, capacity_tokens)
@@ -158,7 +159,7 @@ def speed_ups(
 
 
 def ablation(capacity_tokens: int, num_batches: int) -> dict[str, float]:
-    """Mean seconds of the 7B, 2M, Byted case as one thing after the other is switched on."""
+    """Return the mean step seconds of the 7B, 2M, byted case as one part after the other is switched on."""
     setting = Setting(next(model for model in paper.MODELS if model.name == CASE), capacity_tokens)
     context = paper.CONTEXTS[-1]
     totals: dict[str, list[float]] = {}
@@ -183,14 +184,14 @@ def ablation(capacity_tokens: int, num_batches: int) -> dict[str, float]:
 
 
 def doubling_slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric mean of what each doubling of the context multiplies the step time by: 7B, github."""
+    """Return by how much a doubling of the context multiplies the step time (geometric mean; 7B, github)."""
     mine = [row for row in rows if row["model"] == CASE and row["data_set"] == "github"]
     doublings = np.log2(mine[-1]["context"] / mine[0]["context"]) or 1.0
     return {planner: float((mine[-1][planner] / mine[0][planner]) ** (1 / doublings)) for planner in PLANNERS}
 
 
 def print_tables(console: Console, rows: list[dict[str, Any]], steps: dict[str, float]) -> None:
-    """Everything on the console; marks met are within 20 % of the published number."""
+    """Print all tables. "ok" marks numbers within 20 % of the published ones."""
     table = Table(title="Speed-up over the static mesh")
     for name in ("model", "tp", "pp", "ranks", "data", "context", "static s", "naive", "paper", "adaptive"):
         table.add_column(name, justify="right")
@@ -249,7 +250,7 @@ def _verdict(ratio: float) -> str:
 
 
 def plot(rows: list[dict[str, Any]], steps: dict[str, float], path: Path) -> None:
-    """Speed-ups at 2M per model and data set, and the ablation, beside the published numbers."""
+    """Draw the speed-ups at 2M per model and data set, and the ablation, beside the published numbers."""
     import matplotlib
 
     matplotlib.use("Agg")

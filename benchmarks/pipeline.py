@@ -1,15 +1,16 @@
-"""The pipeline executor: its bubble against the ideal one, its own overhead, and balancing of pipelines.
+"""Measures the pipeline executor: its bubble, its overhead, and the value of counting bubbles in the planner.
 
     python benchmarks/pipeline.py [--rounds 5] [--json FILE]
 
-1. Bubble: real gloo ranks, a stage each, micro-batches of equal lengths. The share of time in which stages wait,
-   beside (p - 1) / (m + p - 1) of an ideal 1F1B. One core a stage is needed: stages beyond the machine's cores share
-   them, and waiting means nothing then.
-2. Overhead: CPU seconds of a stage's thread per micro-batch with a model that does next to nothing (one product a
-   micro-batch), messages included: what the executor costs beside the model's operations.
-3. Objective: what counting the bubbles is worth. The paper's pipelined models under plain 1F1B, on the first batches of
-   32M tokens that have a sequence of 2M: Algorithm 2's PP-Balance, the adaptive plan made as if there were no stages
-   (then aligned, so that it cannot hang), and with the bubbles in its objective; all compute spread evenly.
+1. Bubble: real gloo ranks run one stage each, with micro-batches of equal lengths. The result is the share of time in
+   which stages wait, beside (p - 1) / (m + p - 1) of an ideal 1F1B. The machine needs one core per stage. If stages
+   share a core, the waiting says nothing.
+2. Overhead: the CPU seconds of a stage's thread per micro-batch, with messages, for a model with a single product. This
+   is what the executor costs beside the model's operations.
+3. Objective: the value of counting bubbles. The paper's pipelined models run under plain 1F1B, on the first batches of
+   32M tokens that have a sequence of 2M. The table compares Algorithm 2's PP-Balance, the adaptive plan made without
+   knowledge of the stages (then aligned, so that it cannot hang), the adaptive plan with bubbles in its objective, and
+   all compute spread evenly.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ CONTEXT = 2**21
 
 
 class Tokens:
-    """Random tokens of one micro-batch."""
+    """Draw random tokens for one micro-batch."""
 
     def __init__(self, num_tokens: int, vocabulary: int) -> None:
         self.tokens = torch.randint(vocabulary, (num_tokens,))
@@ -82,7 +83,7 @@ class Nothing(nn.Module):
 
 
 def equal_micro_batches(count: int, num_tokens: int) -> RankPlan:
-    """One pipeline, ``count`` sequences of the same length."""
+    """Return a plan for one pipeline with ``count`` sequences of the same length."""
     plan = Plan.build(
         lengths=[num_tokens] * count,
         capacity_tokens=[num_tokens],
@@ -93,7 +94,7 @@ def equal_micro_batches(count: int, num_tokens: int) -> RankPlan:
 
 
 def open_mesh(num_stages: int) -> Mesh:
-    """A pipeline of forked ranks."""
+    """Run a pipeline of forked ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -102,7 +103,7 @@ def open_mesh(num_stages: int) -> Mesh:
 
 
 def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rounds: int) -> list[dict[str, float]]:
-    """Of each round the wall seconds, the seconds spent waiting for messages, and this thread's CPU seconds."""
+    """Return each round's wall seconds, the seconds spent waiting for messages, and this thread's CPU seconds."""
     rank_plan, data = equal_micro_batches(count, num_tokens), [Tokens(num_tokens, 16) for _ in range(count)]
     kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
     results = []
@@ -119,11 +120,11 @@ def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rou
                 "cpu": time.thread_time() - cpu,
             }
         )
-    return results[1:]  # the first warms up
+    return results[1:]  # the first round is a warm-up
 
 
 def bubble(rounds: int) -> list[dict[str, float]]:
-    """Idle share of all stages for each number of micro-batches."""
+    """Measure the idle share of all stages for each number of micro-batches."""
     shape = resolve_architecture(
         ModelConfig(preset="tiny", num_layers=8, hidden_size=256, num_heads=4, ffn_hidden_size=768, vocab_size=16)
     )
@@ -140,7 +141,7 @@ def bubble(rounds: int) -> list[dict[str, float]]:
         shares = []
         for steps in zip(*(rank[count] for rank in ranks), strict=True):
             wall = max(step["wall"] for step in steps)
-            # What a stage does not compute: it waits for a message, or at the end for the other stage.
+            # Idle time: a stage waits for a message, or at the end for the other stage.
             shares.append(1 - sum(step["cpu"] for step in steps) / (STAGES * wall))
         ideal = (STAGES - 1) / (count + STAGES - 1)
         rows.append({"micro_batches": count, "ideal": ideal, "measured": statistics.median(shares)})
@@ -148,7 +149,7 @@ def bubble(rounds: int) -> list[dict[str, float]]:
 
 
 def overhead(rounds: int) -> dict[str, float]:
-    """CPU milliseconds per micro-batch of each stage's thread, with a model that does nothing."""
+    """Measure the CPU milliseconds per micro-batch of each stage's thread, with a model that does nothing."""
     count = 64
 
     def one_rank(_: int) -> list[dict[str, float]]:
@@ -162,7 +163,7 @@ def overhead(rounds: int) -> dict[str, float]:
 
 
 def on_the_papers_cluster(model: paper.PaperModel) -> tuple[ClusterConfig, Profile, Cluster, CostModel]:
-    """The devices of ``model`` in section 8, their profile, and both as planners see them."""
+    """Return the devices of ``model`` in section 8, their profile, and both in the form that planners take."""
     tp, pp = model.layout(paper.CAPACITY_TOKENS)
     devices = ClusterConfig(num_gpus=model.num_gpus, gpus_per_node=paper.GPUS_PER_NODE, tp=tp, pp=pp)
     profile = model.profile(tp)
@@ -171,7 +172,7 @@ def on_the_papers_cluster(model: paper.PaperModel) -> tuple[ClusterConfig, Profi
 
 
 def objective(num_batches: int) -> list[dict[str, Any]]:
-    """Simulated step seconds of every batch by every planner, one row per pipelined model and data set."""
+    """Simulate the step seconds of every batch for every planner. One row per pipelined model and data set."""
     rows = []
     for model in paper.MODELS:
         if not model.pipelined:
@@ -198,7 +199,7 @@ def objective(num_batches: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=4)
@@ -217,7 +218,7 @@ def main() -> None:
 
 
 def print_tables(results: dict[str, Any]) -> None:
-    """One table per part."""
+    """Print one table per part."""
     console = Console()
     if "bubble" in results:
         table = Table("micro-batches", "ideal idle share", "measured", title=f"1F1B on {STAGES} gloo ranks")
@@ -234,7 +235,7 @@ def print_tables(results: dict[str, Any]) -> None:
 
 
 def print_objective(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Means over the batches."""
+    """Print means over the batches."""
     names = ("paper", "ignored", "counted", "even")
     title = f"bubbles in the objective: simulated seconds, {len(rows[0]['seeds'])} batches with 2M"
     table = Table("model", "pp", "data", "PP-Balance", *names[1:], "ignored / counted", title=title)

@@ -1,4 +1,4 @@
-"""Other projects' ways to plan, for ``planners.py``. Waiting for members is left out, which favours them."""
+"""The planning methods of other projects, for ``planners.py``. Waiting for members is left out, which favours them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FloatArray = NDArray[np.float64]
 
 
 def load_megatron() -> ModuleType | str:
-    """The module with Megatron-Core's BalancedCPScheduler, or why there is none."""
+    """Return the module with Megatron-Core's BalancedCPScheduler, or the reason why it cannot be used."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     try:
         return importlib.import_module("megatron.core.pipeline_parallel.hybrid_cp_schedule")
-    except Exception as error:  # its import runs far and fails in many ways
+    except Exception as error:  # its import pulls in much and can fail in many ways
         return f"not installed or not importable ({error}); pip install --no-deps megatron-core"
     finally:
         logging.disable(logging.NOTSET)
@@ -31,7 +31,7 @@ def load_megatron() -> ModuleType | str:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Stands for a process group."""
+    """A stand-in for a process group."""
 
     count: int
 
@@ -42,7 +42,7 @@ class _Ranks:
 def megatron_end(
     module: ModuleType, lengths: IntArray, work: FloatArray, num_ranks: int, capacity: int
 ) -> tuple[float, float]:
-    """End of BalancedCPScheduler's schedule: with a barrier after each of its groups, as it runs, and without any."""
+    """Return the makespan of BalancedCPScheduler with a barrier after each group, as it runs, and without barriers."""
     scheduler = module.BalancedCPScheduler(capacity, _Ranks(num_ranks))
     _, sample_groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
     with_barriers, rank_seconds = 0.0, np.zeros(num_ranks)
@@ -58,9 +58,9 @@ def megatron_end(
 
 
 def karmarkar_karp_end(lengths: IntArray, work: FloatArray, num_ranks: int, capacity: int) -> tuple[float, int]:
-    """verl's way: static groups of the power of two that holds the longest, work spread over them by differencing.
+    """Plan as verl does: static groups of the power of two that holds the longest sequence, balanced by differencing.
 
-    Returns the end and the number of ranks per group.
+    Returns the makespan and the number of ranks per group.
     """
     degree = 1
     while degree * capacity < lengths.max():
@@ -71,7 +71,7 @@ def karmarkar_karp_end(lengths: IntArray, work: FloatArray, num_ranks: int, capa
 
 
 def _largest_differencing(items: list[float], parts: int) -> list[float]:
-    """Sums of ``parts`` sets by the largest differencing method."""
+    """Return the sums of ``parts`` sets that the largest differencing method makes."""
     heap = []
     for number, item in enumerate(items):
         heap.append((-item, number, [item] + [0.0] * (parts - 1)))  # sums in descending order

@@ -1,9 +1,10 @@
-"""How many times faster than Megatron-Core's scheduler the adaptive planner is: each batch beside its own run of it.
+"""Measures how many times faster the adaptive planner is than Megatron-Core's scheduler, batch by batch.
 
     python benchmarks/planner_ratio.py [--data github,byted,github@9] [--ranks 1024] [--seeds 5] [--first-seed 3000]
 
-On a shared machine times drift by two within minutes. So ours runs 15 times before Megatron's one run on the same
-batch, and 15 times after it; its median and its best are compared with that run, CPU time of one core each.
+On a shared machine, times change by a factor of two within minutes. Therefore ours runs 15 times before Megatron's one
+run on the same batch, and 15 times after it. The median and the best of ours are compared with that one run. All times
+are CPU times of one core.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def compare(megatron: Any, data: str, num_ranks: int, seed: int) -> tuple[float, float]:
-    """Megatron's time over our median and over our best."""
+    """Return Megatron's time over our median and over our best."""
     lengths = sample(data, NUM_TOKENS, seed, min(num_ranks * CAPACITY, 2**21))
     cost, cluster = cost_model("ideal"), Cluster.uniform(num_ranks, CAPACITY)
     work = cost.work_seconds(lengths)

@@ -1,16 +1,16 @@
-"""Planners side by side: the same batches, the same evaluation, one run.
+"""Compares planners in one run, on the same batches and with the same evaluation.
 
     python benchmarks/planners.py [--ranks 64,256,1024] [--tokens 32M] [--seeds 5] [--first-seed 3000] [--out FOLDER]
 
-Prints, per data set and number of ranks, the median over seeds of: milliseconds to plan (CPU time of one core), end
-time over all work spread evenly (waiting for group members counted), and traffic over that of the fewest ranks.
-Writes ``planners.json`` and ``planners.png``. Sequences longer than the whole cluster holds are split.
+For each data set and number of ranks, it prints medians over the seeds: milliseconds to plan (CPU time of one core),
+the makespan over the lower bound (with waiting for members counted), and the traffic over that of the fewest ranks. It
+writes ``planners.json`` and ``planners.png``. Sequences that are too long for the whole cluster are split.
 
-``github@9`` is github with its first bucket (up to 2K tokens) drawn from 9 tokens on, not from 512: 22,600 sequences
-instead of 9,300.
+``github@9`` is github with its first bucket (up to 2K tokens) drawn from 9 tokens on, not from 512. This gives 22,600
+sequences instead of 9,300.
 
-``--cost ideal`` is work s^2 + 24576 s with free communication, which favours nobody; any shipped profile may be named
-instead. Megatron-Core's and Karmarkar-Karp's ends leave waiting out, and are shown for ideal communication only.
+``--cost ideal`` means work of s^2 + 24576 s and free communication, which favours no planner. The name of a profile can
+be given instead. Makespans of Megatron-Core and Karmarkar-Karp leave out waiting, and appear only with ``ideal``.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--capacity", default="8K")
     parser.add_argument("--cost", default="ideal", help="ideal, or the name of a profile")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=3000, help="below 3000, seeds were looked at while tuning")
+    parser.add_argument("--first-seed", type=int, default=3000, help="seeds below 3000 were used for tuning")
     parser.add_argument("--peer-seeds", type=int, default=1, help="seeds for the slow peers")
-    parser.add_argument("--peer-repeats", type=int, default=1, help="timings of each, of which the best counts")
+    parser.add_argument("--peer-repeats", type=int, default=1, help="timings of each plan; the best one counts")
     parser.add_argument("--megatron-max-ranks", type=int, default=1024, help="above, it takes minutes")
     parser.add_argument("--only", default="", help="comma-separated planners")
     parser.add_argument("--out", default="benchmarks/out")
@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: Any) -> list[dict[str, Any]]:
-    """One row per planner, medians over seeds; printed as they come."""
+    """Return one row per planner with medians over the seeds. Rows are printed as they come."""
     capacity = parse_count(arguments.capacity)
     cost = cost_model(arguments.cost)
     cluster = Cluster.uniform(num_ranks, capacity)
@@ -107,13 +107,13 @@ def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: 
 
 
 def sample(data: str, num_tokens: int, seed: int, max_length: int) -> IntArray:
-    """Lengths of the distribution ``NAME`` or ``NAME@LOWEST EDGE``."""
+    """Draw lengths from the distribution ``NAME`` or ``NAME@LOWEST EDGE``."""
     name, _, edge = data.partition("@")
     return sample_lengths(name, num_tokens, seed, max_length, lowest_edge=int(edge) if edge else None)
 
 
 def megatron_runs(num_ranks: int, most: int) -> bool:
-    """It rounds to powers of two and fails on other numbers of ranks once a sequence needs all of them."""
+    """Return whether Megatron-Core can plan. It rounds to powers of two and can fail for other numbers of ranks."""
     return num_ranks <= most and num_ranks & (num_ranks - 1) == 0
 
 
@@ -124,7 +124,7 @@ def cost_model(name: str) -> CostModel:
 
 
 def _run(planner: Callable[..., Any], lengths: IntArray, cluster: Cluster, cost: CostModel) -> dict[str, float]:
-    """Best of three timings: the machine is shared."""
+    """Return the best of three timings, because the machine is shared."""
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -178,7 +178,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Planning time and quality over ranks, one column per data set."""
+    """Draw planning time and quality over the number of ranks, one column per data set."""
     try:
         import matplotlib
     except ImportError:
