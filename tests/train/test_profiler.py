@@ -155,7 +155,7 @@ def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
     ("out", "message"),
     [
         ("missing/x.toml", "is not a writable folder. The measurements would be lost"),
-        ("picture.png", "would overwrite it. To fix: use "),
+        ("picture.png", "overwrite the profile. To fix: use "),
         (".", "is a folder"),
     ],
 )
