@@ -199,7 +199,9 @@ def test_peak_with_offloading(ratio: float) -> None:
     assert estimate == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.parametrize(("shape", "mode"), [(NARROW_HEAD, "full"), (NARROW_HEAD, "attention"), (MIXTURE, "full")])
+@pytest.mark.parametrize(
+    ("shape", "mode"), a_third([(NARROW_HEAD, "full"), (NARROW_HEAD, "attention"), (MIXTURE, "full")])
+)
 def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> None:
     """Of four chunks' inner numbers one chunk's exist: the peak falls, to where the estimate says."""
     tokens, rows = 2048, 512

@@ -41,5 +41,25 @@ def a_third(values: Sequence[Any]) -> list[Any]:
     ]
 
 
+def one_of(values: Sequence[Any], quick: Any) -> list[Any]:
+    """Parameters of a test, of which ``make test`` tries ``quick`` and the rest all others."""
+    assert quick in values, f"{quick!r} is none of {list(values)}"
+    return [value if value == quick else pytest.param(*_tuple(value), marks=pytest.mark.exhaustive) for value in values]
+
+
+def pairs(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Every pair of two parameters.
+
+    ``make test`` tries every value of the longer list once, and with them every value of the shorter one. The rest
+    tries all other pairs.
+    """
+    shorter = min(len(first), len(second))
+    return [
+        pytest.param(a, b, marks=() if place % shorter == other % shorter else pytest.mark.exhaustive)
+        for place, a in enumerate(first)
+        for other, b in enumerate(second)
+    ]
+
+
 def _tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

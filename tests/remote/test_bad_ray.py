@@ -131,6 +131,7 @@ assert read(10), "and the server lives on"
 """
 
 
+@pytest.mark.exhaustive
 def test_an_object_store_that_is_really_full(tmp_path: Path) -> None:
     """200 MiB of tokens for a store of 80 MiB, whose overflow finds a full disk."""
     with (

@@ -10,12 +10,13 @@ import pytest
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
 from bytescale.data.remote.feed import RemoteFeed
+from tests.helpers.effort import one_of
 from tests.remote.support import count_tokens, feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
 
 pytestmark = pytest.mark.usefixtures("ray_joined")
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_ranks", one_of(range(1, 9), 3))
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_an_epoch_through_the_death_of_server_planner_and_rank(tmp_path: Path, kind: str, num_ranks: int) -> None:
     """A rank's death ends the attempt in the middle of what it had fetched ahead; the next one has other ranks.

@@ -14,6 +14,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
 from bytescale.data.remote.feed import RemoteFeed
 from tests.data.support import write_jsonl
+from tests.helpers.effort import one_of
 from tests.remote.support import (
     assert_same_data,
     count_tokens,
@@ -32,7 +33,7 @@ def corpus(tmp_path: Path) -> int:
     return write_numbered_corpus(tmp_path / "numbers")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize("num_ranks", one_of([1, 3, 8], 3))
 def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> None:
     """Text of two kinds over several servers, documents split by the context, several epochs."""
     (tmp_path / "a.txt").write_text("a text of its own " * 20)
@@ -62,7 +63,9 @@ def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int)
                 assert data.times.bytes_received > data.times.bytes_read
 
 
-@pytest.mark.parametrize("kinds", [("ray", "ray", "ray"), ("ray", "local", "ray")])
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(("ray", "ray", "ray"), marks=pytest.mark.exhaustive), ("ray", "local", "ray")]
+)
 def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
     tmp_path: Path, corpus: int, kinds: tuple[str, ...]
 ) -> None:
@@ -85,6 +88,7 @@ def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
     assert counts == Counter(range(corpus)) + Counter(token for tokens in again for token in tokens)
 
 
+@pytest.mark.exhaustive
 def test_an_epoch_through_kills_is_the_corpus_once(tmp_path: Path, corpus: int) -> None:
     """kill -9 of every actor at random moments; the data is that of an undisturbed local loader to the last bit."""
     config = numbered_config(tmp_path, servers=2)

@@ -90,6 +90,7 @@ def node_of(actor: Any) -> str:
     return ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=600)
 
 
+@pytest.mark.exhaustive
 def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp_path: Path) -> None:
     """Two servers a node; a rank on either node gets what the local loader reads, through the relay of its node."""
     write_numbered_corpus(tmp_path / "numbers")

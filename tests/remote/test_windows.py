@@ -76,6 +76,7 @@ def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, conf
         feed.close()
 
 
+@pytest.mark.exhaustive
 def test_an_epoch_of_windows_through_kills_and_over_other_ranks(tmp_path: Path, config: DataConfig) -> None:
     """3 ranks with two servers, then 2 ranks with one, each through kill -9 of all actors: the local loader's data."""
     dice = random.Random(5)
@@ -117,6 +118,7 @@ def test_an_epoch_of_windows_through_kills_and_over_other_ranks(tmp_path: Path, 
     assert Counter(taken) == Counter(corpus.all_pieces.tolist()) + Counter(begun)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_reads_the_window_it_stands_in_alone(tmp_path: Path, config: DataConfig) -> None:
     with feeds(config, "local", 1) as local:
         _, state = take_steps(local, 40)
@@ -133,6 +135,7 @@ def test_a_resumed_run_reads_the_window_it_stands_in_alone(tmp_path: Path, confi
                 assert_same_data(mine, other)
 
 
+@pytest.mark.exhaustive
 def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
     tmp_path: Path, config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

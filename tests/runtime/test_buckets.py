@@ -26,6 +26,7 @@ from bytescale.runtime.buckets import BucketCollectives, Overlap
 from bytescale.runtime.flat import ALIGNMENT
 from bytescale.runtime.group import PendingCollective
 from bytescale.train.own_model import build_own_model
+from tests.helpers.effort import pairs
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import Batch, make_model, random_batch, slice_batch, small_shape
@@ -164,8 +165,7 @@ def check(mesh: MeshShape, family: str, *, num_chunks: int = 1, checkpointing: s
     assert_same(ours, twin, mesh.hdp)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mesh", MESHES[:4], ids=str)
+@pytest.mark.parametrize(("mesh", "family"), pairs(MESHES[:4], list(FAMILIES)), ids=str)
 def test_buckets_give_the_numbers_of_one_reduction(mesh: MeshShape, family: str) -> None:
     check(mesh, family)
 

@@ -194,7 +194,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_process(mesh: MeshShape,
     assert_parity(mesh, plan, lengths, torch.float64, **experts)
 
 
-@examples(8, 40, suppress_health_check=[HealthCheck.too_slow])
+@examples(5, 40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mesh=st.sampled_from(MESHES),
     family=st.sampled_from(["llama", "mixtral"]),

@@ -14,6 +14,7 @@ from bytescale.checkpoint.export import export_checkpoint
 from bytescale.checkpoint.pieces import boxes_of
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, ModelConfig, validate
+from tests.helpers.effort import one_of, pairs
 from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
 
 # Fewer than ten steps: the order of fp32 sums is amplified less than in a hundred (tests/train/test_training.py).
@@ -47,7 +48,16 @@ def on_mesh(config: Config, *, tp: int = 1, pp: int = 1, hdp: int = 1, virtual_s
 FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_experts": 4, "experts_per_token": 2}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+MESHES = [
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 2, "virtual_stages": 2},
+    {"tp": 2, "pp": 2, "hdp": 2},
+]
+
+
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """Settings of a model family, and its losses in one process."""
     settings = FAMILIES[request.param]
@@ -55,23 +65,14 @@ def family(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytes
     return settings, run(on_mesh(config))
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"tp": 2},
-        {"pp": 2},
-        {"pp": 4},
-        {"pp": 2, "virtual_stages": 2},
-        {"tp": 2, "pp": 2, "hdp": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "mesh"), pairs(list(FAMILIES), MESHES), indirect=["family"], ids=str)
 def test_every_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, family: tuple, mesh: dict) -> None:
     settings, alone = family
     ours = run(on_mesh(deep_run(corpus, tmp_path / "run", **settings), **mesh))
     np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
 
 
+@pytest.mark.parametrize("family", one_of(list(FAMILIES), "tied"), indirect=True)
 def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family: tuple) -> None:
     """(tp, pp, hdp) = (2, 2, 2), then (1, 4, 1), (4, 1, 2) and (1, 1, 1), each killed after two steps."""
     settings, alone = family
@@ -91,6 +92,7 @@ def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path) -> Non
     assert run(with_trainer(parts, resume=True)) == whole
 
 
+@pytest.mark.parametrize("family", one_of(list(FAMILIES), "llama"), indirect=True)
 def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, tmp_path: Path, family: tuple) -> None:
     """Trained in one process, exported, and started from on a mesh: the losses of starting from it in one process."""
     settings, _ = family

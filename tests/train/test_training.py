@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import PlannerConfig
 from bytescale.train import train
 from bytescale.train.metrics import NonFiniteError
+from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -28,25 +30,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("planner", "num_ranks"),
-    [
-        ("balanced", 4),
-        *(
-            pytest.param(planner, ranks, marks=pytest.mark.exhaustive)
-            for planner in ("static", "naive", "balanced", "balanced-greedy", "balanced-paper")
-            for ranks in (1, 2, 4)
-            if (planner, ranks) != ("balanced", 4)
-        ),
-    ],
+    ("planner", "num_ranks", "steps"),
+    one_of(
+        [
+            ("balanced", 4, 40),
+            *product(("static", "naive", "balanced", "balanced-greedy", "balanced-paper"), (1, 2, 4), (100,)),
+        ],
+        ("balanced", 4, 40),
+    ),
 )
-def test_a_hundred_steps_follow_the_golden_curve(corpus: Path, tmp_path: Path, planner: str, num_ranks: int) -> None:
+def test_losses_follow_the_golden_curve(corpus: Path, tmp_path: Path, planner: str, num_ranks: int, steps: int) -> None:
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=100), num_ranks, 256 if num_ranks == 1 else 128)
     name, _, balance = planner.partition("-")
     config = replace(config, planner=PlannerConfig(name=name, balance=balance or "adaptive", verify="full"))  # type: ignore[arg-type]
-    curve = run(config)
+    if steps < 100:
+        interrupt(config, after_step=steps + 1)  # it dies before it writes that step down
+    else:
+        run(config)
+    curve = losses(tmp_path / "run")
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))["losses"]
-    assert len(curve) == 100
-    np.testing.assert_allclose(curve, golden, rtol=CURVE_TOLERANCE)
+    assert len(curve) == steps
+    np.testing.assert_allclose(curve, golden[:steps], rtol=CURVE_TOLERANCE)
     assert curve[-1] < 0.6 * curve[0]
 
 
