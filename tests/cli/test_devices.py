@@ -128,7 +128,7 @@ def test_without_torch_a_config_is_planned_for_a_gpu(
     config = run_of(corpus, gib=None, device="auto", dtype="auto")
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     _, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
-    assert (model.element_bytes, model.fused_norm, usable_bytes) == (2, True, 80 * 2**30)
+    assert (model.element_bytes, model.kernels.fused_norm, usable_bytes) == (2, True, 80 * 2**30)
 
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from bytescale.cost.memory import (
     HEAD_NUMBERS_PER_CHUNK,
     LOGITS_PER_CHUNK,
     ROWS_PER_CHUNK,
+    Kernels,
     MemoryModel,
+    ModelShare,
     loss_chunk_tokens,
 )
 from bytescale.cost.split import split_layers
@@ -117,13 +119,20 @@ def shared_plan(tokens: int, num_ranks: int, ratio: float = 0.0, capacity: int |
 
 def model_of(shape: Architecture, dtype: torch.dtype, mode: str, num_ranks: int = 1) -> MemoryModel:
     return MemoryModel(
-        architecture=shape,
+        share=ModelShare(architecture=shape),
         element_bytes=dtype.itemsize,
         num_ranks=num_ranks,
         checkpointing=mode,  # type: ignore[arg-type]
-        fused_norm=False,
-        loss_chunk_tokens=loss_chunk_tokens(shape.vocab_size, "cpu"),
+        kernels=Kernels(loss_chunk_tokens=loss_chunk_tokens(shape.vocab_size, "cpu")),
     )
+
+
+def with_kernels(model: MemoryModel, **changes: Any) -> MemoryModel:
+    return replace(model, kernels=replace(model.kernels, **changes))
+
+
+def with_share(model: MemoryModel, **changes: Any) -> MemoryModel:
+    return replace(model, share=replace(model.share, **changes))
 
 
 CASES = [
@@ -154,7 +163,7 @@ def test_peak_of_a_large_head_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "cpu", numbers)
     monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 2**19)
     _, peak = measured(shape, torch.bfloat16, "full", 512)
-    model = replace(model_of(shape, torch.bfloat16, "full"), loss_chunk_tokens=2**4, head_chunk_numbers=numbers)
+    model = with_kernels(model_of(shape, torch.bfloat16, "full"), loss_chunk_tokens=2**4, head_chunk_numbers=numbers)
     head = shape.vocab_size * shape.hidden_size
     assert peak < 5.5 * head < 6 * head < at_once
     assert float(model.limits().device_peak(512, 0, 0)) - model.states_bytes == pytest.approx(peak, rel=0.1)
@@ -207,7 +216,7 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
     tokens, rows = 2048, 512
     _, whole = measured(shape, torch.float32, mode, tokens)
     _, peak = measured(shape, torch.float32, mode, tokens, chunk_rows=rows)
-    model = replace(model_of(shape, torch.float32, mode), feed_forward_rows=rows)
+    model = with_kernels(model_of(shape, torch.float32, mode), feed_forward_rows=rows)
     estimate = float(model.limits().device_peak(tokens, 0, 0)) - model.states_bytes
     assert peak < 0.8 * whole
     assert estimate == pytest.approx(peak, rel=0.1)
@@ -224,7 +233,8 @@ def test_peak_with_attention_in_groups_of_heads(
     sizes = {"num_ranks": num_ranks, "chunk_rows": rows}
     _, at_once = measured(NARROW_HEAD, torch.float32, mode, tokens, **sizes)  # type: ignore[arg-type]
     _, peak = measured(NARROW_HEAD, torch.float32, mode, tokens, head_groups=head_groups, **sizes)  # type: ignore[arg-type]
-    model = replace(model_of(NARROW_HEAD, torch.float32, mode), feed_forward_rows=rows, head_groups=head_groups)
+    model = replace(model_of(NARROW_HEAD, torch.float32, mode), head_groups=head_groups)
+    model = with_kernels(model, feed_forward_rows=rows)
     estimate = float(model.limits().device_peak(tokens, 0, tokens if num_ranks > 1 else 0)) - model.states_bytes
     assert peak < 0.9 * at_once
     assert estimate == pytest.approx(peak, rel=0.1)
@@ -253,7 +263,7 @@ def test_as_few_groups_of_heads_as_do() -> None:
         assert fitting(groups // 2, float(offload)) < 0.95 * fitting(8, float(offload))
     kept = replace(whole, checkpointing="none")
     assert kept.in_head_groups(room, capacity_tokens=None, offload=True).head_groups == 1
-    one_head = replace(whole, tensor_parallel=8)
+    one_head = with_share(whole, tensor_parallel=8)
     assert one_head.in_head_groups(room, capacity_tokens=None, offload=True).head_groups == 1
 
 
@@ -287,7 +297,7 @@ def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
     """Whatever the model says of rows: a long micro-batch of a 7B model has the temporaries of all its rows."""
     whole = MemoryModel.on_device(PRESETS["7b"], "cuda", element_bytes=2, num_ranks=8)
     tokens = 4 * ROWS_PER_CHUNK["cuda"]
-    unchunked = replace(whole, feed_forward_rows=math.inf)
+    unchunked = with_kernels(whole, feed_forward_rows=math.inf)
     assert float(whole.limits().device_peak(tokens, 0, 0)) == float(unchunked.limits().device_peak(tokens, 0, 0))
 
 
@@ -322,12 +332,11 @@ def test_peak_with_cudas_kernels(
         head_groups=head_groups,
         kernel=CudaLikeFlash(),
     )
-    model = replace(
-        model_of(shape, torch.bfloat16, mode),
+    model = with_kernels(
+        replace(model_of(shape, torch.bfloat16, mode), head_groups=head_groups),
         fused_norm=True,
         fused_attention=True,
         feed_forward_rows=rows if mode != "none" else math.inf,
-        head_groups=head_groups,
     )
     shared = tokens if num_ranks > 1 else 0
     estimate = float(model.limits().device_peak(tokens, int(ratio * tokens), shared)) - model.states_bytes
@@ -335,7 +344,12 @@ def test_peak_with_cudas_kernels(
 
 
 def test_capacity_is_the_largest_micro_batch_that_fits() -> None:
-    model = MemoryModel(architecture=PRESETS["7b"], element_bytes=2, num_ranks=64, fused_loss=True)
+    model = MemoryModel(
+        share=ModelShare(architecture=PRESETS["7b"]),
+        element_bytes=2,
+        num_ranks=64,
+        kernels=Kernels(fused_norm=True, fused_loss=True),
+    )
     room = 80e9
     capacity = model.capacity_tokens(room)
     assert float(model.limits().device_peak(capacity, 0, capacity)) <= room
@@ -407,19 +421,24 @@ def test_a_device_of_a_mesh_saves_and_holds_what_is_counted(shape: Architecture,
         inputs = sum(tensor.nbytes for tensor in (data.tokens, data.labels, data.position_ids))
         return mesh.stage, saved + inputs, sum(parameter.numel() for parameter in part.parameters())
 
-    model = replace(model_of(shape, torch.float32, "none"), tensor_parallel=tp, num_stages=pp)
+    model = with_share(model_of(shape, torch.float32, "none"), tensor_parallel=tp, num_stages=pp)
     for stage, saved, num_parameters in run_mesh(MeshShape(hdp=1, tp=tp, pp=pp), one_device):
         counted = model.stages()[stage]
-        assert counted.num_parameters == num_parameters
-        assert counted.saved_bytes_per_token * tokens / counted.num_in_flight == pytest.approx(saved, rel=0.03)
+        assert counted.share.num_parameters == num_parameters
+        assert counted.saved_bytes_per_token * tokens / counted.share.num_in_flight == pytest.approx(saved, rel=0.03)
 
 
 def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:
     """The first stage keeps p micro-batches of 1 / p of the layers: about as many tokens fit as without a pipeline."""
-    whole = MemoryModel(architecture=PRESETS["70b"], element_bytes=2, num_ranks=64, tensor_parallel=8, fused_loss=True)
-    split = replace(whole, num_stages=4)
-    assert sum(stage.num_layers for stage in split.stages()) == 80
-    assert sum(stage.num_parameters for stage in split.stages()) == whole.num_parameters
+    whole = MemoryModel(
+        share=ModelShare(architecture=PRESETS["70b"], tensor_parallel=8),
+        element_bytes=2,
+        num_ranks=64,
+        kernels=Kernels(fused_norm=True, fused_loss=True),
+    )
+    split = with_share(whole, num_stages=4)
+    assert sum(stage.share.num_layers for stage in split.stages()) == 80
+    assert sum(stage.share.num_parameters for stage in split.stages()) == whole.share.num_parameters
     room = whole.states_bytes + 40e9
     least = min(stage.capacity_tokens(stage.states_bytes + 40e9) for stage in split.stages())
     assert 0.9 * whole.capacity_tokens(room) < least < 1.1 * whole.capacity_tokens(room)
@@ -432,20 +451,20 @@ def test_a_device_does_chunk_by_chunk_what_the_runtime_does(kind: str, tp: int) 
         MemoryModel.on_device(PRESETS[name], kind, element_bytes=2, num_ranks=8, tensor_parallel=tp)  # type: ignore[arg-type]
         for name in ("7b", "mixtral-8x7b")
     )
-    assert dense.loss_chunk_tokens == loss_chunk_tokens(PRESETS["7b"].vocab_size // tp, kind)
-    assert dense.feed_forward_rows == ROWS_PER_CHUNK[kind]
-    assert mixture.feed_forward_rows == (ROWS_PER_CHUNK[kind] if tp == 1 else math.inf)
-    assert dense.fused_norm == dense.fused_loss == (kind == "cuda")
+    assert dense.kernels.loss_chunk_tokens == loss_chunk_tokens(PRESETS["7b"].vocab_size // tp, kind)
+    assert dense.kernels.feed_forward_rows == ROWS_PER_CHUNK[kind]
+    assert mixture.kernels.feed_forward_rows == (ROWS_PER_CHUNK[kind] if tp == 1 else math.inf)
+    assert dense.kernels.fused_norm == dense.kernels.fused_loss == (kind == "cuda")
 
 
 def test_interleaved_stages_have_the_layers_of_their_chunks() -> None:
     """The head counts as 2.4 layers: of two parts the last has 2 of 6 layers, of four parts it has 1, and 2 before."""
     shape = replace(PRESETS["7b"], num_layers=6)
     whole = MemoryModel.on_device(shape, "cuda", element_bytes=2, num_ranks=8)
-    plain, interleaved = replace(whole, num_stages=2), replace(whole, num_stages=2, virtual_stages=2)
-    assert [stage.num_layers for stage in plain.stages()] == [4, 2]
-    assert [stage.num_layers for stage in interleaved.stages()] == [3, 3]
-    assert sum(stage.num_parameters for stage in interleaved.stages()) == whole.num_parameters
+    plain, interleaved = with_share(whole, num_stages=2), with_share(whole, num_stages=2, virtual_stages=2)
+    assert [stage.share.num_layers for stage in plain.stages()] == [4, 2]
+    assert [stage.share.num_layers for stage in interleaved.stages()] == [3, 3]
+    assert sum(stage.share.num_parameters for stage in interleaved.stages()) == whole.share.num_parameters
     # The last two layers of every chunk stay on the device, and no chunk has more.
     assert [stage.movable_bytes_per_token > 0 for stage in plain.stages()] == [True, False]
     assert [stage.movable_bytes_per_token for stage in interleaved.stages()] == [0, 0]

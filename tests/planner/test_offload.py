@@ -13,13 +13,18 @@ from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config import PRESETS
 from bytescale.cost import Cluster, CostModel, Links, Profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import Kernels, MemoryModel, ModelShare
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan
 
-MODEL = MemoryModel(architecture=replace(PRESETS["7b"], num_layers=8), element_bytes=2, num_ranks=8, fused_loss=True)
+MODEL = MemoryModel(
+    share=ModelShare(architecture=replace(PRESETS["7b"], num_layers=8)),
+    element_bytes=2,
+    num_ranks=8,
+    kernels=Kernels(fused_norm=True, fused_loss=True),
+)
 CAPACITY = 1024
 HOST = 4e9
 # Attention at 100 TFLOP/s and 25 GB/s to the host: a sequence of 4K tokens can hide some 60 % of its activations.
@@ -27,7 +32,7 @@ LINKS = Links(device_to_host_bytes_per_second=25e9, host_to_device_bytes_per_sec
 
 
 def rule(host_bytes: float = HOST) -> OffloadRule:
-    profile = Profile.from_flops(MODEL.architecture, flops_per_second=100e12, links=LINKS)
+    profile = Profile.from_flops(MODEL.share.architecture, flops_per_second=100e12, links=LINKS)
     kept = Curve(0.0, MODEL.layer_saved_bytes_per_token, 0.0)
     return OffloadRule(
         profile=replace(profile, activation_bytes=kept),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import Kernels, MemoryModel, ModelShare
 from bytescale.plan import Plan
 from bytescale.plan.pipeline_order import find_cycle
 from bytescale.plan.schedule import stage_actions
@@ -147,7 +147,12 @@ def test_interleaving_holds_more_activations(stages: int, chunks: int) -> None:
     np.testing.assert_allclose(plain, (stages - stage) * 60 * layers / stages)
     assert (peaks > plain).all()
     # The capacity is counted with whole micro-batches in flight: never fewer, at most one more than there are.
-    model = MemoryModel(architecture=profile(num_layers=layers).architecture, element_bytes=2, num_ranks=1)
+    model = MemoryModel(
+        share=ModelShare(architecture=profile(num_layers=layers).architecture),
+        element_bytes=2,
+        num_ranks=1,
+        kernels=Kernels(fused_norm=True),
+    )
     for own, peak in zip(replace(model, num_stages=stages, virtual_stages=chunks).stages(), peaks, strict=True):
         assert (own.num_in_flight - 1) * own.num_layers < peak / 60 <= own.num_in_flight * own.num_layers
 

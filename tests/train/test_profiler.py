@@ -13,7 +13,7 @@ from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
 from bytescale.config import CostConfig, MemoryConfig, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import MemoryModel, ModelShare
 from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.runtime import RankGroup
@@ -59,7 +59,7 @@ def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest
 
 
 def test_activation_bytes_are_those_of_the_memory_model(profile: Profile) -> None:
-    model = MemoryModel(architecture=SHAPE, element_bytes=4, num_ranks=1, fused_norm=False)
+    model = MemoryModel(share=ModelShare(architecture=SHAPE), element_bytes=4, num_ranks=1)
     assert profile.activation_bytes.linear == pytest.approx(model.layer_saved_bytes_per_token, rel=1e-3)
 
 

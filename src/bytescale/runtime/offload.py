@@ -39,13 +39,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from bytescale.cost.stage import RESIDENT_LAYERS
 from bytescale.plan import MicroBatch
 from bytescale.runtime.copy_lane import CopyLane, Event, compute_mark, compute_waits
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import Extent, HostPool, PageWriter
 from bytescale.runtime.token_shards import num_own_rows
-
-RESIDENT_LAYERS = 2
 
 
 def offloaded_tokens(micro_batch: MicroBatch) -> int:

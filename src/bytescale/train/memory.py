@@ -131,9 +131,9 @@ def memory_budget(
         kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
         rule = OffloadRule(
             profile=replace(times, activation_bytes=kept, points=()),
-            num_layers=model.num_layers,
+            num_layers=model.share.num_layers,
             movable_share=model.limits().movable_share,
-            host_bytes=host_bytes / model.num_in_flight,
+            host_bytes=host_bytes / model.share.num_in_flight,
         )
     budget = MemoryBudget(
         model=model,

@@ -1,0 +1,37 @@
+"""Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
+
+``model`` is what others use. It stands on four parts: which layers a device has (``share``), how it computes them
+(``kernels``), what one token's row takes in each of a layer's tensors (``rows``), and what a micro-batch needs in each
+of its phases (``phases``).
+
+The counts follow what autograd really saves. tests/cost/test_memory.py compares them with counted tensors, phase by
+phase.
+"""
+
+from bytescale.cost.memory.kernels import (
+    HEAD_NUMBERS_PER_CHUNK,
+    LOGITS_PER_CHUNK,
+    ROWS_PER_CHUNK,
+    DeviceKind,
+    Kernels,
+    is_row_wise,
+    loss_chunk_tokens,
+)
+from bytescale.cost.memory.model import Checkpointing, MemoryModel
+from bytescale.cost.memory.nccl import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
+from bytescale.cost.memory.share import ModelShare
+
+__all__ = [
+    "HEAD_NUMBERS_PER_CHUNK",
+    "LOGITS_PER_CHUNK",
+    "NCCL_BYTES_PER_NEIGHBOUR",
+    "ROWS_PER_CHUNK",
+    "Checkpointing",
+    "DeviceKind",
+    "Kernels",
+    "MemoryModel",
+    "ModelShare",
+    "is_row_wise",
+    "loss_chunk_tokens",
+    "nccl_reserve_bytes",
+]

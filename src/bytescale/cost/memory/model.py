@@ -1,0 +1,202 @@
+"""What one device of a rank holds at the peak of a micro-batch, and how many tokens fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from bytescale.config import Architecture, RingGradients
+from bytescale.cost.memory.kernels import DeviceKind, Kernels
+from bytescale.cost.memory.nccl import nccl_reserve_bytes
+from bytescale.cost.memory.phases import Phases
+from bytescale.cost.memory.rows import Checkpointing, RowBytes
+from bytescale.cost.memory.share import ModelShare
+from bytescale.cost.stage import RESIDENT_LAYERS
+from bytescale.plan.limits import MemoryLimits, Phase
+
+_ABOUT_AS_MANY = 0.95  # each group more costs a pass over a layer's input; it should be worth it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """The memory of one device. By default, a rank is one device that holds the whole model. All results are in bytes.
+
+    At any moment the device holds its states (parameters, gradient sums, its shard of the optimizer) and what the
+    layers have saved for backward. A pipeline stage holds this for all micro-batches in flight, each of which is taken
+    to be as large as the one that is asked about. One of the phases comes on top (``cost.memory.phases``).
+    """
+
+    share: ModelShare
+    element_bytes: int
+    """2 for bf16, 4 for fp32, 8 for fp64. Sums are in fp32 or wider."""
+    num_ranks: int
+    """HDP ranks, over which the optimizer's states are sharded."""
+    kernels: Kernels = field(default_factory=Kernels)
+    checkpointing: Checkpointing = "none"
+    head_groups: int = 1
+    """Groups of heads that attention and its projections take one after the other, under checkpointing."""
+    ring_gradients: RingGradients = "wide"
+    """In what the gradients of keys and values travel around a ring."""
+    nccl_bytes: int = 0
+    """What NCCL holds beside everything that is counted here."""
+
+    @staticmethod
+    def on_device(
+        architecture: Architecture,
+        kind: DeviceKind,
+        *,
+        element_bytes: int,
+        num_ranks: int,
+        checkpointing: Checkpointing = "none",
+        attention: str = "auto",
+        head_groups: int = 1,
+        tensor_parallel: int = 1,
+        num_stages: int = 1,
+        virtual_stages: int = 1,
+        ring_gradients: RingGradients = "wide",
+    ) -> MemoryModel:
+        """Return the model of a device of this ``kind`` that works as ``runtime`` does: same kernels, same chunks."""
+        return MemoryModel(
+            share=ModelShare(
+                architecture=architecture,
+                tensor_parallel=tensor_parallel,
+                num_stages=num_stages,
+                virtual_stages=virtual_stages,
+            ),
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+            kernels=Kernels.of_device(
+                kind,
+                architecture,
+                element_bytes=element_bytes,
+                tensor_parallel=tensor_parallel,
+                attention=attention,
+            ),
+            checkpointing=checkpointing,
+            head_groups=head_groups,
+            ring_gradients=ring_gradients,
+            nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, num_stages) if kind == "cuda" else 0,
+        )
+
+    # What is chosen
+
+    def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
+        """Return a copy that uses the fewest groups of heads with which ``capacity_tokens`` fit on every stage.
+
+        If ``capacity_tokens`` is None, the copy has the fewest groups with which about as many tokens fit as with any
+        number of groups; with ``offload``, tokens are then offloaded as far as possible. Where no number of groups
+        suffices, the copy has the most.
+        """
+        most = self.most_head_groups
+        choices = [replace(self, head_groups=groups) for groups in range(1, most + 1) if most % groups == 0]
+        moved_share = float(offload and capacity_tokens is None)
+        fitting = [min(stage.capacity_tokens(device_bytes, moved_share) for stage in m.stages()) for m in choices]
+        wanted = _ABOUT_AS_MANY * max(fitting) if capacity_tokens is None else capacity_tokens
+        return next((m for m, fits in zip(choices, fitting, strict=True) if fits >= wanted), choices[-1])
+
+    @property
+    def most_head_groups(self) -> int:
+        """The largest number of groups: one key/value head of this device in each. Without checkpointing it is 1."""
+        return 1 if self.checkpointing == "none" else self.share.key_heads
+
+    def stages(self) -> list[MemoryModel]:
+        """Return the same for every stage of the pipeline."""
+        return [replace(self, share=replace(self.share, stage=stage)) for stage in range(self.share.num_stages)]
+
+    def fullest_stage(self, device_bytes: float) -> MemoryModel:
+        """Return the same for the stage that has room for the fewest tokens, and the first of several such stages."""
+        return min(self.stages(), key=lambda stage: stage.capacity_tokens(device_bytes))
+
+    # States
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The weights that compute."""
+        return self.share.num_parameters * self.element_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradient sums of all weights, in fp32 or wider."""
+        return self.share.num_parameters * self._wide
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """This rank's shard: two moments, and master weights where parameters are narrower.
+
+        Gradients are reduced in place.
+        """
+        copies = 2 + int(self.element_bytes < self._wide)
+        return copies * self._wide * -(-self.share.num_parameters // self.num_ranks)
+
+    @property
+    def states_bytes(self) -> int:
+        """What also exists between micro-batches."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def _wide(self) -> int:
+        return max(4, self.element_bytes)
+
+    # Activations
+
+    @property
+    def rows(self) -> RowBytes:
+        """What one token takes in each tensor."""
+        return RowBytes.of(self.share, self.kernels, element_bytes=self.element_bytes, checkpointing=self.checkpointing)
+
+    @property
+    def layer_saved_bytes_per_token(self) -> int:
+        """What a layer keeps of a token from forward to backward."""
+        return self.rows.kept
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """What all layers, the final norm and the rotary angles keep of a token, of all micro-batches in flight."""
+        rows = self.rows
+        return self.share.num_in_flight * (self.share.num_layers * rows.kept + rows.beside_layers)
+
+    @property
+    def movable_bytes_per_token(self) -> int:
+        """The part of it that may wait in host memory: what all layers but the last ones of every chunk keep."""
+        num_layers = sum(max(0, len(chunk) - RESIDENT_LAYERS) for chunk in self.share.chunks)
+        return self.share.num_in_flight * num_layers * self.rows.kept
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Return what comes on top of states and saved activations."""
+        return Phases(
+            share=self.share,
+            kernels=self.kernels,
+            rows=self.rows,
+            element_bytes=self.element_bytes,
+            checkpointing=self.checkpointing,
+            head_groups=self.head_groups,
+            ring_gradients=self.ring_gradients,
+        ).all()
+
+    # What fits
+
+    def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
+        """Return the same as plain numbers, for ``plan.verify``."""
+        return MemoryLimits(
+            states_bytes=self.states_bytes + self.nccl_bytes,
+            saved_bytes_per_token=self.saved_bytes_per_token,
+            movable_bytes_per_token=self.movable_bytes_per_token,
+            phases=self.phases(),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+        )
+
+    def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
+        """Return the tokens that one micro-batch may hold if all of them are slices of a shared group (0: none).
+
+        ``moved_share`` of them are offloaded. This is for this stage alone: a pipeline's capacity is the least of all
+        its ``stages()``.
+        """
+        limits, fits, too_many = self.limits(), 0, 2**36
+        while too_many - fits > 1:
+            tokens = (fits + too_many) // 2
+            if limits.device_peak(tokens, moved_share * tokens, tokens) <= device_bytes:
+                fits = tokens
+            else:
+                too_many = tokens
+        return fits

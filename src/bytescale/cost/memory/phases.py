@@ -1,0 +1,146 @@
+"""What a micro-batch needs on top of states and saved activations. The largest of its phases decides::
+
+    loss       gradients of hidden states and of the head, one chunk of logits
+    layer      backward of one layer's feed-forward part (after the layer was recomputed, with checkpointing)
+    attention  backward of CUDA's flash attention, which sums in fp32 (``Kernels.fused_attention``)
+    ring       backward of attention over a shared group: a block's gradients, sums in fp32
+
+A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.ring``). A
+micro-batch with a shared group has them in every phase but the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from bytescale.config import RingGradients
+from bytescale.cost import flops
+from bytescale.cost.memory.kernels import Kernels
+from bytescale.cost.memory.rows import Checkpointing, RowBytes
+from bytescale.cost.memory.share import ModelShare
+from bytescale.plan.limits import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """The phases of one device. All results are in bytes."""
+
+    share: ModelShare
+    kernels: Kernels
+    rows: RowBytes
+    element_bytes: int
+    checkpointing: Checkpointing
+    head_groups: int
+    ring_gradients: RingGradients
+
+    def all(self) -> tuple[Phase, ...]:
+        """Every phase of a micro-batch on this stage."""
+        loss = self._loss() if self.share.is_last else ()
+        return (*loss, self._feed_forward(), *self._attention())
+
+    @property
+    def _wide(self) -> int:
+        return max(4, self.element_bytes)
+
+    def _loss(self) -> tuple[Phase, Phase]:
+        """Chunks of logits, and the head's gradient."""
+        shape, parts, wide = self.share.architecture, self.share.tensor_parallel, self._wide
+        words, vocab_size = flops.head_parameters(shape) // parts, shape.vocab_size / parts
+        loss = Phase(
+            name="loss",
+            fixed_bytes=words * wide,
+            bytes_per_token=self.rows.hidden,
+            chunk_tokens=self.kernels.loss_chunk_tokens,
+            bytes_per_chunk_token=vocab_size * self.rows.logit + 2 * self.rows.hidden,
+        )
+        # The head's gradient is summed in fp32 or wider: what is added of it at a time is a copy.
+        converted = min(words, self.kernels.head_chunk_numbers) if self.element_bytes < wide else 0
+        head_gradient = replace(
+            loss,
+            fixed_bytes=words * wide + converted * self.element_bytes,
+            bytes_per_chunk_token=vocab_size * self.element_bytes + 2 * self.rows.hidden,
+        )
+        return loss, head_gradient
+
+    def _feed_forward(self) -> Phase:
+        """Backward of a layer's second half."""
+        shape, parts, rows = self.share.architecture, self.share.tensor_parallel, self.rows
+        # Of its gradients, as much as one of its tensors exists at a time.
+        inner = max(1, shape.experts_per_token) * shape.ffn_hidden_size * self.element_bytes // parts
+        # The largest gradient of a matrix. The experts' gradients come as one tensor.
+        matrix = shape.ffn_hidden_size * shape.hidden_size * self.element_bytes // parts
+        phase = Phase(
+            name="layer",
+            fixed_bytes=max(1, shape.num_experts) * matrix,
+            bytes_per_shared_token=self._ring_buffers_beside_feed_forward,
+            chunk_tokens=self.kernels.feed_forward_rows,
+        )
+        if self.checkpointing == "none":
+            return replace(phase, chunk_tokens=math.inf, bytes_per_token=rows.hidden + inner)
+        # The recomputed first half, the second half's input, and the gradients of the second half's output and input.
+        held = rows.first_half(self.head_groups) + 3 * rows.own_hidden - rows.final_norm
+        chunk = rows.feed_forward_inner + inner
+        if parts == 1:
+            chunk += rows.norm - rows.own_hidden + rows.feed_forward_input + rows.hidden
+        else:  # the norm and the gathering are not part of the chunks, nor are the gathered gradients
+            held += rows.norm - rows.own_hidden + 3 * rows.hidden
+        return replace(phase, bytes_per_token=held, bytes_per_chunk_token=chunk)
+
+    def _attention(self) -> tuple[Phase, ...]:
+        """Backward of attention, alone and in a ring, with what its kernels allocate.
+
+        CUDA's kernel is ``mha_varlen_bwd`` of ATen's flash_api.cpp. The CPU's returns gradients that are copied.
+        """
+        shape, parts, groups, rows = self.share.architecture, self.share.tensor_parallel, self.head_groups, self.rows
+        query, kv = rows.query, 2 * rows.key
+        if self.kernels.fused_attention:
+            # Sums of dq, a number per row and head; where heads share keys, dk and dv of every query head.
+            per_query_row = 4 * (shape.head_dim + 1) * shape.num_heads // parts
+            per_key_row = 2 * query if shape.num_kv_heads < shape.num_heads else 0
+        else:
+            per_query_row, per_key_row = query, kv
+        # The layer's second half is done, and so is the final norm. The residual stream's gradient exists.
+        held = -rows.second_half if self.checkpointing == "none" else rows.first_half(groups)
+        held += rows.own_hidden - rows.final_norm
+        inside = 2 * query + kv  # gradients of the output, q, k and v
+        if groups > 1:
+            # One group's q, k and v, and its output, which CUDA's kernel copies out of all heads'. The gradient of what
+            # the projections read and, where it is gathered, of the result.
+            inside += query + kv + query * int(self.kernels.fused_attention)
+            held += rows.hidden * (1 if parts == 1 else 2)
+        # A ring has sums of the query gradients, where those are narrower. A block is of all queries and half of the
+        # keys, or the other way round.
+        buffers = self._ring_buffers
+        sums = query * self._wide // self.element_bytes if self.element_bytes < self._wide else 0
+        of_query, of_key = query + per_query_row, kv + per_key_row
+        block = max(of_query + of_key / 2, of_query / 2 + of_key)
+        return (
+            Phase(
+                name="attention",
+                bytes_per_token=held + (inside + per_query_row + per_key_row) / groups,
+                bytes_per_shared_token=buffers,
+            ),
+            Phase(
+                name="ring",
+                bytes_per_token=held + inside / groups,
+                bytes_per_shared_token=buffers + (sums + block) / groups,
+            ),
+        )
+
+    @property
+    def _ring_buffers(self) -> float:
+        """Two messages of keys and values and two of their gradients, of one group of heads."""
+        kv = 2 * self.rows.key
+        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
+        return (2 * kv + 2 * kv * gradient_bytes / self.element_bytes) / self.head_groups
+
+    @property
+    def _ring_buffers_beside_feed_forward(self) -> float:
+        """The ring's buffers that exist in backward of a layer's feed-forward part.
+
+        In the last layer only what its recomputation has allocated exists. Layers before it have all buffers, but the
+        last layer's saved activations are gone by then.
+        """
+        recomputed = 4 * self.rows.key / self.head_groups if self.checkpointing == "full" else 0.0
+        return max(recomputed, self._ring_buffers - self.rows.kept)

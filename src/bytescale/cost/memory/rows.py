@@ -1,0 +1,107 @@
+"""Bytes that one token takes in each tensor of a layer, on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bytescale.config import Architecture
+from bytescale.cost import flops
+from bytescale.cost.memory.kernels import Kernels
+from bytescale.cost.memory.share import ModelShare
+
+Checkpointing = Literal["none", "full", "attention"]
+_INPUT_BYTES = 3 * 8  # token, label and position, int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBytes:
+    """Bytes of one token's row on one device. Under tensor parallelism over N devices, a device has every N-th row of
+    the residual stream and of the norms, and all rows of what the matrices read, which is gathered.
+    """
+
+    hidden: int
+    """A row of hidden states, gathered."""
+    own_hidden: int
+    """A row of the residual stream, averaged over all tokens: this device has every N-th token."""
+    query: int
+    """The queries of this device's heads, or attention's output."""
+    key: int
+    """The keys of this device's heads, or the values."""
+    lse: int
+    """The log-sum-exp of each head, in fp32 or wider."""
+    norm: int
+    """What an RMSNorm saves: its input, one number a row, and more if it is not one kernel."""
+    feed_forward_input: int
+    """What the feed-forward part reads. A mixture's router reads the device's own rows."""
+    feed_forward_inner: int
+    """What the feed-forward part saves inside. Experts read copies of their rows."""
+    logit: int
+    """One logit. While it is converted it exists twice."""
+    kept: int
+    """What a layer keeps from forward to backward: everything, its input, or its input and attention's result."""
+    beside_layers: int
+    """Rotary angles, the inputs, and the final norm or the output that is passed on."""
+    final_norm: int
+    """The input and the output of the final norm. It is 0 on stages before the last."""
+
+    @staticmethod
+    def of(share: ModelShare, kernels: Kernels, *, element_bytes: int, checkpointing: Checkpointing) -> RowBytes:
+        """Count the rows of a device with this share of the model."""
+        shape, parts, wide = share.architecture, share.tensor_parallel, max(4, element_bytes)
+        hidden = shape.hidden_size * element_bytes
+        own_hidden = hidden // parts
+        query = shape.num_heads * shape.head_dim * element_bytes // parts
+        key = shape.num_kv_heads * shape.head_dim * element_bytes // share.key_parts
+        lse = wide * shape.num_heads // parts
+        norm = own_hidden + wide // parts + _unfused_norm(share, kernels, element_bytes)
+        feed_forward_input = own_hidden if shape.num_experts else hidden
+        feed_forward_inner = _feed_forward_inner(shape, parts, element_bytes)
+        kept = {
+            "none": 2 * norm + hidden + 2 * query + 2 * key + lse + feed_forward_input + feed_forward_inner,
+            "full": own_hidden,
+            "attention": own_hidden + query + lse,
+        }[checkpointing]
+        final_norm = norm + hidden if share.is_last else 0
+        angles = shape.head_dim * wide  # cosine and sine of half a head
+        return RowBytes(
+            hidden=hidden,
+            own_hidden=own_hidden,
+            query=query,
+            key=key,
+            lse=lse,
+            norm=norm,
+            feed_forward_input=feed_forward_input,
+            feed_forward_inner=feed_forward_inner,
+            logit=element_bytes if kernels.fused_loss or element_bytes == wide else wide + element_bytes,
+            kept=kept,
+            beside_layers=angles + (final_norm if share.is_last else own_hidden) + _INPUT_BYTES,
+            final_norm=final_norm,
+        )
+
+    @property
+    def second_half(self) -> int:
+        """What a layer's second half saves: its norm and the feed-forward part."""
+        return self.norm + self.feed_forward_input + self.feed_forward_inner
+
+    def first_half(self, head_groups: int) -> int:
+        """What a layer's first half saves when it is computed again, in addition to what was kept of it."""
+        attention = self.hidden + self.query + self.lse
+        if head_groups == 1:
+            attention += self.query + 2 * self.key
+        return self.norm + attention - self.kept
+
+
+def _unfused_norm(share: ModelShare, kernels: Kernels, element_bytes: int) -> int:
+    """What an RMSNorm of several kernels saves in addition: normalised rows, in fp32 and in the compute dtype."""
+    if kernels.fused_norm:
+        return 0
+    size = share.architecture.hidden_size
+    upcast = size * 4 if element_bytes < 4 else 0
+    return (size * element_bytes + upcast) // share.tensor_parallel
+
+
+def _feed_forward_inner(shape: Architecture, parts: int, element_bytes: int) -> int:
+    counted = flops.feed_forward_saved_bytes_per_token(shape, bytes_per_element=element_bytes)
+    sharded = 4 * max(1, shape.experts_per_token) * shape.ffn_hidden_size * element_bytes
+    return counted - sharded + sharded // parts
