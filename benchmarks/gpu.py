@@ -552,8 +552,8 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
     shape, longest, seconds = sizes.profile
 
     def measure() -> Row:
-        from bytescale.train.profile_plot import draw_profile
-        from bytescale.train.profiler import measure_profile
+        from bytescale.train.profiling.plot import draw_profile
+        from bytescale.train.profiling.profiler import measure_profile
 
         profile = measure_profile(shape, device=device.device, dtype=device.dtype, max_tokens=longest, seconds=seconds)
         out = Path("benchmarks/out/profile.toml")

@@ -39,7 +39,7 @@ from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Chunk, Mesh, ModelPart, RankGroup, ShardedAdamW, run_rank_plan
-from bytescale.train.own_model import build_own_model
+from bytescale.train.parts.own_model import build_own_model
 
 NUM_RANKS = 2
 TOKENS = 384  # of a micro-batch, which has three sequences

@@ -48,8 +48,8 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, align, aligned, paper_plan
 from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
 from bytescale.simulator import ClusterConfig, simulate
-from bytescale.train.own_model import build_own_model
-from bytescale.train.step import seconds_waited
+from bytescale.train.loop.step import seconds_waited
+from bytescale.train.parts.own_model import build_own_model
 
 TOKENS = 512
 STAGES = 2

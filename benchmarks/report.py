@@ -2,8 +2,8 @@
 
     python benchmarks/report.py --ranks 16384
 
-The report is the real one (``train.report``). Messages go nowhere (PyTorch's ``fake`` backend): what is measured is
-what a rank does with numbers before and after them. Beside it stands a table of all reports on every rank.
+The report is the real one (``train.reporting.totals``). Messages go nowhere (PyTorch's ``fake`` backend): what is
+measured is what a rank does with numbers before and after them. Beside it stands a table of all reports on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
-from bytescale.train.report import Maxima, Report, Sums
+from bytescale.train.reporting.totals import Maxima, Report, Sums
 
 
 def median_ms(work: Callable[[], object], rounds: int = 20) -> float:

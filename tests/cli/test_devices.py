@@ -15,8 +15,8 @@ from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_tom
 from bytescale.cost import Profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan
-from bytescale.train.dry_run import dry_run
-from bytescale.train.memory import memory_budget
+from bytescale.train.loop.dry_run import dry_run
+from bytescale.train.parts.budget import memory_budget
 from tests.train.runs import small_run, with_trainer, write_corpus
 
 ROOM = 1.0  # GiB: more tokens fit than a chunk of the loss or of the feed-forward part has

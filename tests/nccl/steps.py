@@ -13,7 +13,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Chunk, Mesh, ModelPart, ShardedAdamW, run_rank_plan
 from bytescale.runtime.activations import Activations
-from bytescale.train.own_model import build_own_model
+from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import ZeroKernel
 

@@ -25,7 +25,7 @@ from bytescale.runtime import run_rank_plan as run_plan
 from bytescale.runtime.buckets import BucketCollectives, Overlap
 from bytescale.runtime.flat import ALIGNMENT
 from bytescale.runtime.group import PendingCollective
-from bytescale.train.own_model import build_own_model
+from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.effort import pairs
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh

@@ -9,7 +9,7 @@ import pytest
 
 from bytescale.config import Config, ParallelConfig, TrainerConfig
 from bytescale.train.fit import fit_to_gpus
-from bytescale.train.launch import rank_failure
+from bytescale.train.launch.torchrun import rank_failure
 
 
 def failure(exitcode: int, record: str = "", timestamp: int = 0) -> SimpleNamespace:

@@ -12,7 +12,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_architecture
 from bytescale.config.validate import validate
 from bytescale.train import train
-from bytescale.train.memory import GIB, MemoryBudget, memory_budget, usable_host_bytes
+from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget, usable_host_bytes
 from tests.helpers.effort import one_of
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 

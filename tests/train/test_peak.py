@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale.train.peak import datasheet_peak, known_peak
+from bytescale.train.profiling.peak import datasheet_peak, known_peak
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.runtime import RankGroup
 from bytescale.train import train
-from bytescale.train.job import measured_profile
-from bytescale.train.profiler import CURVES, Measurer, measure_links, measure_profile
+from bytescale.train.parts.job import measured_profile
+from bytescale.train.profiling.profiler import CURVES, Measurer, measure_links, measure_profile
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import small_shape
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus

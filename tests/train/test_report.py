@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
-from bytescale.train.report import Report, Sums
+from bytescale.train.reporting.totals import Report, Sums
 from tests.helpers.forks import run_forked
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from bytescale.train import screen
-from bytescale.train.metrics import StepMetrics
-from bytescale.train.screen import LiveScreen, PlainScreen, console_of, screen_of_stdout
-from bytescale.train.step_row import remarks, step_header, step_row
+from bytescale.train.reporting import screen
+from bytescale.train.reporting.metrics import StepMetrics
+from bytescale.train.reporting.screen import LiveScreen, PlainScreen, console_of, screen_of_stdout
+from bytescale.train.reporting.step_row import remarks, step_header, step_row
 
 STEP = StepMetrics(
     step=12,

@@ -12,9 +12,9 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, TrainerConfig
-from bytescale.train import trackers
+from bytescale.train.reporting import trackers
+from bytescale.train.reporting.trackers import _run_id, check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder
-from bytescale.train.trackers import _run_id, check_trackers, open_trackers
 
 
 def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:

@@ -118,6 +118,6 @@ def _usable_bytes(config: Config | None, kind: DeviceKind) -> float:
         return ASSUMED_GIB * GIB
     import torch
 
-    from bytescale.train.memory import usable_device_bytes
+    from bytescale.train.parts.budget import usable_device_bytes
 
     return usable_device_bytes(config, torch.device(kind), config.parallel.ranks)

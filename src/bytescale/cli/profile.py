@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     from bytescale.train.ranks import under_torchrun
 
     if options.ranks > 1 and not under_torchrun():
-        from bytescale.train.launch import launch_ranks
+        from bytescale.train.launch.torchrun import launch_ranks
 
         launch_ranks(options.ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
         return 0
@@ -94,7 +94,7 @@ def profile_command(options: ProfileOptions) -> int:
     """Measure on all ranks together. The first rank writes the files."""
     import torch
 
-    from bytescale.train.kernels import open_kernels
+    from bytescale.train.parts.kernels import open_kernels
     from bytescale.train.ranks import open_ranks
 
     config = Config(
@@ -113,7 +113,7 @@ def profile_command(options: ProfileOptions) -> int:
 def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from bytescale.train.profiler import measure_profile
+    from bytescale.train.profiling.profiler import measure_profile
 
     console = Console(stderr=True, quiet=not ranks.is_first)
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
@@ -134,7 +134,7 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
 
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
-    from bytescale.train.profile_plot import draw_profile
+    from bytescale.train.profiling.plot import draw_profile
 
     save_profile(profile, options.out)
     picture = options.out.with_suffix(".png")

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     validate(config, num_ranks=_ranks_of_torchrun())
     if options.dry_run:
         _check_initial_weights(config)
-        from bytescale.train.dry_run import dry_run
+        from bytescale.train.loop.dry_run import dry_run
 
         dry_run(config)
         return 0
@@ -126,9 +126,9 @@ def prepare_and_start(options: TrainOptions) -> None:
     Whatever can fail without ranks fails here, before any rank is started.
     """
     from bytescale.train.fit import fit_to_gpus
+    from bytescale.train.launch.supervise import supervise
+    from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
-    from bytescale.train.supervise import supervise
-    from bytescale.train.trackers import check_trackers
 
     check_trackers(options.config.trainer)
     config = fit_to_gpus(options.config)
@@ -143,11 +143,11 @@ def prepare_and_start(options: TrainOptions) -> None:
             train(config)
             return
         if options.launch == "torchrun":
-            from bytescale.train.launch import ranks_there
+            from bytescale.train.launch.torchrun import ranks_there
 
             start = _start_ranks
         else:
-            from bytescale.train.launch_ray import ranks_there
+            from bytescale.train.launch.on_ray import ranks_there
 
             start = _start_ranks_on_ray
         supervise(
@@ -195,14 +195,14 @@ def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
 
 
 def _start_ranks_on_ray(config: Config) -> None:
-    from bytescale.train.launch_ray import launch_on_ray
+    from bytescale.train.launch.on_ray import launch_on_ray
 
     print(f"starting {config.parallel.ranks} ranks on Ray ...", flush=True)
     launch_on_ray(config)
 
 
 def _start_ranks(config: Config) -> None:
-    from bytescale.train.launch import launch_ranks
+    from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
     with TemporaryDirectory(prefix="bytescale-") as folder:

@@ -40,7 +40,7 @@ class Profile:
     source: str = ""
     """Where the numbers come from, as a text for people."""
     device: str = ""
-    """The device and dtype that were measured (``train.peak.device_name``). Empty: the figures are published ones."""
+    """The measured device and dtype (``train.profiling.peak.device_name``). Empty: the figures are published ones."""
     attention_forward: Curve
     """Seconds of attention for one sequence on one rank: a1 s^2 + b1 s, plus g1 once per micro-batch."""
     attention_backward: Curve

@@ -1,5 +1,5 @@
 """Floor 6: the trainer, its run folder and its metrics."""
 
-from bytescale.train.trainer import train
+from bytescale.train.loop.trainer import train
 
 __all__ = ["train"]

@@ -9,14 +9,14 @@ from pathlib import Path
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.versions import require_torch
 from bytescale.config import Config, validate
-from bytescale.train.feed import open_feed
-from bytescale.train.job import Job, build_job
-from bytescale.train.kernels import open_kernels
+from bytescale.train.loop.step import train_step
+from bytescale.train.parts.feed import open_feed
+from bytescale.train.parts.job import Job, build_job
+from bytescale.train.parts.kernels import open_kernels
 from bytescale.train.ranks import open_ranks, ranks_of_torchrun
+from bytescale.train.reporting.run_log import RunLog
+from bytescale.train.reporting.screen import PlainScreen, screen_of_stdout
 from bytescale.train.run_folder import RunFolder
-from bytescale.train.run_log import RunLog
-from bytescale.train.screen import PlainScreen, screen_of_stdout
-from bytescale.train.step import train_step
 from bytescale.train.stop import StopRequest
 
 

@@ -14,12 +14,12 @@ from bytescale.config import Architecture, Config
 from bytescale.cost import flops
 from bytescale.data import CorpusFacts, StepData
 from bytescale.plan.io import save_plan
-from bytescale.train.job import Job
-from bytescale.train.metrics import MetricsFile, StepMetrics, drop_metrics_after
+from bytescale.train.parts.job import Job
+from bytescale.train.reporting.metrics import MetricsFile, StepMetrics, drop_metrics_after
+from bytescale.train.reporting.screen import Screen
+from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
+from bytescale.train.reporting.trackers import Tracker, open_trackers
 from bytescale.train.run_folder import RunFolder
-from bytescale.train.screen import Screen
-from bytescale.train.step_row import ROW_COLUMNS, remarks, step_header, step_row
-from bytescale.train.trackers import Tracker, open_trackers
 
 _HEADER_EVERY = 20
 """Rows after which the columns' names are printed again."""

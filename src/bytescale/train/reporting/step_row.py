@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.train.metrics import StepMetrics
+from bytescale.train.reporting.metrics import StepMetrics
 
 ROW_COLUMNS = 110
 """Largest number of characters in a row."""

@@ -13,11 +13,11 @@ from bytescale.data import check_vocabulary, prepare_corpus
 from bytescale.data.order.mixture import make_sampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.job import measured_profile, planning_cost, verified_planner
-from bytescale.train.kernels import open_kernels
-from bytescale.train.memory import memory_budget
+from bytescale.train.parts.budget import memory_budget
+from bytescale.train.parts.job import measured_profile, planning_cost, verified_planner
+from bytescale.train.parts.kernels import open_kernels
 from bytescale.train.ranks import choose_device, choose_dtype
-from bytescale.train.run_log import describe_corpus
+from bytescale.train.reporting.run_log import describe_corpus
 
 
 def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:

@@ -44,7 +44,7 @@ from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup, linear_cross_entropy
-from bytescale.train.peak import device_name
+from bytescale.train.profiling.peak import device_name
 
 MIN_TOKENS = 256
 SWEEPS = 5

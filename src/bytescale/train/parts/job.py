@@ -26,10 +26,10 @@ from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, ShardedAdamW
-from bytescale.train.kernels import Kernels
-from bytescale.train.memory import MemoryBudget, memory_budget
-from bytescale.train.own_model import build_own_model
-from bytescale.train.peak import device_name, known_peak
+from bytescale.train.parts.budget import MemoryBudget, memory_budget
+from bytescale.train.parts.kernels import Kernels
+from bytescale.train.parts.own_model import build_own_model
+from bytescale.train.profiling.peak import device_name, known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
 

@@ -10,10 +10,10 @@ from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
 from bytescale.data import StepData
 from bytescale.runtime import Mesh, run_rank_plan
-from bytescale.train.job import Job
-from bytescale.train.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
-from bytescale.train.report import Report, Sums
-from bytescale.train.schedule import learning_rate
+from bytescale.train.loop.schedule import learning_rate
+from bytescale.train.parts.job import Job
+from bytescale.train.reporting.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
+from bytescale.train.reporting.totals import Report, Sums
 
 
 def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -> StepMetrics:

@@ -1,0 +1,1 @@
+"""The parts of a run, built from the config: ranks' model, kernels, memory budget, loader."""
