@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_train_then_resume_on_one_rank(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = bytescale("train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.steps", "4")

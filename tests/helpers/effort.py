@@ -30,13 +30,14 @@ def examples(quick: int, rest: int, **options: Any) -> Callable[[Test], Test]:
     return decorate
 
 
-def a_third(values: Sequence[Any]) -> list[Any]:
-    """Parameters of a test, one in three of them in ``make test`` and the others in the rest.
+def one_in(step: int, values: Sequence[Any]) -> list[Any]:
+    """Parameters of a test, every ``step``-th of them in ``make test`` and the others in the rest.
 
-    Which ones is decided by the place, so that of a product of few values every value is tried in ``make test``.
+    Take a ``step`` that has no divisor in common with the number of values of any factor of a product: then
+    ``make test`` tries every value of every factor.
     """
     return [
-        value if place % 3 == 0 else pytest.param(*_tuple(value), marks=pytest.mark.exhaustive)
+        value if place % step == 0 else pytest.param(*_tuple(value), marks=pytest.mark.exhaustive)
         for place, value in enumerate(values)
     ]
 

@@ -72,7 +72,7 @@ def assert_finishes(programs: list[list[Event]]) -> None:
             assert not stuck, f"{rules}:\n" + "\n".join(stuck)
 
 
-@examples(9, 60, phases=NO_SHRINKING)
+@examples(6, 60, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["static", "naive", "paper", "adaptive", "random"]),
     mesh=st.sampled_from(

@@ -63,9 +63,8 @@ def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int)
                 assert data.times.bytes_received > data.times.bytes_read
 
 
-@pytest.mark.parametrize(
-    "kinds", [pytest.param(("ray", "ray", "ray"), marks=pytest.mark.exhaustive), ("ray", "local", "ray")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kinds", [("ray", "ray", "ray"), ("ray", "local", "ray")])
 def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
     tmp_path: Path, corpus: int, kinds: tuple[str, ...]
 ) -> None:
@@ -150,6 +149,7 @@ def test_what_servers_find_wrong_reaches_every_rank(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_the_state_of_other_data_is_refused(tmp_path: Path, corpus: int) -> None:
     with feeds(numbered_config(tmp_path), "ray", 1) as (feed,):
         state = feed.state_dict()

@@ -172,6 +172,7 @@ def hold_back(server: Any, names: set[str], until: Path) -> None:
     reader.prepare = late_prepare
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
     tmp_path: Path, config: DataConfig
 ) -> None:

@@ -30,6 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, only: str) -> tuple[int, dic
     return code, json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.exhaustive
 def test_every_case_has_its_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, 
     np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -> None:
     run(on_mesh(deep_run(corpus, tmp_path / "alone")))
     run(on_mesh(deep_run(corpus, tmp_path / "mesh"), tp=2, pp=2, hdp=2))

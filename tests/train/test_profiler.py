@@ -43,6 +43,7 @@ def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
     assert profile.device == "cpu, float32"
 
 
+@pytest.mark.exhaustive
 def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes its time would leave a profile of one length."""
     measure, calls = Measurer.measure, []

@@ -55,6 +55,7 @@ def copied(three_steps: Config, tmp_path: Path) -> Config:
     return with_trainer(three_steps, run_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.exhaustive
 def test_every_token_range_is_counted_through_deaths_and_other_numbers_of_ranks(corpus: Path, tmp_path: Path) -> None:
     """A rank dies on 2, the run goes on with 3, dies again, ends on 1; steps since a checkpoint were taken twice."""
     config = recorded(small_run(corpus, tmp_path / "run", steps=STEPS))

@@ -8,8 +8,8 @@ import pytest
 
 from bytescale.common.errors import ConfigError, RankFailure, RanksRefused
 from bytescale.config import Config
+from bytescale.train.launch import torchrun as launch
 from bytescale.train.launch.supervise import supervise
-from bytescale.train.launch.torchrun import torchrun as launch
 from tests.train.runs import on_ranks, small_run
 
 
