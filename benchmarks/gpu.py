@@ -1,19 +1,22 @@
-"""Offloading, MFU, the longest context, the cross-entropy and a profile on one device, from a checkout, uninstalled.
+"""Measures offloading, MFU, the longest context, the cross-entropy and a profile on one device. Runs from a checkout.
 
     PYTHONPATH=src:. python benchmarks/gpu.py                    # a GPU if there is one, else small sizes on the CPU
     PYTHONPATH=src:. python benchmarks/gpu.py --only loss,offload --out benchmarks/out/first.json
 
-Prints Markdown tables as docs/benchmarks.md has them, row by row; ``--out`` has every row as soon as it is measured.
-Each part fits in ten minutes of an H200, all together in half an hour; a case that would not end within ``--seconds``
-is left out and says so, one that fails says why, and the next one runs.
+It prints Markdown tables in the form of docs/benchmarks.md, row by row. It also writes every row to ``--out`` as soon
+as the row is measured. On an H200, each part takes at most ten minutes, and all parts together half an hour. A case
+that would not end within ``--seconds`` is left out, and its row says so. The row of a case that fails says why, and the
+next case runs.
 
-Needs torch and NumPy (Triton on a GPU; matplotlib for the profile's picture). Compares with Liger (``liger-kernel``, a
-wheel of pure Python: unpack it into PYTHONPATH) and ``torch.nn.functional.linear_cross_entropy`` where they exist.
+It needs torch and NumPy, Triton on a GPU, and matplotlib for the picture of the profile. The loss is compared with
+``torch.nn.functional.linear_cross_entropy`` and Liger where they exist (``liger-kernel`` is a wheel of pure Python;
+unpack it into PYTHONPATH).
 
-A step is a whole one: forward, backward into fp32 sums, AdamW. Times are medians between synchronisations after a
-warm-up; a case whose first run takes longer than ``LONG_SECONDS`` has that one, and ``warm_ups`` 0. Pinned pages are
-made before. Peak memory is on top of parameters, gradients and optimizer: the allocator's on a GPU; on a CPU that of
-counted tensors, in a run of its own, and offloaded bytes are taken off although they lie in the same memory.
+A step is a complete one: forward, backward into fp32 sums, AdamW. Times are medians, measured between synchronisations
+after a warm-up. If the first run of a case takes longer than ``LONG_SECONDS``, it is the only one, and ``warm_ups`` is
+0. Pinned pages are allocated before anything is timed. Peak memory does not include parameters, gradients and
+optimizer. On a GPU it is the allocator's peak. On a CPU it is the peak of counted tensors, from a separate run; there,
+offloaded bytes are subtracted although they lie in the same memory.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Contexts of many lengths in one process: segments that grow leave no fragments. Read when CUDA starts.
+# One process runs contexts of many lengths; segments that grow avoid fragments. CUDA reads this when it starts.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
@@ -65,20 +68,20 @@ from bytescale.runtime import (
 
 GIB = 2**30
 LONG_SECONDS = 100.0
-"""A first run that takes longer counts: what it has to warm up, allocations, is less than a hundredth of it."""
+"""A first run that takes longer than this counts. Its warm-up, allocations, is less than a hundredth of it."""
 CASE_SECONDS = 20.0
-"""Runs of one case stop after so long."""
+"""Runs of one case stop after this many seconds."""
 GUESSED_FLOPS = 350e12
-"""A second, of a step on an H200 with FlashAttention 2: only to leave out what would not end in time."""
+"""FLOP/s of a step on an H200 with FlashAttention 2. It only serves to leave out cases that would not end in time."""
 
 Row = dict[str, Any]
 Case = tuple[Row, float, Callable[[], Row]]
-"""What is measured, about how many seconds it takes on a GPU, and the measurement, which returns the figures."""
+"""A case: its name, about how many seconds it takes on a GPU, and a function that measures and returns figures."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a kind of device."""
+    """The sizes of all cases for one kind of device."""
 
     shape: Architecture
     offload: tuple[tuple[int, int, str, float], ...]  # (tokens, layers, checkpointing, ratio)
@@ -89,7 +92,7 @@ class Sizes:
     attention: tuple[int, ...]  # tokens
     loss: tuple[tuple[int, int, int], ...]  # (tokens, hidden, vocabulary)
     profile: tuple[Architecture, int, float]  # (shape, longest, seconds)
-    device_bytes: float  # for the longest context; a GPU's allocator knows by itself
+    device_bytes: float  # for the longest context; on a GPU the allocator knows it
     host_bytes: int
     steps: int
 
@@ -129,7 +132,7 @@ CPU = Sizes(
 
 
 class Device:
-    """Times work and finds its peak memory."""
+    """Measures the time and the peak memory of work."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -144,7 +147,7 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def once(self, work: Callable[[], object]) -> float:
-        """Seconds of one run."""
+        """Return the seconds of one run."""
         self.synchronise()
         started = time.perf_counter()
         work()
@@ -152,9 +155,9 @@ class Device:
         return time.perf_counter() - started
 
     def figures(self, work: Callable[[], object], repeats: int) -> Row:
-        """Median seconds of up to ``repeats`` runs, and the peak of what they need on top of what is there before.
+        """Return the median seconds of up to ``repeats`` runs, and the peak memory that they add to what is allocated.
 
-        ``work`` leaves as much memory behind as it finds, but for its first run, which may make buffers that stay.
+        ``work`` must free what it allocates. Only its first run may make buffers that stay.
         """
         before = self._start_counting()
         times = [self.once(work)]
@@ -182,7 +185,7 @@ class Device:
 
     @contextmanager
     def tidy(self) -> Iterator[None]:
-        """Give everything back afterwards, so that cases do not share fragments."""
+        """Free all memory afterwards, so that a case does not inherit fragments from another."""
         try:
             yield
         finally:
@@ -192,7 +195,7 @@ class Device:
 
 
 def counted_peak(work: Callable[[], object]) -> int:
-    """Bytes of living tensors at the worst moment of a run on the CPU."""
+    """Return the largest number of bytes that tensors hold at one time during a run on the CPU."""
     from tests.helpers.live_bytes import LiveBytes
 
     with LiveBytes(with_numbers=True) as live:
@@ -234,7 +237,7 @@ class Step:
         self.parts = [ModelPart(model=model, activations=activations)]
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
         self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
-        self.optimizer.states()  # there before the first step, so that no step's peak counts them
+        self.optimizer.states()  # made before the first step, so that the peak of no step counts them
 
     def __call__(self) -> None:
         self.parameters.zero_gradients()
@@ -251,7 +254,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tokens:
-    """``runtime.executor.MicroBatchTokens``, on the device; every token is its own target."""
+    """A ``runtime.executor.MicroBatchTokens`` on the device. Every token is its own target."""
 
     tokens: Tensor
     labels: Tensor
@@ -264,11 +267,12 @@ class Tokens:
 
 
 class NoAttention:
-    """Allocates what flash attention allocates and computes nothing: memory of contexts that take an hour to compute.
+    """A kernel that allocates what flash attention allocates but computes nothing.
 
-    In backward sums of dq in fp32, a number per row and head, and where heads share keys dk and dv of every head
-    (``mha_varlen_bwd`` in ATen's flash_api.cpp); the output of some heads is copied out of all heads'
-    (``_flash_attention_backward``). tests/cost/test_memory.py holds the estimate against the same.
+    It measures the memory of contexts that would take an hour to compute. In backward it allocates sums of dq in fp32,
+    one number per row and head, and if heads share keys also dk and dv of every head (``mha_varlen_bwd`` in ATen's
+    flash_api.cpp). The output of a group of heads is copied out of the output of all heads
+    (``_flash_attention_backward``). tests/cost/test_memory.py compares the estimate with the same allocations.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
@@ -286,7 +290,7 @@ class NoAttention:
 
 
 def one_micro_batch(lengths: list[int], ratio: float) -> RankPlan:
-    """All documents whole on one rank."""
+    """Return a plan with all documents whole on one rank."""
     group = GroupSpec(sequences=list(range(len(lengths))), ranks=[0], offload_ratio=ratio)
     plan = Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=[group], schedule=[[[0]]])
     return RankPlan.of(plan, 0)
@@ -298,7 +302,7 @@ def device_room(device: Device, sizes: Sizes) -> float:
 
 
 def memory_model(device: Device, shape: Architecture, checkpointing: str, head_groups: int = 1) -> MemoryModel:
-    """What ``train`` goes by on this device."""
+    """Return the memory model that ``train`` uses on this device."""
     return MemoryModel.on_device(
         shape,
         "cuda" if device.on_gpu else "cpu",
@@ -310,26 +314,26 @@ def memory_model(device: Device, shape: Architecture, checkpointing: str, head_g
 
 
 def fitting_model(device: Device, sizes: Sizes, shape: Architecture, checkpointing: str, tokens: int) -> MemoryModel:
-    """The same with as few groups of heads as a micro-batch of ``tokens`` allows."""
+    """Return a copy with the fewest head groups with which a micro-batch of ``tokens`` fits."""
     model = memory_model(device, shape, checkpointing)
     return model.in_head_groups(device_room(device, sizes), capacity_tokens=tokens, offload=False)
 
 
 def step_seconds(shape: Architecture, documents: int, tokens: int, checkpointing: str) -> float:
-    """About how long a step takes on an H200."""
+    """Estimate the seconds of a step on an H200."""
     work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
     return work * (4 / 3 if checkpointing == "full" else 1.1) / GUESSED_FLOPS
 
 
 def case_seconds(step: float) -> float:
-    """About how long ``Device.figures`` takes for runs of ``step`` seconds."""
+    """Estimate the seconds that ``Device.figures`` takes for runs of ``step`` seconds."""
     return step if step > LONG_SECONDS else max(2 * step, CASE_SECONDS)
 
 
 def step_figures(
     device: Device, sizes: Sizes, shape: Architecture, lengths: list[int], checkpointing: str, ratio: float
 ) -> Row:
-    """Seconds and peak of a step, and what ``cost.memory`` estimates for it."""
+    """Measure the seconds and the peak memory of a step, beside the estimate of ``cost.memory``."""
     tokens = sum(lengths)
     estimate = fitting_model(device, sizes, shape, checkpointing, tokens)
     pool = HostPool(sizes.host_bytes, pinned=device.on_gpu) if ratio > 0 else None
@@ -343,7 +347,7 @@ def step_figures(
 
 
 def make_pages(pool: HostPool, num_bytes: float) -> None:
-    """Pin host memory, seconds of work for tens of GiB, before anything is timed."""
+    """Pin host memory before anything is timed. For tens of GiB this takes seconds."""
     pages = [pool.take() for _ in range(int(num_bytes) // pool.page_bytes)]
     for page in pages:
         pool.leave(page, None)
@@ -386,7 +390,7 @@ def mfu_cases(device: Device, sizes: Sizes, chosen: tuple[tuple[int, int, int, s
 
 
 def matmul_rate(device: Device) -> float:
-    """FLOP/s of a large matrix product, over long enough for the clocks to settle."""
+    """Measure the FLOP/s of a large matrix product, for long enough that the clock rates settle."""
     side, products = (8192, 50) if device.on_gpu else (1024, 4)
     left, right = (torch.randn(side, side, device=device.device).to(device.dtype) for _ in range(2))
     out = torch.empty_like(left)
@@ -400,7 +404,7 @@ def matmul_rate(device: Device) -> float:
 
 
 def attention_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
-    """The kernel alone: what MFU of long contexts can reach."""
+    """Measure the attention kernel alone, which limits the MFU of long contexts."""
     rate, shape = matmul_rate(device), sizes.shape
     kernel = select_kernel("auto", device.device, device.dtype)
     for tokens in sizes.attention:
@@ -427,7 +431,9 @@ def attention_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
 
 
 def longest_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
-    """Memory first, without attention's hour of arithmetic; then a real step that is as long as time allows."""
+    """Find the longest context by memory, without attention's arithmetic. Then take a real step of as many tokens as
+    time allows.
+    """
     pool = HostPool(sizes.host_bytes, pinned=device.on_gpu)
     for name, shape, first in sizes.longest:
         row = {"model": name, "layers": shape.num_layers, "checkpointing": "full"}
@@ -463,7 +469,7 @@ def longest_figures(
     pool: HostPool,
     kernel: AttentionKernel | None = None,
 ) -> Row:
-    """One step with as much offloaded as host memory has room for, and whether the device has room for the rest."""
+    """Return a step that offloads as much as host memory can hold, and whether the rest fits on the device."""
     estimate = fitting_model(device, sizes, shape, "full", tokens)
     ratio = min(1.0, 0.98 * sizes.host_bytes / (estimate.movable_bytes_per_token * tokens))
     room = device_room(device, sizes)
@@ -490,7 +496,7 @@ def longest_figures(
 
 
 def losses(device: Device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | str]:
-    """Each implementation, or why it is not there. All return sums over tokens."""
+    """Return each implementation, or the reason why it is missing. All of them return sums over tokens."""
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | str] = {
         "bytescale": linear_cross_entropy,
         "plain PyTorch": lambda h, w, y: F.cross_entropy((h @ w.T).float(), y, reduction="sum"),
@@ -510,7 +516,7 @@ def losses(device: Device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tenso
         return found | {"Liger": "needs a GPU"}
     liger = Liger(reduction="sum")
     found["Liger"] = lambda h, w, y: liger(w, h, y)
-    if "accum_dtype" in inspect.signature(Liger).parameters:  # the head's gradient in fp32, as ours
+    if "accum_dtype" in inspect.signature(Liger).parameters:  # the head's gradient is in fp32, like ours
         wide = Liger(reduction="sum", accum_dtype=torch.float32)
         found["Liger, fp32 sums"] = lambda h, w, y: wide(w, h, y)
     return found
@@ -528,10 +534,10 @@ def loss_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
 
 
 def loss_figures(device: Device, repeats: int, function: Any, tokens: int, width: int, vocab: int) -> Row:
-    """Seconds and peak GiB of forward and backward of one implementation."""
+    """Measure the seconds and the peak GiB of forward and backward of one implementation."""
     if isinstance(function, str):
         return {"note": function}
-    generator = torch.Generator(device=device.device).manual_seed(0)  # the same numbers for everybody
+    generator = torch.Generator(device=device.device).manual_seed(0)  # the same numbers for all implementations
     hidden = torch.randn(tokens, width, device=device.device, generator=generator).to(device.dtype).requires_grad_()
     weight = torch.randn(vocab, width, device=device.device, generator=generator).mul_(0.02).to(device.dtype)
     weight.requires_grad_()
@@ -548,7 +554,7 @@ def loss_figures(device: Device, repeats: int, function: Any, tokens: int, width
 
 
 def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
-    """``bytescale profile`` where its command line's packages are not installed."""
+    """Run the measurement of ``bytescale profile`` without the packages that its command line needs."""
     shape, longest, seconds = sizes.profile
 
     def measure() -> Row:
@@ -584,7 +590,7 @@ PARTS: dict[str, Callable[[Device, Sizes], Iterator[Case]]] = {
 
 
 class Table:
-    """Markdown, printed row by row: the first row's columns, and a last one for whatever else a row has to say."""
+    """Prints Markdown row by row. The first row decides the columns; a last column holds what else a row has."""
 
     def __init__(self) -> None:
         self._columns: list[str] = []
@@ -605,7 +611,7 @@ def cell(value: object) -> str:
 
 
 def measured(device: Device, case: Case, seconds_left: float) -> tuple[Row, bool]:
-    """The case's row, and whether it is as it should be: running out of memory is a finding, an error is not."""
+    """Return the row of a case, and whether it is valid. Running out of memory is a finding, and an error is not."""
     row, seconds, measure = case
     if device.on_gpu and seconds > seconds_left:
         return row | {"note": f"left out: takes about {seconds:.0f} s, {seconds_left:.0f} s are left"}, True
@@ -614,7 +620,7 @@ def measured(device: Device, case: Case, seconds_left: float) -> tuple[Row, bool
             return row | measure(), True
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             return row | {"note": f"out of memory: {str(error).splitlines()[0]}"}, True
-        except Exception as error:  # printed, and in the exit code: the cases that follow are worth their minutes
+        except Exception as error:  # it is printed and counts in the exit code; the following cases still run
             return row | {"note": f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}, False
 
 
@@ -622,7 +628,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="which, with commas: " + ", ".join(PARTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
-    parser.add_argument("--seconds", type=float, default=570.0, help="after so many no case is begun on a GPU")
+    parser.add_argument("--seconds", type=float, default=570.0, help="on a GPU, start no case after this many seconds")
     parser.add_argument("--out", type=Path, help="also write JSON here, after every row")
     options = parser.parse_args()
     started = time.perf_counter()

@@ -1,39 +1,42 @@
-"""What ``paper_tables.py`` assumes where arXiv 2502.21231 is silent, once, for all rows; and what the paper printed.
+"""The assumptions of ``paper_tables.py`` where arXiv 2502.21231 is silent, the same for all rows, and its figures.
 
 Taken from the paper (section 8): layers, heads, KV groups and hidden sizes; devices per model; 32M tokens a batch;
 which models run with a pipeline; the case study's times (``cost/profiles/case-study.toml``).
 
 Assumed, one rule each:
 
-* Device rates and links: the case study's for every model, scaled by operation counts (``Profile.scaled_to``). Of a
-  ring step's 1.58 ms 0.24 are latency, the rest bytes at 12.5 GB/s: backward moves three times forward's bytes (K and
-  V in bf16, dK and dV in fp32) and takes 2.7 times as long. So narrow slices (a large tp) ring worse than wide ones.
+* Device rates and links: every model uses those of the case study, scaled by operation counts (``Profile.scaled_to``).
+  A ring step takes 1.58 ms. Of these, 0.24 ms are latency, and the rest is the time of its bytes at 12.5 GB/s. The
+  reason: backward moves three times the bytes of forward (K and V in bf16, dK and dV in fp32) but takes only 2.7 times
+  as long. So rings of narrow slices (a large tp) are less efficient than rings of wide ones.
 * The static mesh fills every pack to the last token, in the order of the stream, and cuts the document that does not
-  fit: the case study counts exactly 8 micro-batches on 2 rows of 2M for 32M tokens, 97.6 % of them communication, so no
-  token is lost to padding and no ring step is bound by a 2M document's attention.
-* Algorithm 2 runs in rounds, by the letter of section 6: target ranks are those whose accumulated time lags behind the
-  longest by more than delta, they get sequences, and again. Accumulated is the time of a rank's own micro-batches: that
-  groups wait for their members is not in it. Delta, left open, is one full micro-batch of one rank.
-* Capacity: 8K tokens a rank for every model, as in the case study; hence CP = context / 8K in the static mesh.
-* pp, then tp: the smallest powers of two at which those 8K tokens' activations, the weights in bf16 and the gradients
-  in fp32 take at most 80 % of an 80-GB device; tp at most 8 (one node); pp 1 where the paper says HDP + TP, else at
-  least 2. The rule finds the case study's tp = 2 by itself.
-* Feed-forward widths: LLaMA's and Mistral's own. A token of a mixture passes two of eight experts, counted as one block
-  of twice the width; gradients of all eight are reduced.
-* 8x22B ran on "more than 12,000" devices: 16,384, the title's number, of which CP = 256 makes a whole mesh.
-* Before offloading, activations are recomputed in backward: by the static mesh, and by the ablation's first step. So
-  backward repeats forward, rings included. Offloading takes its place, on as many ranks as before, as in the paper's
-  offload figure, where r = 1 and recomputation keep the same 27 GB. This explains the published gain of 1.26: backward
-  repeated 1 of 3.5 parts of attention, 1 of 3 of the rest. Fewer ranks, by the letter of Eq. 3, make steps longer.
-* Host memory for offloading: 64 GB a device.
-* Loader: not hidden before the remote loader; its time per node follows from the published ablation's last row, whose
-  gain over the row before is therefore met by construction.
-* Batches: the two length distributions of the data floor, which satisfy what section 3.1 says of the sets; documents
-  longer than the context are split. Batches are cut from one stream, as in training: 16 of them hold five sequences of
-  2M of github, which single draws of 32M tokens would miss or double.
-* Gradient sync runs beside the last backward and the next first forward for all layers of a stage but one, as in the
-  same company's MegaScale (Jiang et al., NSDI 2024, section 3.2). Our own runtime does not do this.
-* Pipelines run plain 1F1B; groups of Algorithm 2 whose order would deadlock there are put on other ranks (``align``).
+  fit. The case study counts exactly 8 micro-batches on 2 rows of 2M for 32M tokens, and communication is 97.6 % of
+  their time. So no token is lost to padding, and the attention of a 2M document never decides the time of a ring step.
+* Algorithm 2 runs in rounds, by the letter of section 6. In each round, the target ranks are those whose accumulated
+  time lags behind the longest by more than delta, and they get sequences. The accumulated time is that of a rank's own
+  micro-batches, without waiting for members of a group. The paper leaves delta open; ours is one full micro-batch of
+  one rank.
+* Capacity: 8K tokens per rank for every model, as in the case study. So the static mesh has CP = context / 8K.
+* pp and tp are the smallest powers of two, pp first, with which the activations of 8K tokens, the weights in bf16 and
+  the gradients in fp32 take at most 80 % of a device of 80 GB. tp is at most 8 (one node). pp is 1 where the paper says
+  HDP + TP, and at least 2 elsewhere. This rule yields the case study's tp = 2.
+* Feed-forward widths are those of LLaMA and Mistral. A token of a mixture passes two of eight experts, which count as
+  one block of twice the width. Gradients of all eight experts are reduced.
+* 8x22B ran on "more than 12,000" devices. We take 16,384, the number in the title, because CP = 256 divides it.
+* Before offloading, the static mesh and the first step of the ablation recompute activations in backward. So backward
+  repeats forward, including its rings. Offloading replaces recomputation on the same number of ranks, as in the paper's
+  offload figure, where r = 1 and recomputation keep the same 27 GB. This explains the published gain of 1.26: the
+  repeated forward was 1 of 3.5 parts of attention's time and 1 of 3 parts of the rest. Using fewer ranks, by the letter
+  of Eq. 3, makes steps longer.
+* Host memory for offloading: 64 GB per device.
+* Loader: nothing hides its time before the remote loader is switched on. Its time per node follows from the last row of
+  the published ablation, so the gain in that row agrees by construction.
+* Batches: we use the two length distributions of the package, which satisfy what section 3.1 says about the data sets.
+  Documents longer than the context are split. Batches are cut from one stream, as in training. 16 batches of github
+  hold five sequences of 2M; independent draws of 32M tokens could miss them or draw too many.
+* Gradient sync overlaps with the last backward and with the first forward of the next step, for all layers of a stage
+  but one, as in the same company's MegaScale (Jiang et al., NSDI 2024, section 3.2).
+* Pipelines run plain 1F1B. Groups of Algorithm 2 that would deadlock there are put on other ranks (``align``).
 """
 
 from __future__ import annotations
@@ -70,16 +73,16 @@ CASE_STUDY_SECONDS = {"static": 520.0, "naive": 272.0, "paper": 157.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperModel:
-    """One of the six models with its cluster."""
+    """One of the six models, with its cluster."""
 
     name: str
-    active: Architecture  # of a mixture: what one token passes through
+    active: Architecture  # for a mixture, the width that one token passes through
     num_gpus: int
     pipelined: bool
     layer_parameters: int  # all experts
 
     def layout(self, capacity_tokens: int) -> tuple[int, int]:
-        """tp and pp by the rule at the top."""
+        """Return tp and pp by the rule at the top of this file."""
         shape = self.active
         activations = capacity_tokens * flops.activation_bytes_per_token(shape)
         weights = shape.num_layers * self.layer_parameters + 2 * shape.vocab_size * shape.hidden_size
@@ -88,7 +91,7 @@ class PaperModel:
         return next((tp, pp) for tp, pp in layouts if (activations + state_bytes / pp) / tp <= DEVICE_BYTES)
 
     def profile(self, tensor_parallel: int) -> Profile:
-        """The case study's device, running this model."""
+        """Return the profile of the case study's device with this model."""
         return load_profile("case-study").scaled_to(
             self.active, tensor_parallel=tensor_parallel, layer_parameters=self.layer_parameters
         )
@@ -105,7 +108,7 @@ def _dense(name: str, shape: Architecture, num_gpus: int, *, pipelined: bool = F
 
 
 def _mixture(name: str, shape: Architecture, num_gpus: int) -> PaperModel:
-    """``shape`` has the width of ONE expert; two of eight are active."""
+    """Make a mixture. ``shape`` has the width of ONE expert; two of eight are active."""
     experts = 8 * flops.feed_forward_parameters(shape)
     return PaperModel(
         name=name,

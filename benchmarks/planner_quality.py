@@ -1,23 +1,25 @@
-"""The adaptive planner against bounds, rivals and an exact solver, on random batches with modelled links.
+"""Compares the adaptive planner with bounds, rivals and an exact solver, on random batches with modelled links.
 
-    python benchmarks/planner_quality.py rivals [--count 1000]     never later than greedy, fewest ranks and the mesh?
+    python benchmarks/planner_quality.py rivals [--count 1000]     against greedy, the fewest ranks and the mesh
     python benchmarks/planner_quality.py exact [--count 500]       against OR-tools CP-SAT (pip install ortools)
     python benchmarks/planner_quality.py hang [--count 10000]      every planner's plans, verified for 1 to 8 stages
     python benchmarks/planner_quality.py fewest [--count 40]       traffic against that of the fewest ranks, ideal links
 
-``rivals``: 1 to 300 ranks, 1 to 3000 sequences, three kinds of lengths, rings from hidden to three times too slow. The
-bound includes exposed communication (``planner.adaptive.target``): no sequence shares its group with another.
+``rivals``: batches have 1 to 3000 sequences of three kinds of lengths, on 1 to 300 ranks. Rings are from fully hidden
+to three times too slow. The bound includes exposed communication (``planner.adaptive.target``). It holds for plans in
+which no sequence shares its group with another.
 
-``exact``: 2 to 8 ranks, 2 to 12 sequences. CP-SAT chooses every degree and every start; the ranks of a group need not
-be neighbours, and one sequence is one group. Where it does not prove its answer in time, both its best and its bound
-are compared with: the optimum lies between.
+``exact``: 2 to 8 ranks and 2 to 12 sequences. CP-SAT chooses every degree and every start. The ranks of a group need
+not be neighbours, and one sequence is one group. If CP-SAT does not prove its answer in time, our plan is compared with
+both its best answer and its bound. The optimum lies between the two.
 
-``hang``: the batches of ``rivals`` through the planners that training uses, each with a random number of stages, and
-checked by ``verify`` to the last rule: no cycle of waiting under 1F1B.
+``hang``: the planners that training uses plan the batches of ``rivals``, each with a random number of stages.
+``verify`` checks every rule, including that no ranks wait for each other in a cycle under 1F1B.
 
-``fewest``: batches of 32M tokens of byted on ``--ranks``. Where traffic is above 1.05 times that of the fewest ranks,
-CP-SAT is asked whether these can end in time at all: jobs of fixed width on R machines, only the wide ones, times
-rounded down, so that "INFEASIBLE" is a proof and any other answer is none.
+``fewest``: batches of 32M tokens of byted on ``--ranks``. If the traffic of a plan is above 1.05 times that of the
+fewest ranks, CP-SAT is asked whether a plan with the fewest ranks can end in time at all. Its model has jobs of fixed
+width on R machines. It has only the wide jobs, and times are rounded down. Therefore "INFEASIBLE" is a proof, and any
+other answer proves nothing.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def against_fewest(num_ranks: int, first_seed: int, count: int, solver_seconds: 
 
 
 def fewest_ranks_verdict(lengths: IntArray, cluster: Cluster, cost: CostModel, latest: float, seconds: float) -> str:
-    """CP-SAT's answer to: can all sequences of ``WIDE`` ranks or more, on the fewest ranks, end by ``latest``?"""
+    """Ask CP-SAT whether all sequences of at least ``WIDE`` ranks can end by ``latest`` on the fewest ranks."""
     from ortools.sat.python import cp_model
 
     model, horizon = cp_model.CpModel(), 20_000
@@ -148,7 +150,7 @@ def fewest_ranks_verdict(lengths: IntArray, cluster: Cluster, cost: CostModel, l
 
 
 def work_bound(lengths: IntArray, cluster: Cluster, cost: CostModel) -> float:
-    """No plan ends before all compute, spread evenly, nor before the longest sequence on its best degree."""
+    """Return a lower bound: all compute spread evenly, and the longest sequence on its best degree."""
     degrees = np.arange(cluster.fewest_ranks(lengths.max(keepdims=True))[0], cluster.num_ranks + 1)
     longest = np.full(len(degrees), float(lengths.max()))
     alone = cost.group_seconds(longest, longest**2, degrees, degrees > cost.ranks_per_node).min()
@@ -204,7 +206,7 @@ def random_small_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:
 def _cluster_and_cost(
     random: np.random.Generator, num_ranks: int, capacity: int, ring_over_block: tuple[float, ...]
 ) -> tuple[Cluster, CostModel]:
-    """A full rank's block of attention takes C^2, the rest 3 C^2; a transfer across nodes so many times the block."""
+    """Return a cost model. A full rank's attention block takes C^2 and the rest 3 C^2; a transfer is a multiple."""
     node = int(random.choice([2, 4, 8]))
     cost = CostModel(
         attention_seconds_per_pair=1.0,
@@ -222,7 +224,7 @@ def _cluster_and_cost(
 def exact_end(
     lengths: IntArray, cluster: Cluster, cost: CostModel, seconds: float, ours: float
 ) -> tuple[float, float, bool]:
-    """CP-SAT's makespan (0: none found in time), its lower bound, and whether both are equal.
+    """Return CP-SAT's makespan (0: none found in time), its lower bound, and whether both are equal.
 
     The model schedules jobs, each of a width to be chosen, on R machines. CP-SAT is asked for a makespan of at most
     ``ours``, so it either proves that its answer is optimal or that there is none. Times are rounded down to 1 / 20,000

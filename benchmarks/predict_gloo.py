@@ -1,18 +1,19 @@
-"""Does the simulator predict what training takes here? The whole chain: profile, train, simulate the same plans.
+"""Compares simulated steps with real ones on this machine: profile, train, then simulate the same plans.
 
     .venv/bin/python benchmarks/predict_gloo.py [--rounds 3] [--steps 4] [--ranks 1,2] [--out FOLDER]
 
-Round after round:
+Every round has three steps:
 
-1. ``bytescale profile`` on 1 and on 2 ranks of one thread: costs of a layer of the tiny model, links of gloo.
-2. ``bytescale train`` of the demo's model on every mix of documents by every planner, with that profile.
+1. ``bytescale profile`` measures a layer of the tiny model and the links of gloo, on 1 and on 2 ranks of one thread.
+2. ``bytescale train`` trains the demo's model on every mix of documents with every planner and with that profile.
 3. The plans of every run folder are simulated with the round's profile and compared with its metrics.jsonl, step by
-   step. The first step of a run (fresh memory) is left out; of each other step the median over the rounds counts.
+   step. The first step of a run is left out because its memory is fresh. For every other step, the median over the
+   rounds counts.
 
-A shared machine is faster at one time than at another, by a fifth within an hour: so every round has its own profile.
-And other people's work is in measured times and not in predicted ones: so each run waits until the machine is idle
-(``--quiet-seconds``), and one during which others took more than ``--others`` of the machine is done again, at most
-``--tries`` times; then it counts as it is. ``--again`` only repeats step 3 on the folder's runs.
+The speed of a shared machine changes by up to a fifth within an hour. Therefore every round has its own profile. The
+work of other processes affects measured times but not predicted ones. Therefore each run waits until the machine is
+idle (``--quiet-seconds``). If other processes take more than ``--others`` of the machine during a run, it is repeated,
+at most ``--tries`` times. The last attempt counts in any case. ``--again`` only repeats step 3 for existing runs.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks to try")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of each run; the first one is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first one is not counted")
     parser.add_argument("--profile-seconds", type=float, default=40.0)
     parser.add_argument("--quiet-seconds", type=float, default=600.0, help="how long a run waits for an idle machine")
-    parser.add_argument("--others", type=float, default=0.05, help="share of the machine that others may take")
+    parser.add_argument("--others", type=float, default=0.05, help="share of the machine that other processes may take")
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/predict_gloo"))
     parser.add_argument("--again", action="store_true", help="train nothing, only compare")
@@ -96,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def in_quiet(arguments: argparse.Namespace, what: str, work: Callable[[], None]) -> None:
-    """Run ``work`` in a quiet moment, again if others disturbed it."""
+    """Run ``work`` when the machine is quiet, and again if other processes disturbed it."""
     for attempt in range(arguments.tries):
         deadline = time.monotonic() + arguments.quiet_seconds
         while others_share(lambda: time.sleep(2.0)) > arguments.others and time.monotonic() < deadline:
@@ -108,7 +109,7 @@ def in_quiet(arguments: argparse.Namespace, what: str, work: Callable[[], None])
 
 
 def others_share(work: Callable[[], None]) -> float:
-    """Share of all cores that other processes take while ``work`` runs (Linux)."""
+    """Run ``work``. Return the share of all cores that other processes took meanwhile (Linux)."""
 
     def busy() -> float:
         ticks = [int(text) for text in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
@@ -154,7 +155,7 @@ def train(case: Case, out: Path, number: int, arguments: argparse.Namespace) -> 
 
 
 def bytescale(*arguments: str) -> None:
-    """Run the command; on failure show what it said, and stop."""
+    """Run the command. If it fails, show its output and stop."""
     command = [sys.executable, "-m", "bytescale", *arguments]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
@@ -162,7 +163,7 @@ def bytescale(*arguments: str) -> None:
 
 
 def compare(case: Case, out: Path, rounds: int) -> list[dict[str, object]]:
-    """One row per step but the first: predicted and measured seconds, and their ratio, by the median of the rounds."""
+    """Return one row per step except the first: predicted and measured seconds and their ratio, medians of rounds."""
     by_step: dict[int, list[tuple[float, float, int]]] = {}
     for number in range(rounds):
         folder, profile = case.folder(out, number), load_profile(profile_path(out, case.ranks, number))
@@ -188,7 +189,7 @@ def compare(case: Case, out: Path, rounds: int) -> list[dict[str, object]]:
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
-    """One line per case, all its steps together; then how many steps are within the mark."""
+    """Print one line per case for all its steps, then how many steps are within the limit."""
     print(f"{'ranks':>5} {'mix':>6} {'planner':>9} {'shared':>6} {'predicted':>9} {'measured':>9}  ratio of the steps")
     keys = dict.fromkeys((row["ranks"], row["mix"], row["planner"]) for row in rows)
     for key in keys:

@@ -2,8 +2,8 @@
 
     python benchmarks/published_profiles.py
 
-The two are of different devices or another tensor parallelism: never mix their numbers. What the paper leaves open is
-said in each profile's ``source``.
+The two profiles are for different devices or different tensor parallelism, so their numbers must not be mixed. The
+``source`` of each profile says what the paper leaves open.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from bytescale.cost.profile_file import save_profile
 FOLDER = Path(__file__).parents[1] / "src/bytescale/cost/profiles"
 KIBI = 1024
 
-# The paper's 7B model has LLaMA's name and layer numbers; it prints no feed-forward width. This is LLaMA 7B's own.
+# The paper's 7B model has LLaMA's name and shape, but no feed-forward width is printed. This is LLaMA 7B's.
 PAPER_7B = replace(PRESETS["7b"], ffn_hidden_size=11008)
 
-# Backward over forward where traffic does not bind (case study), and of pure traffic.
+# Backward over forward: where compute decides the time (case study), and where traffic decides it.
 ATTENTION_BACKWARD, REST_BACKWARD, RING_BACKWARD = 2.5, 2.0, 2.7
 
-# Backward's ring moves K and V once more in bf16, and dK and dV in fp32: three times forward's bytes. Yet it takes 2.7
-# times as long: so a ring step has a part that does not grow with its bytes, 2.7 = x + 3 (1 - x).
+# Backward's ring moves K and V again in bf16, and dK and dV in fp32. These are three times the bytes of forward, but
+# it takes only 2.7 times as long. So a part x of a ring step does not grow with its bytes: 2.7 = x + 3 (1 - x).
 RING_BYTES_BACKWARD = 3.0
 RING_STEP_SECONDS = 0.00158
 RING_LATENCY_SECONDS = (RING_BYTES_BACKWARD - RING_BACKWARD) / (RING_BYTES_BACKWARD - 1.0) * RING_STEP_SECONDS
 
-# Offloading at 64K (section 5.2): 30 of 32 layers move 59 - 27 GB; beyond r = 0.5, which is hidden, the rest costs
-# 6.49 - 5.08 s: 11.3 GB/s. Taken for both profiles.
+# Offloading at 64K (section 5.2): 30 of 32 layers move 59 - 27 GB. Compute hides r = 0.5; the rest costs
+# 6.49 - 5.08 s, which gives 11.3 GB/s. Both profiles use this rate.
 OFFLOADED_BYTES = (59 - 27) * 1e9
 PCIE_BYTES_PER_SECOND = 0.5 * OFFLOADED_BYTES / (6.49 - 5.08)
 
 
 def case_study() -> Profile:
-    """The 7B, 2M, 1024-GPU case of section 8: TP 2, 8K tokens a rank."""
+    """Return the profile of section 8's case study: 7B, 2M, 1024 GPUs, TP 2, 8K tokens per rank."""
     tp, rank_tokens = 2, 8 * KIBI
     slice_bytes = rank_tokens * flops.kv_bytes_per_token(PAPER_7B) / tp
     rate = slice_bytes / (RING_STEP_SECONDS - RING_LATENCY_SECONDS)
@@ -83,7 +83,7 @@ def case_study() -> Profile:
 
 
 def figure_6() -> Profile:
-    """Per-layer forward times over length, attention | MLP, in milliseconds."""
+    """Return the profile of figure 6, which has forward times per layer over length, for attention and MLP."""
     tokens = [4 * KIBI, 8 * KIBI, 16 * KIBI, 32 * KIBI, 64 * KIBI, 128 * KIBI]
     attention_ms = [0.8, 1.8, 4.8, 14.1, 48.2, 175.5]
     rest_ms = [0.9, 1.8, 3.6, 7.5, 15.1, 28.2]

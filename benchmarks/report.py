@@ -1,9 +1,10 @@
-"""How long does the host take over a step's report, on the first rank and on any other?
+"""Measures the time that the host needs for a step's report, on the first rank and on any other rank.
 
     python benchmarks/report.py --ranks 16384
 
-The report is the real one (``train.reporting.totals``). Messages go nowhere (PyTorch's ``fake`` backend): what is
-measured is what a rank does with numbers before and after them. Beside it stands a table of all reports on every rank.
+The report is the real one (``train.reporting.totals``). PyTorch's ``fake`` backend sends no messages, so the result is
+the time that a rank spends on numbers before and after the messages. It is compared with a table of all reports on
+every rank.
 """
 
 from __future__ import annotations

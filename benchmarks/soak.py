@@ -1,12 +1,13 @@
-"""50 kills at random moments in one run: servers, planner, ranks, the launcher itself. Nothing may be lost or doubled.
+"""Kills servers, planner, ranks and launcher 50 times in one run, and checks that no token is lost or doubled.
 
     .venv/bin/python benchmarks/soak.py [--kills 50] [--seed 0] [--launch ray]
     .venv/bin/python benchmarks/soak.py --matrix    # each loader, 1 to 8 ranks, one death of each kind
 
-A run on the remote loader is started with restarts to spare; at random moments one of its processes gets kill -9, some
-of them while the death before is being mended; a killed launcher is started again with ``--resume``. Then the run has
-to end by itself. Every (document, token range) that its ranks were given is counted, step by step and epoch by epoch
-(``data.record``), and it is compared with the same run left in peace. Prints a table; exits with 1 if anything differs.
+A run on the remote loader is started with enough restarts. At random moments one of its processes gets kill -9,
+sometimes while the run is still recovering from the previous kill. A killed launcher is started again with
+``--resume``. After the last kill, the run has to end by itself. Every (document, token range) that its ranks were given
+is counted, step by step and epoch by epoch (``data.record``). The run is compared with the same run without kills. The
+benchmark prints a table and exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ CONTEXT = 256
 SHARES = {"server": 18, "planner": 12, "rank": 14, "launcher": 6}
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/_private/workers/default_worker.py")
 RAYS_SECONDS = 90.0
-"""Ray ends its agents, and workers that were to hold an actor, itself, a minute after its head was killed."""
+"""Ray itself ends its agents, and workers meant for an actor, within a minute after its head was killed."""
 
 
 def write_corpus(folder: Path) -> None:
-    """Random letters: no two ranges of some length are equal."""
+    """Write random letters, so that no two ranges of some length are equal."""
     dice = random.Random(0)
     folder.mkdir()
     for number in range(80):
@@ -85,7 +86,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def write_config(folder: Path, name: str, loader: str, steps: int, ranks: int = 2) -> Path:
-    """Of a run in ``folder/name``; its ranks hold one document of the longest together."""
+    """Write the config of a run in ``folder/name``. All its ranks together can hold one document of the longest."""
     path = folder / f"{name}.toml"
     capacity = -(-CONTEXT // ranks)
     path.write_text(
@@ -98,7 +99,7 @@ def write_config(folder: Path, name: str, loader: str, steps: int, ranks: int = 
 
 
 def start(log: Path, *arguments: str) -> psutil.Popen:
-    """The real command, in the background."""
+    """Start the real command in the background."""
     with log.open("ab") as file:
         command = [sys.executable, "-m", "bytescale", "train", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -134,7 +135,7 @@ def num_lines(path: Path) -> int:
 
 @dataclass
 class Storm:
-    """A run under fire."""
+    """A run whose processes are killed."""
 
     folder: Path
     steps: int
@@ -148,10 +149,10 @@ class Storm:
     killed: Counter[str] = field(default_factory=Counter)
     recovery_seconds: dict[str, list[float]] = field(default_factory=dict)
     mending: tuple[str, int, float] | None = None
-    """What was killed last, after how many steps and when."""
+    """What was killed last, after how many steps, and when."""
     checkpoints_loaded: int = 0
     survivors: list[str] = field(default_factory=list)
-    """Processes that were there 20 s after their launcher had been killed."""
+    """Processes that still ran 20 s after their launcher had been killed."""
 
     @property
     def run(self) -> Path:
@@ -159,7 +160,7 @@ class Storm:
 
     @property
     def log(self) -> Path:
-        """What the command has said."""
+        """Return the output of the command."""
         return self.folder / f"{self.name}.log"
 
     def begin(self) -> None:
@@ -170,7 +171,7 @@ class Storm:
     def rage(self, kinds: Sequence[str], dice: random.Random, *, part: float = 0.95, in_a_row: float = 0.3) -> None:
         """Kill one process of each of ``kinds`` in the first ``part`` of the steps.
 
-        Most after a random step, a share of ``in_a_row`` while the last death is being mended.
+        Most kills come after a random step. A share of ``in_a_row`` comes while the run recovers from the last kill.
         """
         for kind, step in zip(kinds, sorted(dice.sample(range(2, int(part * self.steps)), len(kinds))), strict=True):
             in_recovery = dice.random() < in_a_row and self.killed
@@ -191,7 +192,7 @@ class Storm:
             self.launcher.wait()
             self.survivors += [name for name in self.alive(20.0) if not is_rays_own(name)]
             self.check_checkpoints()
-            self.mending = (kind, self.steps_done(), self.mending[2])  # ranks had a moment to go on
+            self.mending = (kind, self.steps_done(), self.mending[2])  # the ranks had time to go on
             self.begin()
 
     def steps_done(self) -> int:
@@ -211,13 +212,13 @@ class Storm:
         return [process for process in self.launcher.children(recursive=True) if kind_of(process) == kind]
 
     def check_checkpoints(self) -> None:
-        """Every folder that is named as a checkpoint loads in full."""
+        """Check that every folder named as a checkpoint loads completely."""
         for path in (self.run / "checkpoints").glob("step-*"):
             dcp_to_torch_save(path, self.folder / "loaded.pt")
             self.checkpoints_loaded += 1
 
     def alive(self, seconds: float) -> list[str]:
-        """Who of this run still lives, once only Ray's own do or after so many seconds."""
+        """Return the processes of this run that are left when only Ray's own remain, or after this many seconds."""
         deadline = time.monotonic() + seconds
         while (names := [name for name in map(name_of, self.family) if name]) and time.monotonic() < deadline:
             if seconds < RAYS_SECONDS and all(map(is_rays_own, names)):
@@ -226,7 +227,7 @@ class Storm:
         return names
 
     def end_of_run(self) -> int | None:
-        """Its exit code; None where it did not end in time."""
+        """Return the exit code of the run, or None if it did not end in time."""
         while self.launcher.poll() is None and time.monotonic() < self.deadline:
             self.family.update(self.launcher.children(recursive=True))
             time.sleep(0.1)
@@ -239,7 +240,7 @@ class Storm:
 
 
 def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
-    """``[number of tokens]`` how often each token of the corpus was given to some rank."""
+    """Return ``[number of tokens]`` how often each token of the corpus was given to a rank."""
     counts = np.zeros(corpus.pieces.num_tokens + 1, dtype=np.int64)
     for pieces, starts, stops, _ in (segments.T for segments in read_record(run / "data", steps)):
         first = corpus.pieces.start[corpus.index.rows(pieces)]
@@ -249,7 +250,7 @@ def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
 
 
 def times_expected(corpus: Corpus, state: dict) -> np.ndarray:
-    """The same by the seed alone: ``epoch`` times everything, and what the last epoch has begun with."""
+    """Return the counts that follow from the seed: ``epoch`` times all tokens, and the start of the last epoch."""
     counts = np.full(corpus.pieces.num_tokens, state["epoch"], dtype=np.int64)
     for piece in epoch_order(corpus.pieces.num_pieces, state["shuffle_seed"], state["epoch"])[: state["position"]]:
         counts[corpus.pieces.start[piece] :][: corpus.pieces.length[piece]] += 1
@@ -257,7 +258,7 @@ def times_expected(corpus: Corpus, state: dict) -> np.ndarray:
 
 
 def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict]:
-    """Steps, losses, plan digests and the last data position of a run."""
+    """Return the steps, losses, plan fingerprints and last data position of a run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     digests = [load_plan(path).digest() for path in sorted((run / "plans").glob("step-*.npz"))]
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
@@ -266,7 +267,7 @@ def outcome(run: Path) -> tuple[list[int], list[float], list[int], dict]:
 
 
 def kinds_to_kill(number: int, dice: random.Random) -> list[str]:
-    """Every kind in its share, at least once if ``number`` allows, in random order."""
+    """Draw kinds in random order, each with its share and at least once if ``number`` allows."""
     kinds = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * number / 50)))]
     kinds += ["server"] * (number - len(kinds))
     dice.shuffle(kinds)
@@ -324,7 +325,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
 
 
 def matrix(folder: Path, options: argparse.Namespace) -> int:
-    """Each loader on 1 to 8 ranks: a server, the planner and a rank get kill -9 in the middle; tokens are counted."""
+    """Run each loader on 1 to 8 ranks, kill a server, the planner and a rank in the middle, and count tokens."""
     dice, steps = random.Random(options.seed), 160
     write_corpus(folder / "corpus")
     config = write_config(folder, "peace", "local", steps, 1)
@@ -374,7 +375,7 @@ def matrix(folder: Path, options: argparse.Namespace) -> int:
 def examine(
     folder: Path, storm: Storm, code: int | None, orphans: Sequence[str], kinds: Sequence[str]
 ) -> dict[str, bool]:
-    """What has to hold."""
+    """Return all checks: what has to hold, and whether it does."""
     steps = storm.steps
     config = load_config(folder / "ray.toml").data
     corpus = prepare_corpus(config)
