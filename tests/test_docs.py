@@ -1,4 +1,4 @@
-"""What the documents say can be typed: every command, file and example in them."""
+"""Every command, file and example in the documents exists and works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planner, simulator and loader are useful on a laptop without torch: those floors import without it."""
+"""The floors of planner, simulator and loader can be imported without torch, for use on a laptop."""
 
 from __future__ import annotations
 

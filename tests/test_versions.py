@@ -1,4 +1,4 @@
-"""A torch that is too old is refused before anything is done with it."""
+"""A torch that is too old is refused before it is used."""
 
 from __future__ import annotations
 

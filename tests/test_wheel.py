@@ -1,4 +1,4 @@
-"""What a person gets from the package index: the wheel, in an environment and a folder of its own."""
+"""The wheel, as a user gets it from the package index, in a fresh environment and an empty folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks on a CPU, and on a GPU that is a list of times."""
+"""Clocks on a CPU, and on a stand-in for a GPU whose times are a list."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which flash implementation runs: chosen by trial, said in the log, refused by name.
+"""The choice of a flash implementation: by trial, with the reasons in the log, and refused with its name.
 
-No GPU is needed: stand-ins are put behind PyTorch's own flash operators through its registry, on the CPU.
+The tests need no GPU. PyTorch's registry puts stand-ins behind its flash operators on the CPU.
 """
 
 from __future__ import annotations

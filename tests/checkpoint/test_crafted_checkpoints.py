@@ -1,4 +1,4 @@
-"""Checkpoints that were made to run code: every command refuses them by name, and nothing in them runs."""
+"""Checkpoints that were made to run code: every command refuses them with a message, and their code does not run."""
 
 from __future__ import annotations
 

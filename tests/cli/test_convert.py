@@ -1,4 +1,4 @@
-"""Weights in and out of a run: ``train --init hf:FOLDER``, ``bytescale convert``, and what bad folders say."""
+"""Weights into and out of a run: ``train --init hf:FOLDER``, ``bytescale convert``, and errors about bad folders."""
 
 from __future__ import annotations
 

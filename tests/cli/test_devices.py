@@ -1,4 +1,4 @@
-"""``plan``, ``simulate`` and ``train`` are to say the same of a config's memory: one model, one capacity, one peak."""
+"""``plan``, ``simulate`` and ``train`` agree about the memory that a config needs: one model, capacity and peak."""
 
 from __future__ import annotations
 

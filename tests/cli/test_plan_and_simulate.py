@@ -1,4 +1,4 @@
-"""``bytescale plan`` and ``bytescale simulate``: what they print, write and refuse."""
+"""``bytescale plan`` and ``bytescale simulate``: their output, their files and their errors."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The real command through the real torchrun: a new user's run, a rank that dies, and what bad input says."""
+"""The real command with the real torchrun: a new user's run, a rank that dies, and errors about bad input."""
 
 from __future__ import annotations
 

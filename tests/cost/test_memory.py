@@ -1,4 +1,4 @@
-"""The estimate of memory against counted tensors: every saved byte, and the peak of forward, loss and backward."""
+"""The memory model against counted tensors: every saved byte, and the peaks of forward, loss and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits, profile files, and what published figures say about the shipped profiles."""
+"""Fits, profile files, and the shipped profiles against the published figures."""
 
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""``make check-cuda``: what of the GPU code can be shown without a GPU."""
+"""``make check-cuda``: the checks of the GPU code that need no GPU."""

@@ -1,6 +1,6 @@
 """Checks of one installed CUDA build of torch, without a GPU: ``python -m tests.cuda.check --out report.json``.
 
-Each check raises ``AssertionError`` or whatever torch raises; what it returns is a line for the report.
+A check that fails raises ``AssertionError`` or an error of torch. Otherwise it returns a line for the report.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A GPU that is not there: fake CUDA tensors, which have shapes, dtypes and devices and no memory, and no streams.
+"""Stand-ins for a GPU: fake CUDA tensors, which have shapes, dtypes and devices but no memory, and no streams.
 
-Operators run PyTorch's own shape functions, hence a call that the CUDA build would refuse by its schema, dtypes, shapes
-or devices fails here as well. What reads a number from the device (``item()``, ``nonzero()``) fails too.
-Autograd's engine asks a GPU for its streams, so that backward goes
-through the graph in Python, node by node.
+Operators run PyTorch's shape functions. So a call that the CUDA build would refuse because of its schema, dtypes,
+shapes or devices fails here too. An operation that reads a number from the device (``item()``, ``nonzero()``) also
+fails. Autograd's engine would need the streams of a GPU. Therefore backward walks through the graph in Python, node by
+node.
 """
 
 from __future__ import annotations

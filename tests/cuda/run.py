@@ -1,8 +1,8 @@
-"""``make check-cuda``: the checks of ``check.py`` in environments of their own, and their last run in docs/gpu.md.
+"""``make check-cuda``: runs the checks of ``check.py`` in separate environments and writes the result to docs/gpu.md.
 
-Needs Python, pip and the network, no GPU, and nothing of bytescale's own environment. Each environment is a folder in
-.cuda/ with one CUDA build of torch, which is what PyPI has for Linux, and the Triton that it asks for: 5 GB. ``===``
-takes the release itself where a local build of the same version (2.13.0+cpu) could be found, too.
+It needs Python, pip and the network, but no GPU and nothing of bytescale's own environment. Each environment is a
+folder of 5 GB in .cuda/. It has one CUDA build of torch, which is the build that PyPI has for Linux, and the Triton
+that torch requires. ``===`` selects exactly this release, even if pip also finds a local build such as 2.13.0+cpu.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server on loopback that speaks S3 (moto's, with its users and permissions), and that can fail on request."""
+"""A server on loopback that speaks S3 (moto's, with its users and permissions), and fails on request."""
 
 from __future__ import annotations
 

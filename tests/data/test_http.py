@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback: what a URL source reads from it, and what its failures do."""
+"""Sources on a real HTTP server on loopback: what is read, and what happens when the server fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ``.bin`` that lies elsewhere is fetched block by block, when its tokens are read."""
+"""A remote ``.bin`` is fetched block by block, when its tokens are read."""
 
 from __future__ import annotations
 

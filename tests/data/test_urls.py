@@ -1,4 +1,4 @@
-"""Sources through fsspec, reads that fail for a while, and records that are broken."""
+"""Sources that fsspec opens, reads that fail for a while, and broken records."""
 
 from __future__ import annotations
 

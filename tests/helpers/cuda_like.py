@@ -1,6 +1,6 @@
-"""CUDA's allocations on a CPU: what its fused kernels allocate, with zeros in it, for ``LiveBytes`` to count.
+"""The allocations of CUDA's fused kernels, made on a CPU and filled with zeros, so that ``LiveBytes`` can count them.
 
-Taken from PyTorch's sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp,
+The sizes come from PyTorch's sources: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in ATen's flash_api.cpp,
 ``_flash_attention_backward``, which makes contiguous copies, and the fused RMSNorm, which saves its input and one
 number a row.
 """

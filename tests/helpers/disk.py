@@ -1,4 +1,4 @@
-"""A disk that is really small: a tmpfs, mounted for a test."""
+"""A small disk: a tmpfs that is mounted for a test."""
 
 from __future__ import annotations
 

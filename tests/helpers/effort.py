@@ -1,7 +1,7 @@
-"""How much of the tests runs: ``make test`` proves every claim once, ``make test-rest`` goes through the rest.
+"""How many tests run: ``make test`` proves every claim once, and ``make test-rest`` runs the rest.
 
-A test marked ``exhaustive`` belongs to the rest alone: another value of something that ``make test`` has tried
-already, or a run of many processes whose parts are tested one by one. A property test is in both, with more examples
+A test marked ``exhaustive`` runs in the rest only. It tries another value of something that ``make test`` has tried
+already, or it runs many processes whose parts are tested one by one. A property test runs in both, with more examples
 in the rest.
 """
 

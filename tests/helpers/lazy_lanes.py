@@ -1,8 +1,8 @@
-"""Copy lanes that run as late as CUDA allows, on a CPU: what no event orders goes wrong here, every time.
+"""Copy lanes on a CPU that copy as late as CUDA allows, so that every missing event leads to wrong results.
 
-A copy waits until somebody waits for its event, or until a later copy of its lane has to run. Its memory is not held
-meanwhile: whoever frees it, or hands a page out again, without an event in between, is caught. The compute stream is
-the program itself.
+A copy is made only when its event is waited for, or when a later copy of its lane has to run. Its memory is not kept
+alive meanwhile. Code that frees the memory, or uses a page again, without an event in between therefore fails. The
+compute stream is the program itself.
 """
 
 from __future__ import annotations

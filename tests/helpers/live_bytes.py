@@ -1,4 +1,4 @@
-"""Counts the bytes of living tensors on CPU, as a GPU's allocator does: what an estimate of memory is held against."""
+"""Counts the bytes of living tensors on a CPU, as a GPU's allocator does. Estimates of memory are compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled pointwise parts: the numbers of the plain model on any mesh, one graph for all lengths, clear refusals.
+"""Compiled pointwise operations: the plain model's numbers on any mesh, one graph for all lengths, clear errors.
 
 Most tests compile without generating code (graphs run as they were traced), which takes seconds; the exhaustive ones go
 through the real compiler.

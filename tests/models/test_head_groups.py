@@ -1,4 +1,4 @@
-"""Attention by groups of heads is attention: same numbers up to rounding, nothing computed that need not be."""
+"""Attention in groups of heads gives the same numbers up to rounding, and computes nothing unnecessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records what the real executor posts on every rank of a mesh, in one process and without a message.
+"""Records what the real executor posts on every rank of a mesh, in one process and without sending messages.
 
 Each rank runs its whole step alone: it agrees, runs its micro-batches with a kernel that returns zeros, reduces and
 updates, against process groups that write down what they are asked and return at once. ``tests.nccl.replay`` then lets

@@ -1,4 +1,4 @@
-"""NCCL's rules, without NCCL: do the recorded programs of all ranks come to their ends?
+"""Replays the recorded operations of all ranks under NCCL's rules, without NCCL, and finds out whether they hang.
 
 A rank is a host, a compute stream, and a stream for each communicator. The rules, from NCCL's and PyTorch's sources:
 
@@ -9,7 +9,7 @@ A rank is a host, a compute stream, and a stream for each communicator. The rule
    collective ends when all members have started theirs of the same number.
 3. Waiting for an operation makes the compute stream wait, not the host.
 
-What may happen on top of this, to be switched on (``Rules``):
+The following can be switched on (``Rules``):
 
 4. ``host_syncs``: at any kernel launch the host may wait for its compute stream (a copy from pageable memory, a size
    that has to be known).
@@ -18,8 +18,8 @@ What may happen on top of this, to be switched on (``Rules``):
 6. ``device_waits``: at any launch or allocation the host may wait for all its streams (an allocator that returns memory
    to the driver, the lazy loading of a kernel).
 
-Each of these only ever makes somebody wait for something more. So it is enough to let everything happen as early as it
-can, and to take every wait that may happen: what then comes to its end does so under any timing.
+Each of these can only add waiting. So one replay is enough: every wait that may happen does happen, and everything
+happens as early as it then can. A program that ends in this replay ends under any timing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every step that the real executor posts comes to its end under NCCL's rules, and planted faults are found."""
+"""Every step that the real executor posts ends under NCCL's rules, and the replay finds planted faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1F1B with shared groups: what hangs is refused with its cycle, what does not hang passes."""
+"""1F1B with shared groups: a plan that hangs is refused with its cycle, and other plans pass."""
 
 from __future__ import annotations
 

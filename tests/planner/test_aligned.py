@@ -1,4 +1,4 @@
-"""Aligned plans: no cycle for any number of stages, the same groups, and the published plans that do hang."""
+"""Aligned plans have the same groups and no cycle for any number of stages. Some published plans do hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every planner and every batch."""
+"""Properties that hold for every planner and every batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of the planners, one by one, against slow and obvious twins."""
+"""Each step of the planners against a slow, obvious twin."""
 
 from __future__ import annotations
 

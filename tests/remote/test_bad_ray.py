@@ -1,4 +1,4 @@
-"""What Ray's absence, silence and failures say to a user."""
+"""The errors that a user sees if Ray is missing, does not answer, or fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An epoch is the corpus once, counted token by token: both loaders, 1 to 8 ranks, and everybody dies on the way."""
+"""Every epoch gives each token once, with both loaders, on 1 to 8 ranks, while processes of all kinds are killed."""
 
 from __future__ import annotations
 

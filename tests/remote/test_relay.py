@@ -1,4 +1,4 @@
-"""One answer of the planner for a whole node, and a planner whose work does not grow with the ranks."""
+"""A relay gets one answer of the planner for its node, so the planner's work does not grow with the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are reduced while ranks compute: the numbers of one reduction, in an order that cannot hang."""
+"""Gradients that are reduced while ranks compute: the same numbers as with one reduction, and no order can hang."""
 
 from __future__ import annotations
 

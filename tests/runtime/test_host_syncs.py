@@ -1,7 +1,8 @@
 """Nothing between a step's first and last kernel makes the host wait for its GPU.
 
-The runtime works on the meta device, whose tensors have no numbers: whatever needs one (``item``, ``nonzero``, a mask
-as an index, a copy to the host) raises there. Copies to the device are allowed in one place, where memory is pinned.
+The runtime runs on the meta device, whose tensors have no numbers. An operation that needs a number (``item``,
+``nonzero``, a mask as an index, a copy to the host) raises there. Copies to the device are allowed in one place only,
+where memory is pinned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Offloading and checkpointing change where activations wait, and not one bit of the gradients."""
+"""Offloading and checkpointing do not change a single bit of the gradients."""
 
 from __future__ import annotations
 

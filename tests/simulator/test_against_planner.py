@@ -1,4 +1,4 @@
-"""The simulator and the planners' own evaluation are two programs for one rule of time: they have to agree."""
+"""The simulator agrees with the planners' own evaluation, a second program that computes the same times."""
 
 from dataclasses import replace
 

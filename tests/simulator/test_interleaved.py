@@ -1,4 +1,4 @@
-"""Interleaved stages: the ideal bubble, what they hold, and the engine against a slow twin."""
+"""Interleaved stages: the ideal bubble, the activations that they hold, and the engine against a slow twin."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Traces and pictures of simulated steps, random plans on random pipelines, and the size that the paper ran."""
+"""Traces and pictures of simulated steps, random plans on random pipelines, and a cluster of the paper's size."""
 
 import json
 import time

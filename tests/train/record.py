@@ -1,4 +1,4 @@
-"""Counts of what a run was given, token by token: slow and obvious."""
+"""Counts the tokens that a run was given, one by one: slow and obvious."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is really full: a small tmpfs, mounted for the test."""
+"""Training on a full disk, which is a small tmpfs that is mounted for the test."""
 
 from __future__ import annotations
 

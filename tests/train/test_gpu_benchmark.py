@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` at sizes of a second: what it prints and keeps, also when cases fail or time runs out."""
+"""``benchmarks/gpu.py`` with cases of a second: its output, also when cases fail or time runs out."""
 
 from __future__ import annotations
 

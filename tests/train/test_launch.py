@@ -1,4 +1,4 @@
-"""Which rank is to blame, and how a config meets the GPUs that there are."""
+"""The launcher names the rank that failed first, and fits a config to the GPUs of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs whose memory is the limit: the same losses with offloading and recomputation, and refusal in words."""
+"""Whole runs with little memory: the same losses with offloading and recomputation, and clear errors."""
 
 from __future__ import annotations
 

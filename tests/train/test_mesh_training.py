@@ -1,4 +1,4 @@
-"""Whole runs on meshes of tensor and pipeline parallelism: the same losses, and checkpoints that move between them."""
+"""Whole runs on meshes of tensor and pipeline parallelism: the same losses, and checkpoints that fit every mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of NCCL and of CUDA's allocator in the environment: what we add, and what is refused."""
+"""Environment variables of NCCL and of CUDA's allocator: which ones we set, and which values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The denominator of MFU: known from the config or from a data sheet, or not at all."""
+"""The denominator of MFU comes from the config or from a data sheet, or is unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler on a tiny model: what it writes is what planning reads, and every rank plans alike from it."""
+"""The profiler on a tiny model: planning can read its file, and all ranks make the same plan from it."""
 
 from __future__ import annotations
 

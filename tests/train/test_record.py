@@ -1,4 +1,4 @@
-"""What ranks were given, counted: the record of a run, through interruptions and on other numbers of ranks."""
+"""The record of the tokens that ranks were given, through interruptions and on other numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other: sums and extremes everywhere, lists on the first rank alone."""
+"""The report of a step: every rank gets sums and extremes, and only the first rank gets lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see of a run: rows of at most 110 columns, remarks on what is rare, a bar on terminals alone."""
+"""The console of a run: rows of at most 110 columns, remarks about rare events, and a bar on terminals only."""
 
 from __future__ import annotations
 

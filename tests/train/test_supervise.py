@@ -1,4 +1,4 @@
-"""Restarts: how often, on how many ranks, and when not."""
+"""Restarts of a run: how many, on how many ranks, and when there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs: the same losses under every planner and on every number of ranks, and after any interruption."""
+"""Whole runs have the same losses under every planner, on every number of ranks, and after any interruption."""
 
 from __future__ import annotations
 
