@@ -184,7 +184,7 @@ def test_all_layers_of_a_micro_batch_use_the_same_buffers() -> None:
             attention.backward(out, q, k, v, out, lse)
             ring = attention.ring
             assert ring is not None
-            messages = (*ring.kv_buffers(k), *ring.gradient_buffers(k))
+            messages = (*ring.kv_buffers(k, v), *ring.gradient_buffers(k, v))
             assert all(message.is_contiguous() for message in messages)
             places += [message.data_ptr() for message in messages]
         buffers.release()

@@ -3,9 +3,20 @@
 ``reference`` is the slow, obvious twin; ``kernels`` are the fast blocks; ``ring`` puts blocks and transfers together.
 """
 
+from bytescale.attention.choose import select_kernel
 from bytescale.attention.exchange import Exchange
-from bytescale.attention.kernels import AttentionKernel, select_kernel
+from bytescale.attention.kernels import AttentionKernel
+from bytescale.attention.packed import PackedAttention
 from bytescale.attention.reference import reference_attention
-from bytescale.attention.ring import PackedAttention, RingBuffers
+from bytescale.attention.ring import RingBuffers
+from bytescale.attention.rules import AttentionRules
 
-__all__ = ["AttentionKernel", "Exchange", "PackedAttention", "RingBuffers", "reference_attention", "select_kernel"]
+__all__ = [
+    "AttentionKernel",
+    "AttentionRules",
+    "Exchange",
+    "PackedAttention",
+    "RingBuffers",
+    "reference_attention",
+    "select_kernel",
+]

@@ -1,8 +1,14 @@
 """Which blocks of the attention matrix one call of a kernel computes.
 
-A block pairs a range of query rows with a range of key rows. A block is either the causal triangle of one sequence,
-where both ranges are the same rows, or a rectangle in which every query sees every key. Construction drops blocks
-without queries or without keys: CPU flash attention crashes on them (SIGFPE), and a row without keys has no softmax.
+A block pairs a range of query rows with a range of key rows. There are three kinds of blocks:
+
+* A rectangle, in which every query sees every key.
+* A causal block. Its last query and its last key are the same token, and every query sees the keys up to its own. Where
+  both ranges are the same rows, this is the triangle of a whole sequence.
+* A causal block with a window. In addition, a query sees at most the last ``window`` keys up to its own.
+
+Construction drops blocks without queries or without keys: CPU flash attention crashes on them (SIGFPE), and a row
+without keys has no softmax.
 """
 
 from __future__ import annotations
@@ -26,22 +32,25 @@ class BlockSet:
 
     ``queries`` and ``keys`` are ``[start, stop)`` pairs of rows. ``query_rows`` and ``key_rows`` give the rows of all
     blocks: as a slice where the ranges are adjacent, so that no copy is needed, and as an index tensor otherwise.
+    Causal blocks have at least as many keys as queries. Only causal blocks may have a ``window``.
     """
 
     queries: list[tuple[int, int]]
     keys: list[tuple[int, int]]
     causal: bool
+    window: int | None = None
     _rows: dict[tuple[str, torch.device], Rows] = field(default_factory=dict, repr=False)
     _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(queries: IntArray, keys: IntArray, *, causal: bool) -> BlockSet:
+    def of(queries: IntArray, keys: IntArray, *, causal: bool, window: int | None = None) -> BlockSet:
         """Make blocks from two ``[B, 2]`` arrays of row ranges. Blocks with an empty range are dropped."""
         kept = (queries[:, 1] > queries[:, 0]) & (keys[:, 1] > keys[:, 0])
         return BlockSet(
             [(int(start), int(stop)) for start, stop in queries[kept]],
             [(int(start), int(stop)) for start, stop in keys[kept]],
             causal,
+            window,
         )
 
     def __bool__(self) -> bool:
@@ -83,11 +92,11 @@ class BlockSet:
         return self._rows[side, device]
 
 
-def causal_triangles(lengths: Sequence[int] | IntArray) -> BlockSet:
-    """Make one causal triangle per sequence. The sequences lie one after the other."""
+def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = None) -> BlockSet:
+    """Make one causal block per sequence, a triangle or a window's band of it. Sequences lie one after the other."""
     edges = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
     ranges = np.stack([edges[:-1], edges[1:]], axis=1)
-    return BlockSet.of(ranges, ranges, causal=True)
+    return BlockSet.of(ranges, ranges, causal=True, window=window)
 
 
 def ring_blocks(chunks: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:

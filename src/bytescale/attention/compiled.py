@@ -10,6 +10,7 @@ run the function as it is written; that is the slow twin.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -81,6 +82,12 @@ class CompiledMerges:
     def __init__(self, kernel: AttentionKernel, compiler: RowCompiler) -> None:
         self.kernel = kernel
         self._merge = compiler.compile(_merge)
+
+    def around(self, kernel: AttentionKernel) -> CompiledMerges:
+        """The same compiled function for the partial results of another kernel."""
+        other = copy.copy(self)
+        other.kernel = kernel
+        return other
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         """The kernel's own."""

@@ -27,7 +27,8 @@ from torch.nn.attention import (
 )
 
 from bytescale.attention.blocks import BlockSet, causal_triangles
-from bytescale.attention.kernels import AttentionKernel, CudaFlashKernel, MathKernel, select_kernel
+from bytescale.attention.choose import select_kernel
+from bytescale.attention.kernels import AttentionKernel, CudaFlashKernel, MathKernel
 from bytescale.common.errors import ConfigError, problem
 
 TRIAL_LENGTHS = (70, 26)

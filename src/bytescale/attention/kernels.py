@@ -6,59 +6,43 @@ A kernel computes every block of a ``BlockSet``. For the query rows of all block
 output and the log-sum-exp (LSE) of the scores. With the LSE, partial results can be merged exactly. The backward of a
 kernel takes the output and LSE *of the whole softmax*. With these, the gradient of each block is exact on its own.
 
-Shape letters: T query rows, S key rows, H query heads, G key/value heads (G divides H), D head width.
+Shape letters: T query rows, S key rows, H query heads, G key/value heads (G divides H), D head width of queries and
+keys, Dv of values and outputs.
 Dtypes: q, k, v and outputs have the compute dtype. LSE is fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
-from bytescale.common.errors import ConfigError, problem
 
 
 class AttentionKernel(Protocol):
     """What the ring requires of a kernel."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
-        """``q [T, H, D]``, ``k, v [S, G, D]`` -> ``out [Tq, H, D]``, ``lse [Tq, H]``; Tq: query rows of all blocks."""
+        """``q [T, H, D]``, ``k [S, G, D]``, ``v [S, G, Dv]`` -> ``out [Tq, H, Dv]``, ``lse [Tq, H]``.
+
+        Tq is the number of query rows of all blocks.
+        """
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dout, q, out [T, H, D]``, ``lse [T, H]``, ``k, v [S, G, D]`` -> ``dq [Tq, H, D]``, ``dk, dv [Sk, G, D]``.
+        """``dout, out [T, H, Dv]``, ``q [T, H, D]``, ``lse [T, H]``, ``k [S, G, D]``, ``v [S, G, Dv]`` ->
+        ``dq [Tq, H, D]``, ``dk [Sk, G, D]``, ``dv [Sk, G, Dv]``.
 
         The inputs hold all rows, and the kernel picks the rows of the blocks. Tq and Sk are the numbers of query rows
         and key rows of all blocks.
         """
         ...
-
-
-def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """Return the kernel for a device and dtype: the flash kernel for ``auto`` and ``flash``, the twin for ``math``.
-
-    On a GPU the flash kernel runs the implementation that is active (``flash.open_attention``).
-
-    Raises ``ConfigError`` where flash attention does not exist. It never falls back to something slower.
-    """
-    if name == "math":
-        return MathKernel()
-    if device.type == "cpu":
-        return CpuFlashKernel()
-    if dtype in (torch.bfloat16, torch.float16):
-        return CudaFlashKernel()
-    raise ConfigError(
-        problem(
-            f"there is no CUDA flash attention for {str(dtype).removeprefix('torch.')}",
-            so="attention would need memory that grows with the square of the length",
-            fix='set trainer.dtype = "bf16", or trainer.attention = "math" for short sequences',
-        )
-    )
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,9 +51,14 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class CpuFlashKernel:
-    """ATen's CPU flash attention, with one call per block. On CPU this loop is the fastest way that was found."""
+    """ATen's CPU flash attention, with one call per block. On CPU this loop is the fastest way that was found.
+
+    It supports no window, and causal blocks only with as many keys as queries. ``tiled`` computes the others.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        width = v.shape[2]
+        q, k, v = _same_width(q, k, v)
         out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         row = 0
@@ -85,11 +74,13 @@ class CpuFlashKernel:
             out[row : row + stop - start] = block_out[0].transpose(0, 1)
             lse[row : row + stop - start] = block_lse[0].transpose(0, 1)
             row += stop - start
-        return out, lse
+        return _narrowed(out, width), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        width, value_width = q.shape[2], v.shape[2]
+        dout, q, k, v, out = _same_width(dout, q, k, v, out)
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
         dv = torch.empty_like(dk)
@@ -111,30 +102,47 @@ class CpuFlashKernel:
             dv[key_row : key_row + last - first] = gradients[2][0].transpose(0, 1)
             row += stop - start
             key_row += last - first
-        return dq, dk, dv
+        return _narrowed(dq, width), _narrowed(dk, width), _narrowed(dv, value_width)
 
 
 class CudaFlashKernel:
     """ATen's CUDA flash attention on packed rows: FlashAttention 2, or the implementation that ``flash`` has activated.
 
-    One launch computes all blocks, which ``cu_seqlens`` delimits. It supports bf16 and fp16 only.
+    One launch computes all blocks, which ``cu_seqlens`` delimits. It supports bf16 and fp16 only. Causal blocks may
+    have a window, and more keys than queries: flash attention aligns the last query with the last key, as ``BlockSet``
+    does.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
+        width = v.shape[2]
         if not blocks:  # a sequence can have fewer tokens than the group has members, so some members hold none
-            return q.new_empty(0, *q.shape[1:]), q.new_empty(0, q.shape[1], dtype=torch.float32)
+            return q.new_empty(0, q.shape[1], width), q.new_empty(0, q.shape[1], dtype=torch.float32)
+        q, k, v = _same_width(q, k, v)
         cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q[query_rows], k[key_rows], v[key_rows], cu_q, cu_k, max_q, max_k, 0.0, blocks.causal, False, scale=scale
+            q[query_rows],
+            k[key_rows],
+            v[key_rows],
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
+            0.0,
+            blocks.causal,
+            False,
+            scale=scale,
+            **_window_of(blocks),
         )
-        return out, lse.transpose(0, 1)
+        return _narrowed(out, width), lse.transpose(0, 1)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not blocks:
-            return q.new_empty(0, *q.shape[1:]), k.new_empty(0, *k.shape[1:]), k.new_empty(0, *k.shape[1:])
+            return q.new_empty(0, *q.shape[1:]), k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])
+        width, value_width = q.shape[2], v.shape[2]
+        dout, q, k, v, out = _same_width(dout, q, k, v, out)
         cu_q, cu_k, max_q, max_k = _cu_seqlens(blocks, q.device)
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -154,19 +162,26 @@ class CudaFlashKernel:
             no_dropout,
             torch.empty(0, dtype=torch.uint64, device=q.device),
             scale=scale,
+            **_window_of(blocks),
         )
-        return dq, dk, dv
+        return _narrowed(dq, width), _narrowed(dk, width), _narrowed(dv, value_width)
 
 
+@dataclass(frozen=True)
 class MathKernel:
-    """The slow twin: softmax and its gradient written out. It runs on any device in any dtype, with O(T S) memory."""
+    """The slow twin: softmax and its gradient written out. It runs on any device in any dtype, with O(T S) memory.
+
+    ``soft_cap``: the bound of the scores (``rules.AttentionRules``).
+    """
+
+    soft_cap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(blocks.num_query_rows, *q.shape[1:])
+        out = q.new_empty(blocks.num_query_rows, q.shape[1], v.shape[2])
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         row = 0
         for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
-            scores = _scores(q[start:stop], k[first:last], blocks.causal, scale)
+            scores, _ = self._scores(q[start:stop], k[first:last], blocks, scale)
             block_lse = scores.logsumexp(dim=-1)
             weights = (scores - block_lse[..., None]).exp()
             values = _repeat_heads(v[first:last], q.shape[1]).to(weights.dtype)
@@ -180,11 +195,11 @@ class MathKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
-        dv = torch.empty_like(dk)
+        dv = v.new_empty(blocks.num_key_rows, *v.shape[1:])
         row = key_row = 0
         groups = q.shape[1] // k.shape[1]
         for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
-            scores = _scores(q[start:stop], k[first:last], blocks.causal, scale)
+            scores, slope = self._scores(q[start:stop], k[first:last], blocks, scale)
             weights = (scores - lse[start:stop].transpose(0, 1)[..., None]).exp()
             keys = _repeat_heads(k[first:last], q.shape[1]).to(weights.dtype)
             values = _repeat_heads(v[first:last], q.shape[1]).to(weights.dtype)
@@ -192,6 +207,8 @@ class MathKernel:
             # d(softmax): P * (dP - rowsum(dO * O)), with O of the whole softmax.
             delta = (d * out[start:stop].to(weights.dtype)).sum(dim=-1).transpose(0, 1)[..., None]
             dscores = weights * (torch.einsum("thd,shd->hts", d, values) - delta) * scale
+            if slope is not None:
+                dscores = dscores * slope
             dq[row : row + stop - start] = torch.einsum("hts,shd->thd", dscores, keys).to(q.dtype)
             wide_q = q[start:stop].to(weights.dtype)
             dk[key_row : key_row + last - first] = _sum_heads(torch.einsum("hts,thd->shd", dscores, wide_q), groups)
@@ -199,6 +216,33 @@ class MathKernel:
             row += stop - start
             key_row += last - first
         return dq, dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return scores ``[H, T, S]`` in the dtype of the LSE, and the slope of the soft cap there, if there is one.
+
+        Keys that a query does not see have -inf.
+        """
+        wide = lse_dtype(q.dtype)
+        scores = torch.einsum("thd,shd->hts", q.to(wide), _repeat_heads(k, q.shape[1]).to(wide)) * scale
+        slope = None
+        if self.soft_cap is not None:
+            bounded = torch.tanh(scores / self.soft_cap)
+            scores, slope = bounded * self.soft_cap, 1 - bounded * bounded
+        if blocks.causal:
+            num_queries, num_keys = q.shape[0], k.shape[0]
+            unseen = unseen_keys(num_queries, num_keys, num_keys - num_queries, blocks.window, q.device)
+            scores = scores.masked_fill(unseen, float("-inf"))
+        return scores, slope
+
+
+def unseen_keys(num_queries: int, num_keys: int, own: int, window: int | None, device: torch.device) -> Tensor:
+    """``[T, S]`` true where a query of a causal block does not see a key: behind its own, or before its window.
+
+    ``own``: the place of the first query's own key among these keys.
+    """
+    everywhere = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    unseen = everywhere.triu(own + 1)
+    return unseen if window is None else unseen | everywhere.tril(own - window)
 
 
 def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
@@ -223,6 +267,27 @@ def merge_rows(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse:
     lse[rows] = new
 
 
+def _same_width(*tensors: Tensor) -> list[Tensor]:
+    """The tensors ``[.., D]`` and ``[.., Dv]``, the narrower ones padded with zeros.
+
+    Scores and outputs stay the same: zeros add nothing to a product, and columns of zeros in V give columns of zeros.
+    """
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    return [
+        tensor if tensor.shape[-1] == widest else F.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in tensors
+    ]
+
+
+def _narrowed(rows: Tensor, width: int) -> Tensor:
+    """The first ``width`` columns: ``rows`` itself where there are no more, else a copy, so that the rest is freed."""
+    return rows if rows.shape[-1] == width else rows[..., :width].contiguous()
+
+
+def _window_of(blocks: BlockSet) -> dict[str, int]:
+    """How flash attention is told of a window: by the number of keys before the query's own."""
+    return {} if blocks.window is None else {"window_size_left": blocks.window - 1, "window_size_right": 0}
+
+
 def _heads_first(rows: Tensor) -> Tensor:
     """Return ``[T, H, D]`` rows as a ``[1, H, T, D]`` view."""
     return rows.transpose(0, 1)[None]
@@ -230,16 +295,6 @@ def _heads_first(rows: Tensor) -> Tensor:
 
 def _cu_seqlens(blocks: BlockSet, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     return (*blocks.cu_seqlens(device), blocks.max_query_rows, blocks.max_key_rows)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Return scaled scores ``[H, T, S]`` in the dtype of the LSE. Keys later than a causal query have -inf."""
-    wide = lse_dtype(q.dtype)
-    scores = torch.einsum("thd,shd->hts", q.to(wide), _repeat_heads(k, q.shape[1]).to(wide)) * scale
-    if causal:
-        future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return scores
 
 
 def _repeat_heads(rows: Tensor, num_heads: int) -> Tensor:

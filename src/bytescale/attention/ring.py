@@ -1,4 +1,4 @@
-"""Attention of one micro-batch: first the causal triangles that a rank holds, then a ring over the shared group.
+"""Attention of a slice group's sequences: a ring of keys and values over its members.
 
 A shared group is a set of ranks, its members, that hold slices of the same sequences. The ring comes from section 7 of
 the paper; DistAttention and zig-zag ring attention came before it. Member ``i`` of ``N`` runs these steps:
@@ -31,95 +31,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
-from bytescale.attention.compiled import CompiledMerges
+from bytescale.attention.blocks import BlockSet, Rows, ring_blocks
 from bytescale.attention.exchange import Exchange, Transfer
-from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype, merge_rows
-from bytescale.plan import MicroBatch, SharedGroup
+from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype
+from bytescale.plan import SharedGroup
 
 # Two messages of one shared group can travel between the same two ranks at the same time. Their tags differ.
 _FORWARD_KV, _BACKWARD_KV, _BACKWARD_GRADIENTS = range(3)
 _TAGS_PER_GROUP = 4
 
 
-class AttentionMemory(Protocol):
-    """Keeps results of attention until backward, when activation checkpointing computes the layer again."""
-
-    def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return the ``out [T, H, D]`` and ``lse [T, H]`` that were kept, or None if this call has to compute them."""
-        ...
-
-    def keep(self, out: Tensor, lse: Tensor) -> None:
-        """Store what was computed."""
-        ...
+MergeRows = Callable[[Tensor, Tensor, Rows, Tensor, Tensor], None]
 
 
-class PackedAttention:
-    """The attention callable that a model is given for one micro-batch on one rank.
+@dataclass(frozen=True)
+class BlockWork:
+    """What one call of attention does with blocks: its kernel, its scale, and how partial results are merged."""
 
-    ``attention(q, k, v)`` takes ``q [T, H, D]`` and ``k, v [T, G, D]``, whose rows are in the layout of the micro-batch
-    (``plan.rank_plan``), and returns ``[T, H, D]``. Every member of a shared group has to make the same number of
-    calls, with the same heads. A caller that computes a few heads at a time and keeps the results itself uses
-    ``forward`` and ``backward`` instead.
-    """
+    kernel: AttentionKernel
+    scale: float
+    merge_rows: MergeRows
 
-    def __init__(
-        self,
-        micro_batch: MicroBatch,
-        kernel: AttentionKernel,
-        exchange: Exchange,
-        memory: AttentionMemory | None = None,
-        buffers: RingBuffers | None = None,
-    ) -> None:
-        """``buffers`` hold the messages. Several micro-batches of a rank may use them, one after the other."""
-        shared = micro_batch.shared
-        self.kernel = kernel
-        self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
-        self.memory = memory
-        self.num_tokens = micro_batch.num_tokens
-        self.num_shared_tokens = micro_batch.num_shared_tokens
-        slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
-        self.triangles = causal_triangles(slices + micro_batch.local_lengths.tolist())
-        self.ring = None if shared is None else Ring(shared, exchange, buffers or RingBuffers())
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.shape[0] != self.num_tokens:
-            raise ValueError(
-                f"attention got {q.shape[0]} rows but its micro-batch has {self.num_tokens}: "
-                "the model must keep one row per token, in order"
-            )
-        return _PackedAttentionFunction.apply(q, k, v, self)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``out [T, H, D]`` and ``lse [T, H]``, outside of autograd."""
-        scale = q.shape[-1] ** -0.5
-        if self.ring is None:
-            return self.kernel.forward(q, k, v, self.triangles, scale)
-        return _ring_forward(q, k, v, self, self.ring, scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor]:
+        """``AttentionKernel.forward``."""
+        return self.kernel.forward(q, k, v, blocks, self.scale)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of ``q``, ``k`` and ``v`` from that of ``out`` and the results of ``forward``."""
-        scale = q.shape[-1] ** -0.5
-        if self.ring is None:
-            return self.kernel.backward(dout, q, k, v, out, lse, self.triangles, scale)
-        return _ring_backward(dout, q, k, v, out, lse, self, self.ring, scale)
-
-    def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the output and LSE of all heads: from memory where it has them, otherwise from ``compute()``."""
-        known = None if self.memory is None else self.memory.recall()
-        if known is not None:
-            return known
-        out, lse = compute()
-        if self.memory is not None:
-            self.memory.keep(out, lse)
-        return out, lse
+        """``AttentionKernel.backward``."""
+        return self.kernel.backward(dout, q, k, v, out, lse, blocks, self.scale)
 
 
 class RingBuffers:
@@ -193,43 +139,50 @@ class Ring:
             tag=self.first_tag + _BACKWARD_GRADIENTS,
         )
 
-    def kv_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return buffers for two messages of K and V, ``[n, 2, G, D]``, where n is the longest slice of any member."""
-        return self.buffers.pair("kv", k, self._shape(k), k.dtype)
+    def kv_buffers(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return buffers for two messages of K and V, ``[n, G (D + Dv)]``; n is the longest slice of any member."""
+        return self.buffers.pair("kv", k, self._shape(k, v), k.dtype)
 
-    def gradient_buffers(self, k: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient_buffers(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return buffers for two messages of the gradients of K and V, of the same shape."""
-        return self.buffers.pair("gradients", k, self._shape(k), self.buffers.gradient_dtype or lse_dtype(k.dtype))
+        dtype = self.buffers.gradient_dtype or lse_dtype(k.dtype)
+        return self.buffers.pair("gradients", k, self._shape(k, v), dtype)
 
-    def _shape(self, k: Tensor) -> tuple[int, ...]:
-        return max(self.rows_per_member), 2, *k.shape[1:]
+    @property
+    def num_rows(self) -> int:
+        """Of this member's slice."""
+        return self.rows_per_member[self.member]
 
-
-class _PackedAttentionFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
-        out, lse = attention.remembered(lambda: attention.forward(q, k, v))
-        ctx.attention = attention
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = ctx.attention.backward(gradients[0], q, k, v, out, lse)
-        return dq, dk, dv, None
+    def _shape(self, k: Tensor, v: Tensor) -> tuple[int, int]:
+        return max(self.rows_per_member), message_width(k, v)
 
 
-def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention, ring: Ring, scale: float
+def message_width(k: Tensor, v: Tensor) -> int:
+    """Numbers in a row of a message: all heads of K, then all heads of V."""
+    return k.shape[1] * (k.shape[2] + v.shape[2])
+
+
+def keys_of(message: Tensor, k: Tensor) -> Tensor:
+    """The keys ``[n, G, D]`` in the rows of a message ``[n, G (D + Dv)]``, or their gradients; D and G are ``k``'s."""
+    return message[:, : k.shape[1] * k.shape[2]].unflatten(1, k.shape[1:])
+
+
+def values_of(message: Tensor, v: Tensor) -> Tensor:
+    """The values ``[n, G, Dv]`` in the rows of a message, or their gradients."""
+    return message[:, -v.shape[1] * v.shape[2] :].unflatten(1, v.shape[1:])
+
+
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, triangles: BlockSet, ring: Ring, work: BlockWork
 ) -> tuple[Tensor, Tensor]:
-    shared = attention.num_shared_tokens
-    buffers = ring.kv_buffers(k)
+    """``out [T, H, Dv]`` and ``lse [T, H]``; ``triangles``: what this rank can compute alone."""
+    shared = ring.num_rows
+    buffers = ring.kv_buffers(k, v)
     held = _pack(k[:shared], v[:shared], buffers[0])
 
     # Step 0: everything that this rank can compute alone, while the first keys travel.
     transfer, arriving = ring.start_kv(0, held, buffers[1], _FORWARD_KV)
-    out, lse = attention.kernel.forward(q, k, v, attention.triangles, scale)
+    out, lse = work.forward(q, k, v, triangles)
     running_out, running_lse = out[:shared].to(lse.dtype), lse[:shared]
 
     # Steps 1 .. N-1: compute with the keys that have arrived and merge the result, while the next keys travel.
@@ -241,33 +194,34 @@ def _ring_forward(
             transfer, arriving = ring.start_kv(step, held, buffers[(step + 1) % 2], _FORWARD_KV)
         blocks = ring.blocks[ring.source(step)]
         if blocks:
-            part_out, part_lse = attention.kernel.forward(q[:shared], held[:, 0], held[:, 1], blocks, scale)
-            attention.merge_rows(running_out, running_lse, blocks.query_rows(q.device), part_out, part_lse)
+            part_out, part_lse = work.forward(q[:shared], keys_of(held, k), values_of(held, v), blocks)
+            work.merge_rows(running_out, running_lse, blocks.query_rows(q.device), part_out, part_lse)
 
     out[:shared] = running_out.to(out.dtype)
     return out, lse
 
 
-def _ring_backward(
+def ring_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    attention: PackedAttention,
+    triangles: BlockSet,
     ring: Ring,
-    scale: float,
+    work: BlockWork,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shared, kernel = attention.num_shared_tokens, attention.kernel
+    """``dq, dk, dv`` of this rank's rows, from the gradient of ``out`` and what ``ring_forward`` returned."""
+    shared = ring.num_rows
     wide = lse_dtype(q.dtype)
-    kv_buffers, gradient_buffers = ring.kv_buffers(k), ring.gradient_buffers(k)
+    kv_buffers, gradient_buffers = ring.kv_buffers(k, v), ring.gradient_buffers(k, v)
     held = _pack(k[:shared], v[:shared], kv_buffers[0])
-    shared_inputs = (q[:shared], out[:shared], lse[:shared], dout[:shared])
+    of_queries = (dout[:shared], q[:shared], out[:shared], lse[:shared])
 
     # Step 0: this rank's own triangles, while the first keys travel.
     transfer, arriving = ring.start_kv(0, held, kv_buffers[1], _BACKWARD_KV)
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, attention.triangles, scale)
+    dq, dk, dv = work.backward(dout, q, k, v, out, lse, triangles)
     dq_shared = dq[:shared].to(wide)
 
     # Steps 1 .. N-1: compute this rank's share of the gradient of member j's keys, and add it to the sum received.
@@ -279,7 +233,8 @@ def _ring_backward(
             transfer, arriving = ring.start_kv(step, held, kv_buffers[(step + 1) % 2], _BACKWARD_KV)
         source = ring.source(step)
         blocks = ring.blocks[source]
-        parts = _block_gradients(dq_shared, shared_inputs, held, blocks, kernel, scale) if blocks else None
+        keys_and_values = keys_of(held, k), values_of(held, v)
+        parts = block_gradients(dq_shared, of_queries, *keys_and_values, blocks, work) if blocks else None
         # The sum of the members before us has travelled while we computed.
         collected = _rows(gradient_buffers[step % 2], ring.rows_per_member[source])
         if gradient_transfer is None:
@@ -288,8 +243,8 @@ def _ring_backward(
             gradient_transfer.wait()
         if parts is not None:
             rows = blocks.key_rows(q.device)
-            add_rows(collected[:, 0], rows, parts[0])
-            add_rows(collected[:, 1], rows, parts[1])
+            add_rows(keys_of(collected, k), rows, parts[0])
+            add_rows(values_of(collected, v), rows, parts[1])
             parts = None  # frees their memory before the next step computes its own
         # Pass the sum on. The sum that arrives belongs to the keys of the next step; after the last, to our own keys.
         arriving_rows = ring.rows_per_member[ring.source(step + 1)]
@@ -299,31 +254,35 @@ def _ring_backward(
     if gradient_transfer is not None:
         gradient_transfer.wait()
         own = _rows(gradient_buffers[ring.size % 2], shared)
-        dk[:shared] = (dk[:shared].to(wide) + own[:, 0]).to(dk.dtype)
-        dv[:shared] = (dv[:shared].to(wide) + own[:, 1]).to(dv.dtype)
+        dk[:shared] = (dk[:shared].to(wide) + keys_of(own, k)).to(dk.dtype)
+        dv[:shared] = (dv[:shared].to(wide) + values_of(own, v)).to(dv.dtype)
     dq[:shared] = dq_shared.to(dq.dtype)
     return dq, dk, dv
 
 
-def _block_gradients(
+def block_gradients(
     dq_shared: Tensor,
-    shared_inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    held: Tensor,
+    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
     blocks: BlockSet,
-    kernel: AttentionKernel,
-    scale: float,
+    work: BlockWork,
 ) -> tuple[Tensor, Tensor]:
-    """Add the blocks' query gradients to ``dq_shared [n, H, D]``. Return the gradients of their keys and values."""
-    q, out, lse, dout = shared_inputs
-    part_dq, part_dk, part_dv = kernel.backward(dout, q, held[:, 0], held[:, 1], out, lse, blocks, scale)
+    """Add the blocks' query gradients to ``dq_shared [n, H, D]``. Return the gradients of their keys and values.
+
+    ``of_queries``: ``dout, q, out, lse`` of the shared rows.
+    """
+    dout, q, out, lse = of_queries
+    part_dq, part_dk, part_dv = work.backward(dout, q, k, v, out, lse, blocks)
     add_rows(dq_shared, blocks.query_rows(q.device), part_dq)
     return part_dk, part_dv
 
 
 def _pack(k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
-    """Copy ``k, v [n, G, D]`` into the first rows of a message buffer ``[N, 2, G, D]``."""
+    """Copy ``k [n, G, D]`` and ``v [n, G, Dv]`` into the first rows of a message buffer ``[N, G (D + Dv)]``."""
     rows = _rows(buffer, k.shape[0])
-    rows[:, 0], rows[:, 1] = k, v
+    keys_of(rows, k).copy_(k)
+    values_of(rows, v).copy_(v)
     return rows
 
 

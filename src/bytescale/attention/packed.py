@@ -1,0 +1,168 @@
+"""Attention of one micro-batch: the sequences that a rank holds whole, and its slices of those that a group shares.
+
+Sequences that a rank holds alone are blocks of one kernel call. Those of a shared group go through a ring (``ring``),
+or, where a window reaches less far than the sequences, through an exchange of the rows that it reaches
+(``windowed_ring``). Every call may have rules of its own (``rules``), hence every layer.
+
+Shape letters: T rows of the micro-batch, the first of which are the shared ones; H query heads, G key/value heads, D
+width of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.attention.choose import kernel_for
+from bytescale.attention.compiled import CompiledMerges
+from bytescale.attention.exchange import Exchange
+from bytescale.attention.kernels import AttentionKernel, merge_rows
+from bytescale.attention.ring import BlockWork, Ring, RingBuffers, ring_backward, ring_forward
+from bytescale.attention.rules import PLAIN, AttentionRules
+from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
+from bytescale.plan import MicroBatch
+
+
+class AttentionMemory(Protocol):
+    """Keeps results of attention until backward, when activation checkpointing computes the layer again."""
+
+    def recall(self) -> tuple[Tensor, Tensor] | None:
+        """Return the ``out [T, H, Dv]`` and ``lse [T, H]`` that were kept, or None if this call has to compute them."""
+        ...
+
+    def keep(self, out: Tensor, lse: Tensor) -> None:
+        """Store what was computed."""
+        ...
+
+
+class PackedAttention:
+    """The attention callable that a model is given for one micro-batch on one rank.
+
+    ``attention(q, k, v, rules, sinks)`` takes ``q [T, H, D]``, ``k [T, G, D]`` and ``v [T, G, Dv]``, whose rows are in
+    the layout of the micro-batch (``plan.rank_plan``), and returns ``[T, H, Dv]``. ``rules`` are those of the layer
+    that calls. ``sinks [H]`` are its learned logits, or None. Every member of a shared group has to make the same
+    number of calls, with the same heads and the same rules. A caller that computes a few heads at a time and keeps the
+    results itself uses ``forward`` and ``backward`` instead.
+    """
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        kernel: AttentionKernel,
+        exchange: Exchange,
+        memory: AttentionMemory | None = None,
+        buffers: RingBuffers | None = None,
+    ) -> None:
+        """``buffers`` hold the messages. Several micro-batches of a rank may use them, one after the other."""
+        shared = micro_batch.shared
+        self.kernel = kernel
+        self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
+        self.memory = memory
+        self.num_tokens = micro_batch.num_tokens
+        slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
+        self.lengths: list[int] = slices + micro_batch.local_lengths.tolist()
+        self.longest_shared = 0 if shared is None else int(shared.lengths.max())
+        self.triangles = causal_triangles(self.lengths)
+        self.ring = None if shared is None else Ring(shared, exchange, buffers or RingBuffers())
+        self._bands: dict[int, BlockSet] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
+        if q.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"attention got {q.shape[0]} rows but its micro-batch has {self.num_tokens}: "
+                "the model must keep one row per token, in order"
+            )
+        return _PackedAttentionFunction.apply(q, k, v, sinks, self, rules)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute ``out [T, H, Dv]`` and ``lse [T, H]``, outside of autograd. Both include the sinks."""
+        out, lse = self._forward(q, k, v, self._work(q, rules), rules.window)
+        if sinks is None:
+            return out, lse
+        check_sinks(sinks, q.shape[1])
+        return join_sinks(out, lse, sinks)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rules: AttentionRules = PLAIN,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of ``q``, ``k`` and ``v`` from that of ``out`` and the results of ``forward``.
+
+        ``out`` and ``lse`` include the sinks, whose own gradient ``sinks.sinks_gradient`` computes.
+        """
+        work, blocks = self._work(q, rules), self._local_blocks(rules.window)
+        if self.ring is None:
+            return work.backward(dout, q, k, v, out, lse, blocks)
+        self._no_window_yet(rules.window)
+        return ring_backward(dout, q, k, v, out, lse, blocks, self.ring, work)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork, window: int | None) -> tuple[Tensor, Tensor]:
+        blocks = self._local_blocks(window)
+        if self.ring is None:
+            return work.forward(q, k, v, blocks)
+        self._no_window_yet(window)
+        return ring_forward(q, k, v, blocks, self.ring, work)
+
+    def _no_window_yet(self, window: int | None) -> None:
+        if window is not None and window < self.longest_shared:
+            raise NotImplementedError("windows over a slice group are not there yet")
+
+    def _work(self, q: Tensor, rules: AttentionRules) -> BlockWork:
+        return BlockWork(kernel_for(self.kernel, rules), rules.scale_of(q), self.merge_rows)
+
+    def _local_blocks(self, window: int | None) -> BlockSet:
+        """Own rows by own rows; plain triangles where the window reaches over the longest of them."""
+        if window is None or window >= max(self.lengths, default=0):
+            return self.triangles
+        if window not in self._bands:
+            self._bands[window] = causal_triangles(self.lengths, window)
+        return self._bands[window]
+
+    def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the output and LSE of all heads: from memory where it has them, otherwise from ``compute()``."""
+        known = None if self.memory is None else self.memory.recall()
+        if known is not None:
+            return known
+        out, lse = compute()
+        if self.memory is not None:
+            self.memory.keep(out, lse)
+        return out, lse
+
+
+class _PackedAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        attention: PackedAttention,
+        rules: AttentionRules,
+    ) -> Tensor:
+        out, lse = attention.remembered(lambda: attention.forward(q, k, v, rules, sinks))
+        ctx.attention, ctx.rules = attention, rules
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        (dout,) = gradients
+        of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        dq, dk, dv = ctx.attention.backward(dout, q, k, v, out, lse, ctx.rules)
+        return dq, dk, dv, of_sinks, None, None

@@ -1,0 +1,156 @@
+"""Scale, window, soft cap, sinks and other widths of V: every kernel against the slow twin, alone and in rings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bytescale.attention import AttentionRules, PackedAttention, reference_attention, select_kernel
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import RankGroup
+from tests.helpers.effort import examples
+from tests.helpers.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of attention: H query heads, G key/value heads, D width of queries and keys, Dv of values."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+
+SHAPES = [Shape(4, 2, 8, 8), Shape(3, 3, 8, 4), Shape(4, 1, 8, 16), Shape(2, 2, 16, 8)]
+NAMES = ("out", "q", "k", "v", "sinks")
+PRECISIONS = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+
+rules_of_any_kind = st.builds(
+    AttentionRules,
+    scale=st.sampled_from([None, 0.3]),
+    window=st.sampled_from([None, 1, 2, 3, 7, 20, 1000]),
+    soft_cap=st.sampled_from([None, 1.5]),
+)
+
+
+@dataclass
+class Data:
+    """Rows of all sequences, one after the other."""
+
+    lengths: list[int]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    sinks: Tensor | None
+
+    @staticmethod
+    def of(lengths: Sequence[int], shape: Shape, dtype: torch.dtype, with_sinks: bool = False) -> Data:
+        generator = torch.Generator().manual_seed(len(lengths))
+
+        def numbers(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+        rows = sum(lengths)
+        return Data(
+            list(lengths),
+            numbers(rows, shape.heads, shape.width),
+            numbers(rows, shape.kv_heads, shape.width),
+            numbers(rows, shape.kv_heads, shape.value_width),
+            numbers(rows, shape.heads, shape.value_width),
+            numbers(shape.heads) if with_sinks else None,
+        )
+
+    def double(self) -> Data:
+        wide = [None if x is None else x.double() for x in (self.q, self.k, self.v, self.dout, self.sinks)]
+        return Data(self.lengths, *wide)  # type: ignore[arg-type]
+
+
+def expected(data: Data, rules: AttentionRules) -> dict[str, Tensor]:
+    """Output and gradients in fp64, by the reference and autograd."""
+    wide = data.double()
+    leaves = {name: getattr(wide, name) for name in ("q", "k", "v", "sinks") if getattr(wide, name) is not None}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    out = reference_attention(wide.q, wide.k, wide.v, data.lengths, rules, wide.sinks)
+    out.backward(wide.dout)
+    return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}  # type: ignore[dict-item]
+
+
+def on_ranks(data: Data, rules: AttentionRules, plan: Plan, kernel: str) -> tuple[dict[str, Tensor], list[int]]:
+    """The same by ``PackedAttention`` on every rank of a plan, put together again; bytes that each rank sent."""
+    edges = [0, *torch.tensor(data.lengths).cumsum(0).tolist()]
+
+    def one_rank(hdp: RankGroup) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Tensor | None, int]:
+        results, sinks = [], None if data.sinks is None else data.sinks.clone().requires_grad_()
+        for micro_batch in RankPlan.of(plan, hdp.rank).micro_batches:
+            places = torch.cat(
+                [
+                    torch.arange(edges[sequence] + start, edges[sequence] + stop)
+                    for sequence, start, stop in zip(
+                        micro_batch.segment_sequences.tolist(),
+                        micro_batch.segment_starts.tolist(),
+                        micro_batch.segment_stops.tolist(),
+                        strict=True,
+                    )
+                ]
+            )
+            q, k, v = (rows[places].requires_grad_() for rows in (data.q, data.k, data.v))
+            chosen = select_kernel(kernel, q.device, q.dtype)
+            out = PackedAttention(micro_batch, chosen, hdp.exchange)(q, k, v, rules, sinks)
+            out.backward(data.dout[places])
+            results.append((places, {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}))
+        return results, None if sinks is None else sinks.grad, hdp.exchange.bytes_sent  # type: ignore[return-value]
+
+    outcomes = run_ranks(plan.num_ranks, one_rank)
+    likes = {"out": data.dout, "q": data.q, "k": data.k, "v": data.v}
+    whole = {name: torch.full_like(like, torch.nan) for name, like in likes.items()}
+    for results, _, _ in outcomes:
+        for places, parts in results:
+            for name, rows in parts.items():
+                whole[name][places] = rows
+    if data.sinks is not None:
+        whole["sinks"] = torch.stack([g for _, g, _ in outcomes if g is not None]).sum(dim=0)
+    return whole, [sent for _, _, sent in outcomes]
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert set(ours) == set(theirs)
+    for name in theirs:
+        error = (ours[name].double() - theirs[name]).abs().max() / max(1.0, float(theirs[name].abs().max()))
+        assert error <= tolerance, f"{name} is off by {error:.2g}"
+
+
+def alone(lengths: Sequence[int]) -> Plan:
+    groups = [GroupSpec(sequences=list(range(len(lengths))), ranks=[0])]
+    return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0]]])
+
+
+@examples(20, 200)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    shape=st.sampled_from(SHAPES),
+    rules=rules_of_any_kind,
+    with_sinks=st.booleans(),
+    precision=st.sampled_from(PRECISIONS),
+    kernel=st.sampled_from(["flash", "math"]),
+)
+def test_rules_on_one_rank(
+    lengths: list[int],
+    shape: Shape,
+    rules: AttentionRules,
+    with_sinks: bool,
+    precision: tuple[torch.dtype, float],
+    kernel: str,
+) -> None:
+    dtype, tolerance = precision
+    data = Data.of(lengths, shape, dtype, with_sinks)
+    ours, _ = on_ranks(data, rules, alone(lengths), kernel)
+    assert_equal(ours, expected(data, rules), tolerance)
