@@ -74,15 +74,15 @@ class DataConfig:
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     weights: tuple[float, ...] = ()
-    """Share of the tokens that each source gives, one per source, together 1; empty: one shuffle of everything."""
+    """The share of tokens that each source gives: one number per source, 1 in all. Empty: all are one corpus."""
     min_document_tokens: int = 1
     """Shorter documents are left out."""
     max_document_tokens: int | None = None
-    """Longer documents are left out; unset: none is (see over_length)."""
+    """Longer documents are left out. Unset: no document is left out for its length (see over_length)."""
     max_corrupt_records: int = 0
-    """Records that may be left out because they are no JSON or no text; one more stops the run."""
+    """How many damaged records may be left out. One more stops the run."""
     read_retries: int = 3
-    """How often a failing read is tried again, after 0.5, 1, 2, ... seconds."""
+    """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     context_length: int = 8192
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"
@@ -90,10 +90,10 @@ class DataConfig:
     batch_tokens: int = 32768
     """Size of a global batch: whole sequences are drawn until the next one would exceed it."""
     shuffle_seed: int = 1234
-    """Order of the documents: a function of this and of the epoch, never of the number of ranks."""
+    """Seed of the order of documents. The order depends on this seed and the epoch, never on the number of ranks."""
     shuffle_window_mib: int = 256
-    """MiB of text that are shuffled together. Of a larger corpus, random parts of this size follow each other, so that
-    training starts when the first is tokenised."""
+    """MiB of text that are shuffled together. A larger corpus is shuffled in random parts of this size, one after the
+    other, so training can start when the first part is tokenised."""
     cache_dir: str = ".cache/bytescale"
     """Where tokenizers and tokenised corpora are kept between runs."""
     num_workers: int = 2
@@ -109,7 +109,7 @@ class DataConfig:
     ray_address: str = ""
     """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
     answer_seconds: float = 120.0
-    """ray only. A planner or server that takes longer to answer, restarts included, is given up."""
+    """ray only. A planner or server that takes longer to answer, including restarts, makes the run stop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,22 +124,22 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline parallelism: stages, each with some of the layers. HDP has what remains, ranks / (tp * pp)."""
     virtual_stages: int = 1
-    """Chunks of layers on each stage; above 1 they are interleaved: a smaller bubble for more messages."""
+    """Chunks of layers on each stage. Above 1 the stages are interleaved, with a smaller bubble and more messages."""
     capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
     """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what memory allows. HDP
     ranks * capacity must hold the context, unless activations are offloaded."""
     timeout_seconds: float = 120.0
-    """A message that takes longer than this means that a rank is gone: every rank stops and says so."""
+    """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message."""
     stop_seconds: float = 30.0
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MemoryConfig:
-    """What a rank's memory holds, and what becomes of activations that it does not."""
+    """The memory of a rank, and the offloading of activations that do not fit."""
 
     offload: Literal["auto", "on", "off"] = "auto"
-    """Send activations of long sequences to host memory where that is hidden (Eq. 3); auto: on a GPU."""
+    """Send activations of long sequences to host memory if compute hides the copies (Eq. 3). auto: only on a GPU."""
     device_gib: float | None = None
     """GiB of one rank's device that may be used; unset: 92 % of a GPU's, or of the machine's RAM over its ranks."""
     host_gib: float | None = None
@@ -163,10 +163,10 @@ class PlannerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class CostConfig:
-    """What the planner believes about speed."""
+    """The speeds that the planner assumes."""
 
     profile: str | None = None
-    """A TOML file written by `bytescale profile`; unset: a FLOP count of the model."""
+    """A TOML file written by `bytescale profile`. Unset: times follow from counted operations of the model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,8 +202,8 @@ class TrainerConfig:
     seed: int = 0
     """Seed of the initial weights."""
     init: str = ""
-    """Where the initial weights come from: hf:FOLDER (Hugging Face's), checkpoint:FOLDER (ours, of any ranks); empty:
-    random numbers of `seed`."""
+    """Where the initial weights come from. hf:FOLDER: a Hugging Face folder. checkpoint:FOLDER: a checkpoint from any
+    number of ranks. Empty: random numbers from `seed`."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -212,21 +212,24 @@ class TrainerConfig:
     """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
     or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
     compile: bool = False
-    """Compile with torch.compile what is pointwise between matrix products: norms, rotation, SwiGLU, residuals, merging
-    in rings. Takes a minute at the first start; needs a C++ compiler on the CPU, Triton and a C compiler on a GPU."""
+    """Compile the pointwise operations between matrix products with torch.compile: norms, rotation, SwiGLU, residuals,
+    merging in rings. The first start takes a minute longer. Needs a C++ compiler (CPU), or Triton and a C compiler
+    (GPU)."""
     checkpointing: Literal["none", "full", "attention"] = "none"
-    """Activations computed again in backward: all (full), all but attention's (attention: O(s) to keep, O(s^2) to
-    compute), or nothing."""
+    """Which activations backward computes again. full: all. attention: all except the result of attention, which is
+    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
     head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata={"auto": AUTO_HEAD_GROUPS})
-    """Groups of heads that attention takes one after the other, with checkpointing: less memory, the same results up to
-    rounding; must divide a rank's key/value heads. `auto` (or 0): the fewest with which the capacity fits."""
+    """Number of groups of heads that attention computes one after the other, if checkpointing is on. More groups need
+    less memory and give the same results up to rounding. The number must divide a rank's key/value heads. `auto` (or
+    0): the fewest groups with which the capacity fits."""
     gradient_bucket_mib: float = 1.0
-    """MiB of gradients, at least, that HDP ranks reduce at once while they compute (of large models 1/64); parameters
-    are gathered in the same parts. 0: everything once, between two steps. Results differ only by the order of sums,
-    checkpoints not at all."""
+    """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
+    parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
+    reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
+    differ."""
     ring_gradients: RingGradients = "wide"
-    """In what the gradients of keys and values travel around a ring, summed up rank by rank. wide: fp32 (fp64 for
-    fp64); bf16: half the bytes, one rounding to 8 bits more for every rank they pass."""
+    """Dtype in which sums of the gradients of keys and values travel around a ring. wide: fp32 (fp64 for fp64). bf16:
+    half the bytes, and one more rounding to 8 bits at every rank that they pass."""
     run_dir: str = ""
     """Folder of this run; empty: runs/<config name>-<date>-<time>."""
     resume: bool = False
