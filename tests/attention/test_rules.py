@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
 from tests.helpers.effort import examples
+from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 
 
@@ -133,7 +135,7 @@ def alone(lengths: Sequence[int]) -> Plan:
     return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0]]])
 
 
-@examples(20, 200)
+@examples(12, 200)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     shape=st.sampled_from(SHAPES),
@@ -154,3 +156,76 @@ def test_rules_on_one_rank(
     data = Data.of(lengths, shape, dtype, with_sinks)
     ours, _ = on_ranks(data, rules, alone(lengths), kernel)
     assert_equal(ours, expected(data, rules), tolerance)
+
+
+@examples(16, 300)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    num_ranks=st.integers(2, 4),
+    seed=st.integers(0, 10_000),
+    weighted=st.booleans(),
+    shape=st.sampled_from(SHAPES),
+    rules=rules_of_any_kind,
+    with_sinks=st.booleans(),
+    precision=st.sampled_from(PRECISIONS),
+    kernel=st.sampled_from(["flash", "math"]),
+)
+def test_rules_in_rings(
+    lengths: list[int],
+    num_ranks: int,
+    seed: int,
+    weighted: bool,
+    shape: Shape,
+    rules: AttentionRules,
+    with_sinks: bool,
+    precision: tuple[torch.dtype, float],
+    kernel: str,
+) -> None:
+    """Any lengths, any members, one token or none on a member, local sequences beside shared ones."""
+    dtype, tolerance = precision
+    data = Data.of(lengths, shape, dtype, with_sinks)
+    ours, _ = on_ranks(data, rules, random_plan(lengths, num_ranks, seed, weighted=weighted), kernel)
+    assert_equal(ours, expected(data, rules), tolerance)
+
+
+def over_all(lengths: Sequence[int], num_ranks: int) -> Plan:
+    """All sequences in one group of all ranks."""
+    groups = [GroupSpec(sequences=list(range(len(lengths))), ranks=range(num_ranks))]
+    return Plan.build(
+        lengths=lengths, capacity_tokens=[sum(lengths)] * num_ranks, groups=groups, schedule=[[[0]]] * num_ranks
+    )
+
+
+SMALL = Shape(2, 1, 4, 2)
+ROW_BYTES = 4 * (SMALL.width + SMALL.value_width)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_window_sends_the_rows_in_its_reach_whatever_the_length(num_ranks: int) -> None:
+    """Each inner edge between members' chunks is crossed by ``w - 1`` rows: twice as keys, once as gradients."""
+    window = 9
+    for length in (200, 403):
+        data = Data.of([length], SMALL, torch.float32)
+        ours, sent = on_ranks(data, AttentionRules(window=window), over_all([length], num_ranks), "flash")
+        assert_equal(ours, expected(data, AttentionRules(window=window)), 1e-5)
+        edges = 2 * num_ranks - 2  # the two chunks of the last member touch
+        assert sum(sent) == edges * (window - 1) * 3 * ROW_BYTES
+
+
+def test_a_window_of_one_key_sends_nothing() -> None:
+    _, sent = on_ranks(Data.of([50], SMALL, torch.float32), AttentionRules(window=1), over_all([50], 3), "flash")
+    assert sent == [0, 0, 0]
+
+
+@pytest.mark.parametrize("window", [2, 20, 49, 50, 51, 99, 100, 101])
+def test_no_window_sends_more_than_the_ring(window: int) -> None:
+    """Windows of more than a chunk, too: rows that both chunks of a member look at travel once."""
+    data = Data.of([100, 3], SMALL, torch.float32)
+    plan = over_all([100, 3], 3)
+    _, ring = on_ranks(data, AttentionRules(), plan, "flash")
+    ours, sent = on_ranks(data, AttentionRules(window=window), plan, "flash")
+    assert sum(sent) <= sum(ring)
+    if window >= 100:
+        assert sent == ring
+        full, _ = on_ranks(data, AttentionRules(), plan, "flash")
+        assert all(torch.equal(ours[name], full[name]) for name in full)

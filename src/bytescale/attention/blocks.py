@@ -92,6 +92,21 @@ class BlockSet:
         return self._rows[side, device]
 
 
+class RowRanges:
+    """Ranges ``[start, stop)`` of rows, in any order, and the index that picks them."""
+
+    def __init__(self, ranges: list[tuple[int, int]]) -> None:
+        self.num_rows = sum(stop - start for start, stop in ranges)
+        self._ranges = ranges
+        self._rows: dict[torch.device, Rows] = {}
+
+    def on(self, device: torch.device) -> Rows:
+        """Return a slice where the ranges are adjacent and rise, otherwise an index tensor (cached)."""
+        if device not in self._rows:
+            self._rows[device] = _rows_of(self._ranges, device)
+        return self._rows[device]
+
+
 def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = None) -> BlockSet:
     """Make one causal block per sequence, a triangle or a window's band of it. Sequences lie one after the other."""
     edges = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])

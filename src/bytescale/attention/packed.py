@@ -24,6 +24,8 @@ from bytescale.attention.kernels import AttentionKernel, merge_rows
 from bytescale.attention.ring import BlockWork, Ring, RingBuffers, ring_backward, ring_forward
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
+from bytescale.attention.window import WindowLayout
+from bytescale.attention.windowed_ring import WindowedRing, windowed_backward, windowed_forward
 from bytescale.plan import MicroBatch
 
 
@@ -65,10 +67,11 @@ class PackedAttention:
         self.num_tokens = micro_batch.num_tokens
         slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
         self.lengths: list[int] = slices + micro_batch.local_lengths.tolist()
-        self.longest_shared = 0 if shared is None else int(shared.lengths.max())
         self.triangles = causal_triangles(self.lengths)
         self.ring = None if shared is None else Ring(shared, exchange, buffers or RingBuffers())
+        self._shared, self._local_lengths = shared, micro_batch.local_lengths
         self._bands: dict[int, BlockSet] = {}
+        self._windowed: dict[int, WindowedRing] = {}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
@@ -107,19 +110,28 @@ class PackedAttention:
         work, blocks = self._work(q, rules), self._local_blocks(rules.window)
         if self.ring is None:
             return work.backward(dout, q, k, v, out, lse, blocks)
-        self._no_window_yet(rules.window)
+        windowed = self._windowed_ring(rules.window)
+        if windowed is not None:
+            return windowed_backward(dout, q, k, v, out, lse, windowed, work)
         return ring_backward(dout, q, k, v, out, lse, blocks, self.ring, work)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork, window: int | None) -> tuple[Tensor, Tensor]:
         blocks = self._local_blocks(window)
         if self.ring is None:
             return work.forward(q, k, v, blocks)
-        self._no_window_yet(window)
+        windowed = self._windowed_ring(window)
+        if windowed is not None:
+            return windowed_forward(q, k, v, windowed, work)
         return ring_forward(q, k, v, blocks, self.ring, work)
 
-    def _no_window_yet(self, window: int | None) -> None:
-        if window is not None and window < self.longest_shared:
-            raise NotImplementedError("windows over a slice group are not there yet")
+    def _windowed_ring(self, window: int | None) -> WindowedRing | None:
+        """Return the exchange for a window, or None where it reaches over all shared sequences: then a ring runs."""
+        if self.ring is None or self._shared is None or window is None or window >= self._shared.lengths.max():
+            return None
+        if window not in self._windowed:
+            layout = WindowLayout.of(self._shared, self._local_lengths, window)
+            self._windowed[window] = WindowedRing(self.ring, layout)
+        return self._windowed[window]
 
     def _work(self, q: Tensor, rules: AttentionRules) -> BlockWork:
         return BlockWork(kernel_for(self.kernel, rules), rules.scale_of(q), self.merge_rows)

@@ -42,7 +42,7 @@ from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype
 from bytescale.plan import SharedGroup
 
 # Two messages of one shared group can travel between the same two ranks at the same time. Their tags differ.
-_FORWARD_KV, _BACKWARD_KV, _BACKWARD_GRADIENTS = range(3)
+FORWARD_KV, BACKWARD_KV, BACKWARD_GRADIENTS = range(3)
 _TAGS_PER_GROUP = 4
 
 
@@ -107,6 +107,7 @@ class Ring:
         self.buffers = buffers
         self.size = shared.size
         self.member = shared.member
+        self.ranks = shared.ranks
         self.next_rank = shared.ranks[(shared.member + 1) % shared.size]
         self.previous_rank = shared.ranks[(shared.member - 1) % shared.size]
         self.rows_per_member: list[int] = shared.tokens_per_member.tolist()
@@ -136,7 +137,7 @@ class Ring:
             to=self.next_rank,
             receive=receive,
             source=self.previous_rank,
-            tag=self.first_tag + _BACKWARD_GRADIENTS,
+            tag=self.first_tag + BACKWARD_GRADIENTS,
         )
 
     def kv_buffers(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +182,7 @@ def ring_forward(
     held = _pack(k[:shared], v[:shared], buffers[0])
 
     # Step 0: everything that this rank can compute alone, while the first keys travel.
-    transfer, arriving = ring.start_kv(0, held, buffers[1], _FORWARD_KV)
+    transfer, arriving = ring.start_kv(0, held, buffers[1], FORWARD_KV)
     out, lse = work.forward(q, k, v, triangles)
     running_out, running_lse = out[:shared].to(lse.dtype), lse[:shared]
 
@@ -191,7 +192,7 @@ def ring_forward(
         held = arriving
         if step < ring.size - 1:
             # The previous step has read and sent the other buffer, so the next keys may overwrite it.
-            transfer, arriving = ring.start_kv(step, held, buffers[(step + 1) % 2], _FORWARD_KV)
+            transfer, arriving = ring.start_kv(step, held, buffers[(step + 1) % 2], FORWARD_KV)
         blocks = ring.blocks[ring.source(step)]
         if blocks:
             part_out, part_lse = work.forward(q[:shared], keys_of(held, k), values_of(held, v), blocks)
@@ -220,7 +221,7 @@ def ring_backward(
     of_queries = (dout[:shared], q[:shared], out[:shared], lse[:shared])
 
     # Step 0: this rank's own triangles, while the first keys travel.
-    transfer, arriving = ring.start_kv(0, held, kv_buffers[1], _BACKWARD_KV)
+    transfer, arriving = ring.start_kv(0, held, kv_buffers[1], BACKWARD_KV)
     dq, dk, dv = work.backward(dout, q, k, v, out, lse, triangles)
     dq_shared = dq[:shared].to(wide)
 
@@ -230,7 +231,7 @@ def ring_backward(
         transfer.wait()
         held = arriving
         if step < ring.size - 1:
-            transfer, arriving = ring.start_kv(step, held, kv_buffers[(step + 1) % 2], _BACKWARD_KV)
+            transfer, arriving = ring.start_kv(step, held, kv_buffers[(step + 1) % 2], BACKWARD_KV)
         source = ring.source(step)
         blocks = ring.blocks[source]
         keys_and_values = keys_of(held, k), values_of(held, v)
