@@ -70,6 +70,16 @@ def test_resume_on_the_same_ranks_is_exact(corpus: Path, tmp_path: Path) -> None
     assert run(with_trainer(parts, resume=True)) == whole
 
 
+@pytest.mark.parametrize(("first", "then"), one_of([(0.0, 0.01), (0.01, 0.0), (0.01, 0.002)], (0.01, 0.0)))
+def test_resume_with_other_buckets_is_exact(corpus: Path, tmp_path: Path, first: float, then: float) -> None:
+    """On two ranks a sum has one order, whatever the buckets; a checkpoint knows nothing of them."""
+    config = on_ranks(small_run(corpus, tmp_path / "whole"), 2)
+    whole = run(with_trainer(config, gradient_bucket_mib=first))
+    parts = with_trainer(config, run_dir=str(tmp_path / "parts"), gradient_bucket_mib=first)
+    interrupt(parts, after_step=5)
+    assert run(with_trainer(parts, resume=True, gradient_bucket_mib=then)) == whole
+
+
 def test_resume_on_other_ranks_gives_the_same_losses(corpus: Path, tmp_path: Path) -> None:
     config = small_run(corpus, tmp_path / "whole", steps=12)
     whole = run(on_ranks(config, 2))

@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from bytescale.common.errors import ConfigError, problem
-from bytescale.common.units import format_bytes
 from bytescale.config import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config
 from bytescale.config.validate import may_offload
 from bytescale.cost import Profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel
+from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel, fitting_capacity
 
 GIB = 2**30
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
@@ -32,20 +30,7 @@ class Devices:
 
     def capacity_tokens(self, wanted: int) -> int:
         """Return ``wanted``, or for "auto" the number of tokens that fit. Raises ``ConfigError`` if none fits."""
-        if wanted != AUTO_CAPACITY:
-            return wanted
-        capacity = self.memory.capacity_tokens(self.usable_bytes)
-        if capacity == 0:
-            states = max(stage.states_bytes + stage.nccl_bytes for stage in self.memory.stages())
-            raise ConfigError(
-                problem(
-                    f"{'NCCL, ' if self.memory.nccl_bytes else ''}parameters, gradients and optimizer need "
-                    f"{format_bytes(states)} on a device, of which {format_bytes(self.usable_bytes)} may be used",
-                    so="there would be no room for a single token",
-                    fix="use more devices per rank (tp, pp), more ranks, or a larger device_gib",
-                )
-            )
-        return capacity
+        return wanted if wanted != AUTO_CAPACITY else fitting_capacity(self.memory, wanted, self.usable_bytes)
 
     def kept_by(self, profile: Profile) -> Profile:
         """Return ``profile`` with what a layer keeps under checkpointing. Profiles are measured without it."""

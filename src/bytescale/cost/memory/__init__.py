@@ -8,6 +8,7 @@ The counts follow what autograd really saves. tests/cost/test_memory.py compares
 phase.
 """
 
+from bytescale.cost.memory.capacity import fitting_capacity
 from bytescale.cost.memory.kernels import (
     HEAD_NUMBERS_PER_CHUNK,
     LOGITS_PER_CHUNK,
@@ -31,6 +32,7 @@ __all__ = [
     "Kernels",
     "MemoryModel",
     "ModelShare",
+    "fitting_capacity",
     "is_row_wise",
     "loss_chunk_tokens",
     "nccl_reserve_bytes",

@@ -12,12 +12,12 @@ import torch
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Architecture, Config
+from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
 from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, MemoryModel
+from bytescale.cost.memory import DeviceKind, MemoryModel, fitting_capacity
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
@@ -124,7 +124,7 @@ def memory_budget(
         wanted = parallel.capacity_tokens or None
         whole = whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=offloads)
     model = whole.fullest_stage(device_bytes)
-    capacity = _fitting_capacity(config, model, device_bytes)
+    capacity = fitting_capacity(model, parallel.capacity_tokens, device_bytes)
     rule = None
     if offloads and model.movable_bytes_per_token:
         times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)
@@ -173,35 +173,6 @@ def machine_bytes() -> float:
 def _ranks_here(num_ranks: int) -> int:
     """Ranks that share this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-
-
-def _fitting_capacity(config: Config, model: MemoryModel, device_bytes: float) -> int:
-    fits = model.capacity_tokens(device_bytes)
-    wanted = config.parallel.capacity_tokens
-    if fits == 0:
-        raise ConfigError(
-            problem(
-                f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
-                f"{format_bytes(model.states_bytes + model.nccl_bytes)} a rank, of "
-                f"{format_bytes(device_bytes)} that a rank may use",
-                so="not one token would fit beside them",
-                fix="use more ranks (the optimizer is sharded over them), a smaller model, or memory.device_gib",
-            )
-        )
-    if wanted == AUTO_CAPACITY:
-        return fits
-    if wanted > fits:
-        needed = float(model.limits().device_peak(wanted, 0, wanted))
-        raise ConfigError(
-            problem(
-                f"a micro-batch of parallel.capacity_tokens = {wanted} needs {format_bytes(needed)}, "
-                f"{format_bytes(needed - device_bytes)} more than the {format_bytes(device_bytes)} a rank may use",
-                so="training would run out of memory",
-                fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), trainer.checkpointing to attention '
-                "or full, or memory.device_gib",
-            )
-        )
-    return wanted
 
 
 def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
