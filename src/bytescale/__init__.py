@@ -2,7 +2,41 @@
 
 An implementation of ByteScale (Ge et al., SIGCOMM 2025, arXiv 2502.21231). The floors, lowest first, are
 ``common``; ``config`` and ``plan``; ``cost`` and ``attention``; ``planner`` and ``models``; ``simulator``,
-``data`` and ``runtime``; ``train``; ``cli``. A module imports lower floors only (docs/architecture.md).
+``data`` and ``runtime``; ``attach``; ``train``; ``cli``. A module imports lower floors only (docs/architecture.md).
+
+``bytescale.HDP`` attaches to a model of Hugging Face's transformers in a loop of one's own. The names in ``__all__``
+are loaded when they are first used, so that planning works where torch is not installed.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bytescale.attach.hdp import HDP, PlannedBatch, Update
+    from bytescale.attach.micro_batch import Micro
+    from bytescale.attach.planning import make_planner
+    from bytescale.attach.rank_batch import RankBatch, cut
+    from bytescale.plan import Plan
+
 __version__ = "0.1.0"
+
+_PLACES = {
+    "HDP": "bytescale.attach.hdp",
+    "PlannedBatch": "bytescale.attach.hdp",
+    "RankBatch": "bytescale.attach.rank_batch",
+    "Update": "bytescale.attach.hdp",
+    "cut": "bytescale.attach.rank_batch",
+    "Micro": "bytescale.attach.micro_batch",
+    "make_planner": "bytescale.attach.planning",
+    "Plan": "bytescale.plan",
+}
+
+__all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'bytescale' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -1,1 +1,1 @@
-"""Floor 7: the command ``bytescale``. One module a command; heavy imports happen inside the command that needs them."""
+"""Floor 8: the command ``bytescale``. One module a command; heavy imports happen inside the command that needs them."""

@@ -37,6 +37,10 @@ class RanksRefused(RankFailure):
     """Every rank refused its input. The user has to change something: starting again would not help."""
 
 
+class NonFiniteError(BytescaleError, ArithmeticError):
+    """The loss or the gradients are not numbers. The update was not made."""
+
+
 def problem(what: str, *, so: str = "", fix: str = "") -> str:
     """Return an error message in the form that all messages of bytescale have.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -160,9 +161,9 @@ class _RowChunks(torch.autograd.Function):
 
 
 def _checkpointed(forward: Callable[..., Tensor], extra: dict[str, Any]) -> Callable[..., Tensor]:
-    def recomputing(*args: Any) -> Tensor:
-        # Our layers draw no random numbers, so the states of random generators need not be kept.
-        result: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **extra)
+    def recomputing(*args: Any, **kwargs: Any) -> Tensor:
+        # States of random generators are kept, so that dropout drops the same numbers again.
+        result: Tensor = checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **extra)
         return result
 
     return recomputing

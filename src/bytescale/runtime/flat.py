@@ -124,6 +124,7 @@ class FlatParameters:
             stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             if is_late[name]:
                 self.late_stop = stop
+        self._parameters = [parameter for _, parameter in parameters]
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
@@ -160,6 +161,27 @@ class FlatParameters:
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
         self.gradients.zero_()
+        self._attach_gradients()
+
+    def collect_gradients(self) -> None:
+        """Bring the buffer up to date where somebody has replaced or removed a parameter's ``grad``.
+
+        ``zero_grad()`` of a module or an optimizer sets ``grad`` to None, which means zero.
+        """
+        for parameter, entry in zip(self._parameters, self.entries, strict=True):
+            if parameter.dtype != self.gradients.dtype:
+                continue  # its gradient is moved into the buffer after every backward, and its ``grad`` is always None
+            if parameter.grad is None:
+                self.gradient_of(entry).zero_()
+            elif parameter.grad.data_ptr() != self.gradient_of(entry).data_ptr():
+                self.gradient_of(entry).copy_(parameter.grad)
+        self._attach_gradients()
+
+    def _attach_gradients(self) -> None:
+        """Let every ``grad`` be its view of the buffer, where the dtypes allow it."""
+        for parameter, entry in zip(self._parameters, self.entries, strict=True):
+            if parameter.dtype == self.gradients.dtype and parameter.grad is None:
+                parameter.grad = self.gradient_of(entry)
 
     def value_of(self, entry: Entry) -> Tensor:
         """A parameter's view of ``values``."""
@@ -176,8 +198,24 @@ class FlatParameters:
         parameter.data = value
         if gradient.dtype == parameter.dtype:
             parameter.grad = gradient  # autograd adds in place
+            parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient))
         else:
             parameter.register_post_accumulate_grad_hook(_move_gradient_to(gradient))
+
+
+def _keep_gradient_in(view: Tensor) -> Callable[[Tensor], None]:
+    """A hook for a parameter whose ``grad`` is a view of the buffer, which autograd adds to in place.
+
+    After ``zero_grad()``, which sets ``grad`` to None, autograd makes another tensor. It replaces what the buffer has.
+    """
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "the hook runs right after autograd has accumulated a gradient"
+        if parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    return hook
 
 
 def _move_gradient_to(total: Tensor) -> Callable[[Tensor], None]:

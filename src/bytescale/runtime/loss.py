@@ -63,8 +63,10 @@ def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
 
     Autograd accumulates a parameter's gradient only once all uses of the parameter have computed theirs. If the head's
     weight is also the embedding, its gradient ``[V, C]`` would be held until backward reaches the other end of the
-    model.
+    model. A weight without a gradient (a frozen head) passes unchanged.
     """
+    if not weight.requires_grad:
+        return hidden, weight
     result: tuple[Tensor, Tensor] = _AccumulatedAtOnce.apply(hidden, weight.detach(), weight.backward)
     return result
 
@@ -124,9 +126,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = _wide(hidden.dtype)
         rows = _row_kernel(hidden)
         loss = hidden.new_zeros((), dtype=wide)
-        needs_gradient = any(ctx.needs_input_grad[:2])
-        d_hidden = torch.zeros_like(hidden) if needs_gradient else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
+        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         first_word = 0 if group is None else group.rank() * weight.shape[0]
         with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
@@ -139,9 +140,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = logits.to(wide)
             lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
             loss += (lse - target_logits + z_loss * lse.square()).sum()
-            if d_hidden is not None and d_weight is not None:
+            if d_hidden is not None or d_weight is not None:
                 logits = rows.gradient(logits, targets, lse, z_loss).to(hidden.dtype)
+            if d_hidden is not None:
                 d_hidden[chosen] = logits @ weight
+            if d_weight is not None:
                 _add_product(d_weight, logits, chunk)
             del logits  # freed before the next chunk's logits are made; otherwise both would exist
         if group is not None and d_hidden is not None:
@@ -157,8 +160,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: a second backward, but the first has used its gradients up")
         d_hidden, d_weight = ctx.gradients
         ctx.gradients = None
-        d_hidden.mul_(scale.to(d_hidden.dtype))
-        return d_hidden, _converted(d_weight.mul_(scale), ctx.weight_dtype), None, None, None
+        if d_hidden is not None:
+            d_hidden.mul_(scale.to(d_hidden.dtype))
+        if d_weight is not None:
+            d_weight = _converted(d_weight.mul_(scale), ctx.weight_dtype)
+        return d_hidden, d_weight, None, None, None
 
 
 class _AccumulatedAtOnce(torch.autograd.Function):

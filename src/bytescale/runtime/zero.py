@@ -27,7 +27,7 @@ _SQUARES_AT_A_TIME = 2**22
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """This rank's part of one bucket.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Shard:
     counted: Sequence[tuple[slice, int]]
 
     @staticmethod
-    def of(parameters: FlatParameters, place: slice) -> _Shard:
+    def of(parameters: FlatParameters, place: slice) -> Shard:
         """The shard at the range ``place`` of the flat buffers."""
         value = parameters.values[place]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
@@ -54,7 +54,7 @@ class _Shard:
             own = slice(piece.start - place.start, piece.stop - place.start)
             _extend(decayed, own, int(len(piece.entry.shape) >= 2))
             _extend(counted, own, piece.entry.cut.replicas)
-        return _Shard(master, value, [own for own, decays in decayed if decays], counted)
+        return Shard(master, value, [own for own, decays in decayed if decays], counted)
 
     def add_squares(self, total: Tensor) -> None:
         """Add the gradient's sum of squares to ``total`` (fp64).
@@ -66,30 +66,23 @@ class _Shard:
             total += _sum_of_squares(self.master.grad[own]) / replicas
 
 
-class ShardedAdamW:
-    """AdamW (decoupled weight decay on matrices) whose states and master weights are sharded over the HDP group."""
+class ZeroShards:
+    """This rank's shards of one ``FlatParameters``, with the collectives before and after an update.
 
-    def __init__(
-        self, parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
-    ) -> None:
+    Attributes:
+        shards: one per bucket, in the order of ``parameters.shards``.
+    """
+
+    def __init__(self, parameters: FlatParameters, mesh: Mesh, tied_head: TiedHead | None = None) -> None:
         """``tied_head``: the embedding that is shared by the first and the last stage; None if there is none."""
         self.parameters = parameters
-        self.config = config
         self.mesh = mesh
         self.hdp = mesh.hdp
         self.tied_head = tied_head
         self.collectives = BucketCollectives(parameters, mesh.gradients)
         self._overlap: Overlap | None = None
-        self._shards = [_Shard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
-        self._shard_of: dict[Bucket, _Shard] = dict(zip(parameters.buckets, self._shards, strict=True))
-        self._adam = torch.optim.AdamW(
-            [shard.master for shard in self._shards],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=0.0,  # applied in `update`, to matrices only
-            fused=True,
-        )
+        self.shards = [Shard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
+        self._shard_of: dict[Bucket, Shard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
         """From now on, reduce during backward and gather during forward. ``chunks`` are the parts of the model."""
@@ -112,6 +105,7 @@ class ShardedAdamW:
 
         The shares of all ranks add up to the squared norm in which every parameter counts once.
         """
+        self.parameters.collect_gradients()
         if self.tied_head is not None:
             self.tied_head.bring_gradient_home()
         sum_replicas(self.parameters, self.mesh.tp)
@@ -121,52 +115,20 @@ class ShardedAdamW:
             self._shard_of[bucket].add_squares(total)
         return float(total)
 
-    def update(self, learning_rate: float, grad_norm: float) -> None:
-        """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
-        clip = self.config.clip_grad_norm
-        for shard in self._shards:
+    def clip(self, grad_norm: float, largest: float) -> None:
+        """Scale the reduced gradients so that their global norm, now ``grad_norm``, is at most ``largest`` (0: any)."""
+        for shard in self.shards:
             assert shard.master.grad is not None, "set when the shard was made"
-            if clip > 0 and grad_norm > clip:
-                shard.master.grad.mul_(clip / (grad_norm + 1e-6))
-            with torch.no_grad():
-                for matrices in shard.decayed:
-                    shard.master[matrices].mul_(1.0 - learning_rate * self.config.weight_decay)
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate
-        self._adam.step()
-        self._publish()
+            if largest > 0 and grad_norm > largest:
+                shard.master.grad.mul_(largest / (grad_norm + 1e-6))
 
     def wait_for_parameters(self) -> None:
         """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
         self.collectives.wait_for_parameters()
 
-    def states(self) -> dict[str, list[Tensor]]:
-        """Master weights and both moments, to be read or filled in place.
-
-        Each is a list of this rank's parts, in the order of ``parameters.shards``.
-        """
-        states = [self._adam.state[shard.master] for shard in self._shards]
-        for state, shard in zip(states, self._shards, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.master.device)
-                state["exp_avg"] = torch.zeros_like(shard.master)
-                state["exp_avg_sq"] = torch.zeros_like(shard.master)
-        return {
-            "master": [shard.master.data for shard in self._shards],
-            "exp_avg": [state["exp_avg"] for state in states],
-            "exp_avg_sq": [state["exp_avg_sq"] for state in states],
-        }
-
-    def restore(self, num_updates: int) -> None:
-        """Set the number of updates and publish the parameters. Call it after ``states()`` were filled in place."""
-        self.states()
-        for shard in self._shards:
-            self._adam.state[shard.master]["step"].fill_(num_updates)
-        self._publish()
-        self.wait_for_parameters()
-
-    def _publish(self) -> None:
-        for shard in self._shards:
+    def publish(self) -> None:
+        """Give the updated parameters to all ranks."""
+        for shard in self.shards:
             if shard.value.data_ptr() != shard.master.data_ptr():
                 shard.value.copy_(shard.master)
         self.collectives.gather()
@@ -175,6 +137,62 @@ class ShardedAdamW:
         if self.tied_head is not None:
             self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
             self.tied_head.lend()
+
+
+class ShardedAdamW(ZeroShards):
+    """AdamW (decoupled weight decay on matrices) whose states and master weights are sharded over the HDP group."""
+
+    def __init__(
+        self, parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
+    ) -> None:
+        """``tied_head``: the embedding that is shared by the first and the last stage; None if there is none."""
+        super().__init__(parameters, mesh, tied_head)
+        self.config = config
+        self._adam = torch.optim.AdamW(
+            [shard.master for shard in self.shards],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=0.0,  # applied in `update`, to matrices only
+            fused=True,
+        )
+
+    def update(self, learning_rate: float, grad_norm: float) -> None:
+        """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
+        self.clip(grad_norm, self.config.clip_grad_norm)
+        for shard in self.shards:
+            with torch.no_grad():
+                for matrices in shard.decayed:
+                    shard.master[matrices].mul_(1.0 - learning_rate * self.config.weight_decay)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self.publish()
+
+    def states(self) -> dict[str, list[Tensor]]:
+        """Master weights and both moments, to be read or filled in place.
+
+        Each is a list of this rank's parts, in the order of ``parameters.shards``.
+        """
+        states = [self._adam.state[shard.master] for shard in self.shards]
+        for state, shard in zip(states, self.shards, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.master.device)
+                state["exp_avg"] = torch.zeros_like(shard.master)
+                state["exp_avg_sq"] = torch.zeros_like(shard.master)
+        return {
+            "master": [shard.master.data for shard in self.shards],
+            "exp_avg": [state["exp_avg"] for state in states],
+            "exp_avg_sq": [state["exp_avg_sq"] for state in states],
+        }
+
+    def restore(self, num_updates: int) -> None:
+        """Set the number of updates and publish the parameters. Call it after ``states()`` were filled in place."""
+        self.states()
+        for shard in self.shards:
+            self._adam.state[shard.master]["step"].fill_(num_updates)
+        self.publish()
+        self.wait_for_parameters()
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

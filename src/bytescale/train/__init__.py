@@ -1,4 +1,4 @@
-"""Floor 6: the trainer, its run folder and its metrics."""
+"""Floor 7: the trainer, its run folder and its metrics."""
 
 from bytescale.train.loop.trainer import train
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bytescale.common.errors import BytescaleError, problem
+from bytescale.common.errors import NonFiniteError, problem
 from bytescale.train.run_folder import RunFolder
 
 
@@ -92,10 +92,6 @@ def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | No
             fix="lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip_grad_norm, then resume",
         )
     )
-
-
-class NonFiniteError(BytescaleError, ArithmeticError):
-    """Loss or gradients are no longer finite numbers."""
 
 
 class Stopwatch:

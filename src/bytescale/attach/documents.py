@@ -1,0 +1,249 @@
+"""A global batch as the caller has it: a list of documents, each a mapping from names to fields.
+
+A *field* is a tensor, an array or a list with one entry per token of its document, ``[S]`` or ``[S, ...]``. A number
+that holds for the whole document (an advantage, a reward) is repeated for every token. All fields are cut alike: a rank
+gets the rows of its slices of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytescale.common.errors import DataError, problem
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.plan import MicroBatch
+
+Batch = Sequence[Mapping[str, Any]]
+
+TOKEN_NAMES = ("tokens", "input_ids")
+RESERVED = ("inputs", "num_rows", "index", "logprobs", "segments", "position_ids", "plan")
+"""Names that a micro-batch uses itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """A checked global batch. S: documents.
+
+    Attributes:
+        fields: by name, one tensor ``[length of the document, ...]`` per document, in CPU memory or where it was.
+        left_out: fields that are neither numbers nor arrays (texts, names), which no micro-batch has.
+    """
+
+    fields: dict[str, list[Tensor]]
+    left_out: frozenset[str]
+
+    @property
+    def lengths(self) -> list[int]:
+        """``[S]`` tokens of each document."""
+        return [len(tokens) for tokens in self.fields["tokens"]]
+
+    @staticmethod
+    def of(batch: Batch, *, shift_labels: bool = False) -> Documents:
+        """Check a batch and complete it.
+
+        ``labels[i]`` is what the model has to predict at token ``i``. Where a batch has no labels, they are the next
+        tokens, and ``IGNORE_INDEX`` (-100) at a document's end. Where it has no weights, every token with a label
+        weighs 1 and every other 0.
+
+        Args:
+            batch: documents, all with the same fields. ``tokens`` (or ``input_ids``) is required.
+            shift_labels: whether ``labels`` are Hugging Face's, in which ``labels[i]`` belongs to token ``i`` itself.
+                They are moved by one token, and so are ``weights``.
+
+        Raises:
+            DataError: for documents without tokens, fields of other lengths, fields that only some documents have,
+                labels that are the tokens themselves, or weights that sum to zero.
+        """
+        if (
+            isinstance(batch, Mapping)
+            or not isinstance(batch, Sequence)
+            or not all(isinstance(d, Mapping) for d in batch)
+        ):
+            raise DataError(
+                problem(
+                    f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
+                    fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
+                )
+            )
+        if not batch:
+            raise DataError(problem("the batch has no documents", so="there is nothing to plan", fix="leave it out"))
+        renamed = [_with_tokens(document, number) for number, document in enumerate(batch)]
+        _require_same_fields(renamed)
+        fields: dict[str, list[Tensor]] = {}
+        left_out = set()
+        for name in renamed[0]:
+            if name in RESERVED:
+                raise DataError(
+                    problem(f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name")
+                )
+            values = [_tensor(document[name]) for document in renamed]
+            if any(value is None for value in values):
+                left_out.add(name)
+            else:
+                fields[name] = _token_aligned(name, [v for v in values if v is not None], fields)
+        _complete(fields, shift_labels)
+        return Documents(fields=fields, left_out=frozenset(left_out))
+
+    def rows(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The rows ``[T, ...]`` of one micro-batch, of every field, in the order of its segments."""
+        segments = list(
+            zip(
+                micro_batch.segment_sequences.tolist(),
+                micro_batch.segment_starts.tolist(),
+                micro_batch.segment_stops.tolist(),
+                strict=True,
+            )
+        )
+        return {
+            name: torch.cat([values[s][a:b] for s, a, b in segments] or [values[0][:0]])
+            for name, values in self.fields.items()
+        }
+
+    def digest(self) -> int:
+        """A 63-bit fingerprint of all fields, which ranks compare before they start."""
+        content = hashlib.blake2b(digest_size=8)
+        for name, values in sorted(self.fields.items()):
+            content.update(f"{name} {values[0].dtype}".encode())
+            for value in values:
+                content.update(np.int64(len(value)).tobytes())
+                content.update(_bytes(value))
+        return int.from_bytes(content.digest(), "little") >> 1
+
+
+def _bytes(value: Tensor) -> bytes:
+    """The numbers in memory; NumPy does not know all of PyTorch's dtypes."""
+    packed = torch.empty(value.shape, dtype=value.dtype)
+    packed.copy_(value)
+    return packed.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The document with its tokens first, under the name ``tokens``."""
+    names = [name for name in TOKEN_NAMES if name in document]
+    if len(names) != 1:
+        raise DataError(
+            problem(
+                f"document {number} has the fields {', '.join(map(repr, document)) or 'none'}",
+                so="which of them holds its tokens cannot be told",
+                fix=f"give every document exactly one of {' and '.join(map(repr, TOKEN_NAMES))}",
+            )
+        )
+    rest = {name: value for name, value in document.items() if name != names[0]}
+    # Hugging Face's tokenizers give a mask of ones for a document that is not padded. A mask with zeros is refused.
+    mask = rest.pop("attention_mask", None)
+    if mask is not None and not bool(torch.as_tensor(mask).all()):
+        raise DataError(
+            problem(
+                f"the attention_mask of document {number} has zeros",
+                so="padding would be trained on as if it were text",
+                fix="give every document without its padding",
+            )
+        )
+    return {"tokens": document[names[0]], **rest}
+
+
+def _require_same_fields(documents: list[dict[str, Any]]) -> None:
+    first = set(documents[0])
+    for number, document in enumerate(documents):
+        if set(document) != first:
+            different = sorted(first ^ set(document))
+            raise DataError(
+                problem(
+                    f"document {number} and document 0 differ in the fields {', '.join(map(repr, different))}",
+                    so="a micro-batch has rows of several documents, and would lack them for some",
+                    fix="give all documents of a batch the same fields",
+                )
+            )
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """A field of one document as a tensor, or None where it holds no numbers."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (bool, numbers.Number)):
+        return torch.as_tensor(value)
+    if isinstance(value, (np.ndarray, list, tuple, range)):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            return None
+        return torch.from_numpy(np.array(array)) if array.dtype.kind != "f" else torch.as_tensor(value)
+    return None
+
+
+def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tensor]]) -> list[Tensor]:
+    if name == "tokens":
+        for number, tokens in enumerate(values):
+            if tokens.dim() != 1 or not len(tokens) or tokens.dtype.is_floating_point:
+                raise DataError(
+                    problem(
+                        f"the tokens of document {number} have shape {list(tokens.shape)} and dtype {tokens.dtype}",
+                        fix="give every document at least one token, as a flat list of whole numbers",
+                    )
+                )
+        return [tokens.to(torch.int64) for tokens in values]
+    aligned = []
+    for number, (value, tokens) in enumerate(zip(values, fields["tokens"], strict=True)):
+        rows = value.expand(len(tokens)) if value.dim() == 0 else value
+        if len(rows) != len(tokens) or rows.shape[1:] != values[0].shape[1:] or rows.dtype != values[0].dtype:
+            raise DataError(
+                problem(
+                    f"field {name!r} of document {number} has shape {list(value.shape)} and dtype {value.dtype}; the "
+                    f"document has {len(tokens)} tokens, and document 0 has dtype {values[0].dtype}",
+                    so="its rows could not be cut with the tokens",
+                    fix="give one entry per token, or one number per document, of the same dtype everywhere",
+                )
+            )
+        aligned.append(rows)
+    return aligned
+
+
+def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
+    """Add labels and weights where the batch has none, and check those that it has."""
+    tokens = fields["tokens"]
+    end = torch.tensor([IGNORE_INDEX])
+    next_tokens = [torch.cat([document[1:], end.to(document.device)]) for document in tokens]
+    if "labels" not in fields:
+        fields["labels"] = next_tokens
+    elif shift_labels:
+        fields["labels"] = [torch.cat([labels[1:], end.to(labels)]) for labels in fields["labels"]]
+        if "weights" in fields:
+            fields["weights"] = [torch.cat([w[1:], torch.zeros_like(w[:1])]) for w in fields["weights"]]
+    else:
+        _refuse_unshifted(fields["labels"], tokens, next_tokens)
+    if "weights" not in fields:
+        fields["weights"] = [(labels != IGNORE_INDEX).to(torch.float32) for labels in fields["labels"]]
+    elif float(sum(weights.double().sum() for weights in fields["weights"])) == 0.0:
+        raise DataError(
+            problem(
+                "the weights of the batch sum to zero",
+                so="a loss divided by their sum would be 0 / 0, and every parameter NaN",
+                fix="leave this batch out, or give numbers that may sum to zero another name than 'weights'",
+            )
+        )
+
+
+def _refuse_unshifted(labels: list[Tensor], tokens: list[Tensor], next_tokens: list[Tensor]) -> None:
+    """Labels of Hugging Face's kind would train the model to repeat its input."""
+
+    def fits(wanted: list[Tensor]) -> bool:
+        return all(
+            bool(((have == want) | (have == IGNORE_INDEX)).all()) for have, want in zip(labels, wanted, strict=True)
+        )
+
+    any_label = any(bool((have != IGNORE_INDEX).any()) for have in labels)
+    if any_label and fits(tokens) and not fits(next_tokens):
+        raise DataError(
+            problem(
+                "the labels of the batch are its tokens: labels[i] is token i",
+                so="the model would learn to repeat its input",
+                fix="call plan(batch, shift_labels=True), which moves Hugging Face's labels by one token",
+            )
+        )

@@ -1,0 +1,386 @@
+"""``HDP``: hybrid data parallelism for a model of transformers, in a loop that is not ours.
+
+::
+
+    hdp = bytescale.HDP(model, capacity_tokens=8192)
+    hdp.adamw(lr=1e-5)
+    for batch in loader:                            # a list of documents, the same on every rank
+        for micro in hdp.plan(batch):
+            logits = model(**micro.inputs).logits[0, : micro.num_rows]
+            loss_of(logits, micro).backward()       # a sum over tokens, divided by a number of the GLOBAL batch
+        hdp.step()
+
+The gradient is a sum over all tokens of the global batch, whoever computes them. A loss that is a sum over this rank's
+rows, divided by something that all ranks know, therefore gives the gradients of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bytescale.attach.collected import Collected
+from bytescale.attach.costs import count_costs
+from bytescale.attach.documents import Batch, Documents
+from bytescale.attach.interface import Attachment
+from bytescale.attach.micro_batch import Micro
+from bytescale.attach.passes import AttachedModel, MicroBatchPass
+from bytescale.attach.planning import PlannerName, make_planner
+from bytescale.attach.probe import probe
+from bytescale.attach.rank_batch import RankBatch
+from bytescale.attach.rope import fix_rope
+from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
+from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, RankFailure, problem
+from bytescale.cost import CostModel
+from bytescale.plan import MicroBatch, Plan, RankPlan
+from bytescale.runtime import RankGroup, ShardedOptimizer
+from bytescale.runtime.sharded_optimizer import GroupOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What ``HDP.step`` did."""
+
+    num_updates: int
+    grad_norm: float
+    """Of the global gradient, before it was clipped."""
+
+
+class HDP:
+    """Hybrid data parallelism of one model over the ranks of a process group.
+
+    Attributes:
+        planner: from the lengths of documents to a plan. It can be pickled and called anywhere.
+        cost: what the planner believes about the model.
+        facts: every layer's attention, as the probe has found it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        capacity_tokens: int,
+        planner: PlannerName = "adaptive",
+        equal_counts: bool = False,
+        longest_document: int | None = None,
+        cost: CostModel | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
+
+        Args:
+            model: a causal decoder of transformers, or a module around one (peft). It is put on our attention, which
+                holds inside of plans; outside of them its own goes on.
+            group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
+            capacity_tokens: tokens that one micro-batch of a rank may hold. A longer document is shared by several.
+            planner: see ``make_planner``.
+            equal_counts: whether every rank gets equally many micro-batches, as FSDP needs (see ``make_planner``).
+                Those that the plan does not have are one row that stands for no token.
+            longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
+                are fixed, for good; other models do not need it.
+            cost: what the planner is to believe; None: counted from the model.
+            kernel: ``auto``, or ``math`` for the slow reference.
+
+        Raises:
+            ConfigError: where a plan would not give the results of one process, with the part of the model that is in
+                the way.
+            RankFailure: if the ranks have different settings or models.
+        """
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        parameter = next(model.parameters())
+        size = 1 if group is None else group.size()
+        self.model = model
+        self.group = RankGroup(group if size > 1 else None, device=parameter.device)
+        self.capacity_tokens = capacity_tokens
+        self.equal_counts = equal_counts
+        self._kernel_name = kernel
+        self._kernels: dict[torch.dtype, AttentionKernel] = {}
+        self._attachment = Attachment(model)
+        try:
+            fix_rope(model, longest_document)
+            self.facts = probe(model)
+            self.cost = cost or count_costs(
+                model, self.facts, device_type=parameter.device.type, bytes_per_element=parameter.element_size()
+            )
+            self.planner = make_planner(
+                num_ranks=size,
+                capacity_tokens=capacity_tokens,
+                cost=self.cost,
+                planner=planner,
+                equal_counts=equal_counts,
+            )
+            self.group.agree("the model, its attention and the settings of HDP", self._fingerprint())
+        except BaseException:
+            self._attachment.detach()
+            raise
+        self._attached = AttachedModel.of(model, self.facts)
+        self._passes: list[MicroBatchPass] = []
+        self._collected: Collected | None = None
+        self._optimizer: ShardedOptimizer | None = None
+
+    def detach(self) -> None:
+        """Put the model back on the attention that it had."""
+        self._attachment.detach()
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: Batch, *, plan: Plan | None = None, shift_labels: bool = False) -> PlannedBatch:
+        """Plan a global batch. Returns this rank's micro-batches, to be run in order. Every rank calls it.
+
+        Args:
+            batch: the documents, the same on every rank (``attach.documents``).
+            plan: of these documents, made before or elsewhere; None: it is made here.
+            shift_labels: see ``Documents.of``.
+
+        Raises:
+            DataError: for documents that cannot be used, see ``Documents.of``.
+            PlanError: if no plan can be made, or the given plan is of other documents or ranks.
+            RankFailure: if ranks have different documents or plans.
+        """
+        documents = Documents.of(batch, shift_labels=shift_labels)
+        plan = self.planner(np.array(documents.lengths)) if plan is None else plan
+        self._check_plan(plan, documents.lengths)
+        rank_plan = RankPlan.of(plan, self.group.rank)
+        self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
+        return self.run(RankBatch.of(rank_plan, documents))
+
+    def run(self, part: RankBatch) -> PlannedBatch:
+        """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``)."""
+        self._collected = None
+        return PlannedBatch(self, part)
+
+    def _check_plan(self, plan: Plan, lengths: list[int]) -> None:
+        if plan.lengths.tolist() != lengths or plan.num_ranks != self.group.size:
+            raise PlanError(
+                problem(
+                    f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
+                    f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are "
+                    f"{self.group.size} ranks",
+                    so="rows would go to wrong places",
+                    fix="give the plan that was made for these documents, in the same order",
+                )
+            )
+
+    def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
+        """The micro-batch of a plan with its rows ``fields``."""
+        # Without a ring, the row that stands for no token is a document of its own.
+        attended = plan if plan.num_tokens or plan.shared is not None else _ONE_ROW
+
+        @cache
+        def attention_of(dtype: torch.dtype) -> PackedAttention:
+            return PackedAttention(attended, self._kernel(dtype), self.group.exchange, None, buffers)
+
+        target = MicroBatchPass(
+            attention_of,
+            self._attached,
+            num_rows=plan.num_tokens,
+            has_ring=plan.shared is not None,
+            name=f"micro-batch {plan.index} of rank {self.group.rank}",
+        )
+        self._passes.append(target)
+        return Micro(plan, fields, target, self.group.device)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def adamw(
+        self,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        group_options: GroupOptions | None = None,
+    ) -> torch.optim.Optimizer:
+        """``optimizer`` with ``torch.optim.AdamW`` and its defaults."""
+        return self.optimizer(
+            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
+            group_options=group_options,
+        )  # fmt: skip
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], *, group_options: GroupOptions | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Train all parameters that require a gradient with any elementwise optimizer of PyTorch.
+
+        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks.
+
+        Args:
+            cls: such as ``torch.optim.SGD``; called with ``options``.
+            group_options: ``(name, parameter) -> options`` of single parameters, such as
+                ``lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0}``.
+
+        Returns:
+            The optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
+
+        Raises:
+            ConfigError: if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
+        """
+        if self._optimizer is not None:
+            raise ConfigError(
+                problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
+            )
+        named = list(self.model.named_parameters())
+        self._optimizer = ShardedOptimizer(named, self.group, cls, options, group_options)
+        self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        return self._optimizer.torch_optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
+        self._sharded().zero_gradients()
+
+    def step(self, *, max_grad_norm: float = 1.0, lr: float | None = None) -> Update:
+        """Sum gradients over ranks, clip them, update the weights, give them to all ranks, and zero the gradients.
+
+        Args:
+            max_grad_norm: gradients are scaled so that their global norm is at most this; 0: they are not.
+            lr: sets the learning rate of all parameters; None: it stays.
+
+        Raises:
+            RankFailure: if a micro-batch has not been run backward.
+            NonFiniteError: if the gradients' norm is not a number. The weights are as before.
+        """
+        sharded = self._sharded()
+        missing = [target for target in self._passes if target.backward_is_missing]
+        if missing:
+            raise RankFailure(
+                problem(
+                    f"{missing[0].name}: its backward has not run before step()",
+                    so="the gradient would lack its tokens",
+                    fix="call backward on every micro-batch's loss, and run scoring under torch.no_grad()",
+                )
+            )
+        self._passes = []
+        grad_norm = sharded.reduce_gradients()
+        if not math.isfinite(grad_norm):
+            sharded.zero_gradients()
+            raise NonFiniteError(
+                problem(
+                    f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
+                    so="the update was not made, and the weights are as before",
+                    fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
+                )
+            )
+        for group in sharded.torch_optimizer.param_groups if lr is not None else ():
+            group["lr"] = lr
+        sharded.update(grad_norm, max_grad_norm)
+        return Update(num_updates=sharded.num_updates, grad_norm=grad_norm)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.
+
+        Copies, in fp32 or wider; ``step`` may follow.
+        """
+        return self._sharded().whole_gradients()
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state as whole tensors: ``{"num_updates": n, "tensors": {name: {state: tensor}}}``.
+
+        The states are ``master`` (the weights, in fp32 or wider) and those of the optimizer, such as ``exp_avg``. They
+        are in CPU memory, the same on every rank, and fit any number of ranks. Every rank calls it.
+        """
+        return self._sharded().state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()``, exactly. Every rank calls it, after ``adamw`` or ``optimizer``.
+
+        Raises ``CheckpointError`` if the state is of other parameters or of another optimizer.
+        """
+        self._sharded().load_state(state)
+
+    # -- results per document --------------------------------------------------------------------------------------
+
+    def collect(self, micro: Micro, values: Tensor) -> None:
+        """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
+        if self._collected is None:
+            raise PlanError(
+                problem("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
+            )
+        self._collected.add(micro, values)
+
+    def collected(self) -> list[Tensor]:
+        """The kept results of all ranks, one tensor ``[length, ...]`` per document, in the caller's order.
+
+        Every rank calls it, after the loop, and gets all of them.
+        """
+        if self._collected is None:
+            raise PlanError(
+                problem("nothing was collected", fix="call hdp.collect(micro, values) for every micro-batch")
+            )
+        return self._collected.of_all(self.group)
+
+    # -- internals -------------------------------------------------------------------------------------------------
+
+    def _begin_batch(self, lengths: list[int]) -> None:
+        self._collected = Collected(lengths)
+
+    def _sharded(self) -> ShardedOptimizer:
+        if self._optimizer is None:
+            raise ConfigError(
+                problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
+            )
+        return self._optimizer
+
+    def _kernel(self, dtype: torch.dtype) -> AttentionKernel:
+        if dtype not in self._kernels:
+            self._kernels[dtype] = select_kernel(self._kernel_name, self.group.device, dtype)
+        return self._kernels[dtype]
+
+    def _fingerprint(self) -> int:
+        """63 bits of what has to be equal on all ranks."""
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
+        content = repr((self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config, shapes))
+        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class PlannedBatch:
+    """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
+
+    def __init__(self, hdp: HDP, part: RankBatch) -> None:
+        self.hdp = hdp
+        self.rank_plan = part.rank_plan
+        self._part = part
+        most = part.rank_plan.most_micro_batches
+        self._num_passes = most if hdp.equal_counts else len(part.rank_plan.micro_batches)
+
+    def __len__(self) -> int:
+        return self._num_passes
+
+    def __iter__(self) -> Iterator[Micro]:
+        self.hdp._begin_batch(self._part.lengths)
+        buffers = RingBuffers()
+        for index in range(self._num_passes):
+            if index < len(self._part.rows):
+                micro = self.hdp.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
+            else:
+                micro = self.hdp.micro(_local_documents(index, []), self._part.no_rows, buffers)
+            yield micro
+            micro.target.require_finished()
+            buffers.release()
+
+
+def _local_documents(index: int, lengths: list[int]) -> MicroBatch:
+    """A micro-batch of whole documents of these lengths."""
+    stops = np.array(lengths, dtype=np.int64)
+    return MicroBatch(
+        index=index,
+        shared=None,
+        segment_sequences=np.arange(len(stops)),
+        segment_starts=np.zeros_like(stops),
+        segment_stops=stops,
+        local_lengths=stops,
+        offload_ratios=(),
+    )
+
+
+_ONE_ROW = _local_documents(0, [1])

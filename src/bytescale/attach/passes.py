@@ -1,0 +1,135 @@
+"""Attention of one micro-batch, as the layers of the attached model call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.attach.errors import refusal
+from bytescale.attach.interface import Call
+from bytescale.attach.probe import LayerAttention, ModelFacts
+from bytescale.attention import PackedAttention
+from bytescale.common.errors import RankFailure, problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachedModel:
+    """The attached model as passes need it: attention by module, and the modules that draw random numbers."""
+
+    layers: dict[nn.Module, LayerAttention]
+    random_modules: dict[str, nn.Module]
+    num_calls: int
+
+    @staticmethod
+    def of(model: nn.Module, facts: ModelFacts) -> AttachedModel:
+        modules = {name or type(module).__name__: module for name, module in model.named_modules()}
+        return AttachedModel(
+            layers={modules[layer.name]: layer for layer in facts.layers},
+            random_modules={name: modules[name] for name in facts.random_parts if name in modules},
+            num_calls=len(facts.layers),
+        )
+
+
+class MicroBatchPass:
+    """The ``Target`` (``attach.interface``) of one micro-batch: hands every layer's call to the ring or the pack."""
+
+    def __init__(
+        self, attention_of: Callable[[torch.dtype], PackedAttention], model: AttachedModel, *, num_rows: int,
+        has_ring: bool, name: str,
+    ) -> None:  # fmt: skip
+        """``num_rows``: this rank's tokens; 0 in a ring: the model runs on one row that stands for none."""
+        self.name = name
+        self.has_ring = has_ring
+        self.num_rows = num_rows
+        self.outermost: nn.Module | None = None
+        self._attention_of = attention_of
+        self._model = model
+        self._calls = 0
+        self._in_forward = False
+        self._backwards_to_come = 0
+
+    def begin(self) -> None:
+        """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
+        drawing = [name for name, module in self._model.random_modules.items() if module.training]
+        if drawing:
+            raise refusal(
+                drawing[0],
+                "it draws random numbers in training mode (dropout or jitter)",
+                so="results would depend on the plan and on the number of ranks",
+                fix="load the model with every dropout probability at 0 (attention_dropout=0.0, ...), or call "
+                "model.eval()",
+            )
+        self._calls, self._in_forward = 0, True
+
+    def end(self) -> None:
+        """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
+        self._in_forward = False
+        if self._calls != self._model.num_calls:
+            raise refusal(
+                "the model",
+                f"attention was called {self._calls} times in a pass; when the model was attached, "
+                f"{self._model.num_calls} times",
+                so="members of a ring would wait for each other forever",
+                fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
+            )
+
+    def mask(self, mask_function: Callable[..., Any]) -> None:
+        """No mask is made: the documents of a micro-batch are known."""
+
+    def attend(self, call: Call) -> Tensor:
+        """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
+        layer = self._model.layers.get(call.module)
+        if layer is None:
+            raise refusal(
+                type(call.module).__name__,
+                "it was not part of the model when the model was attached",
+                so="its attention is not known",
+                fix="attach again after the model has changed",
+            )
+        rows = max(1, self.num_rows)
+        if call.query.shape[0] != 1 or call.query.shape[2] != rows or call.mask is not None:
+            raise refusal(
+                layer.name,
+                f"queries of shape {list(call.query.shape)} in a micro-batch of {rows} rows"
+                + (", and a mask" if call.mask is not None else ""),
+                so="rows could not be told apart",
+                fix="call the model with micro.inputs as they are",
+            )
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
+        attention = self._attention_of(q.dtype)
+        sinks = call.options.get("s_aux")
+        if self.num_rows == 0 and self.has_ring:
+            out = attention(q[:0], k[:0], v[:0], layer.rules, sinks)
+            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+        else:
+            out = attention(q, k, v, layer.rules, sinks)
+        if self._in_forward:
+            self._calls += 1
+            if out.requires_grad:
+                self._backwards_to_come += 1
+                out.register_hook(self._one_backward_less)
+        return out[None]
+
+    def require_finished(self) -> None:
+        """Raise ``RankFailure`` if other members of the ring wait for a backward that has not come."""
+        if self.has_ring and self.backward_is_missing:
+            raise RankFailure(
+                problem(
+                    f"{self.name}: its backward has not run, and the next micro-batch was asked for",
+                    so="the other ranks that hold parts of its documents wait for this one",
+                    fix="call backward on every micro-batch's loss before you ask for the next one; a pass without "
+                    "backward belongs under torch.no_grad()",
+                )
+            )
+
+    @property
+    def backward_is_missing(self) -> bool:
+        """Whether forward kept a graph whose backward has not run."""
+        return self._backwards_to_come > 0
+
+    def _one_backward_less(self, gradient: Tensor) -> None:
+        self._backwards_to_come -= 1

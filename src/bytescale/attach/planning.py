@@ -1,0 +1,52 @@
+"""Plans for loops that are not ours. Free of torch: a driver without a model can plan, and send plans to workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import PlannerConfig
+from bytescale.cost import Cluster, CostModel
+from bytescale.planner.verified import VerifiedPlanner
+
+PlannerName = Literal["adaptive", "static", "naive", "paper", "greedy"]
+
+_CONFIGS = {
+    "adaptive": PlannerConfig(),
+    "greedy": PlannerConfig(name="balanced", balance="greedy"),
+    "paper": PlannerConfig(name="balanced", balance="paper"),
+    "naive": PlannerConfig(name="naive"),
+    "static": PlannerConfig(name="static"),
+}
+
+
+def make_planner(
+    *,
+    num_ranks: int,
+    capacity_tokens: int,
+    cost: CostModel | None = None,
+    planner: PlannerName = "adaptive",
+    equal_counts: bool = False,
+) -> VerifiedPlanner:
+    """A function from the lengths of a global batch's documents to a plan, which can be pickled.
+
+    Args:
+        num_ranks: HDP ranks.
+        capacity_tokens: tokens that one micro-batch of a rank may hold.
+        cost: tells times (``HDP.cost``); None: work that grows as s^2 + 24576 s, and free links.
+        planner: ``adaptive`` balances the ranks' times. ``static`` is a mesh of data and context parallelism, ``naive``
+            and ``paper`` are Algorithms 1 and 2 of the paper, ``greedy`` is our change of the latter.
+        equal_counts: whether all members of a slice group have it at the same micro-batch index, as loops need in
+            which all ranks communicate in every pass (FSDP).
+
+    Raises:
+        ConfigError: for a planner that does not exist, or numbers that are not positive.
+    """
+    if planner not in _CONFIGS:
+        raise ConfigError(problem(f"there is no planner {planner!r}", fix=f"use one of {', '.join(_CONFIGS)}"))
+    return VerifiedPlanner(
+        _CONFIGS[planner],
+        Cluster.uniform(num_ranks, capacity_tokens),
+        CostModel.from_work() if cost is None else cost,
+        num_stages=2 if equal_counts else 1,  # plans of pipelines are aligned
+    )

@@ -1,0 +1,41 @@
+"""One rank's part of a planned batch, for loops in which a driver plans and sends every worker its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bytescale.attach.documents import Batch, Documents
+from bytescale.plan import Plan, RankPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch:
+    """One rank's part of a planned batch: its plan and its rows. It can be pickled and sent.
+
+    Attributes:
+        rows: for each micro-batch its rows of every field.
+        no_rows: of every field, as a micro-batch without tokens has it.
+        lengths: of all documents of the global batch.
+    """
+
+    rank_plan: RankPlan
+    rows: list[dict[str, Tensor]]
+    no_rows: dict[str, Tensor]
+    lengths: list[int]
+
+    @staticmethod
+    def of(rank_plan: RankPlan, documents: Documents) -> RankBatch:
+        """The rows of ``documents`` that belong to a rank."""
+        return RankBatch(
+            rank_plan=rank_plan,
+            rows=[documents.rows(micro_batch) for micro_batch in rank_plan.micro_batches],
+            no_rows={name: values[0][:0] for name, values in documents.fields.items()},
+            lengths=documents.lengths,
+        )
+
+
+def cut(plan: Plan, rank: int, batch: Batch, *, shift_labels: bool = False) -> RankBatch:
+    """Rank ``rank``'s part of ``batch`` under ``plan``, for a driver that plans and sends each worker its rows."""
+    return RankBatch.of(RankPlan.of(plan, rank), Documents.of(batch, shift_labels=shift_labels))

@@ -1,0 +1,163 @@
+"""One training step twice: by plain transformers, document by document, and by ``HDP`` on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bytescale.attach.hdp import HDP
+from bytescale.common.errors import ConfigError
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.parity.plans import random_plan
+from bytescale.parity.ranks import run_ranks
+from bytescale.plan import Plan
+
+Document = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One comparison. ``seed`` decides documents and plan."""
+
+    num_ranks: int = 3
+    lengths: tuple[int, ...] = (37, 1, 8, 3, 24)
+    seed: int = 0
+    planner: str = "random"
+    """``random``: any groups of any ranks; otherwise one of ``HDP``'s planners, with room for a third of the tokens."""
+    equal_counts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Largest differences, relative to the reference.
+
+    Gradients are compared parameter by parameter, relative to the parameter's largest gradient, or to a thousandth of
+    the model's largest where that is more (some gradients are zero but for rounding, such as those of key biases).
+    """
+
+    loss: float
+    logprobs: float
+    gradients: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest of all differences."""
+        return max(self.loss, self.logprobs, *self.gradients.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one step gives: the loss, per document the log-probabilities of its labels, and all gradients."""
+
+    loss: float
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def compare(model: nn.Module, setup: Setup) -> Comparison:
+    """Compare ``model``, which stays as it is, with itself under ``HDP``. Raises ``ConfigError`` if it is refused."""
+    documents = random_documents(model, setup)
+    reference = plain_step(copy.deepcopy(model), documents)
+    return difference(reference, planned_step(model, documents, setup))
+
+
+def random_documents(model: nn.Module, setup: Setup) -> list[Document]:
+    """Documents with random tokens, labels of which a fifth is masked, and real-valued weights."""
+    generator = torch.Generator().manual_seed(setup.seed)
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    words = embedding.weight.shape[0]
+    documents = []
+    for length in setup.lengths:
+        tokens = torch.randint(2, words, (length,), generator=generator)
+        labels = torch.cat([tokens[1:], torch.tensor([IGNORE_INDEX])])
+        labels[torch.rand(length, generator=generator) < 0.2] = IGNORE_INDEX
+        weights = torch.rand(length, generator=generator, dtype=torch.float64) + 0.1
+        documents.append({"tokens": tokens, "labels": labels, "weights": weights})
+    return documents
+
+
+def plain_step(model: nn.Module, documents: list[Document]) -> Outcome:
+    """The reference: every document alone, by the model as it is."""
+    total = float(sum(document["weights"].sum() for document in documents))
+    loss_sum, logprobs = 0.0, []
+    for document in documents:
+        logits = model(input_ids=document["tokens"][None], use_cache=False).logits[0]
+        losses = F.cross_entropy(logits, document["labels"], reduction="none", ignore_index=IGNORE_INDEX)
+        loss = (document["weights"].to(losses.dtype) * losses).sum() / total
+        loss.backward()
+        loss_sum += float(loss.detach())
+        logprobs.append(-losses.detach())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(loss=loss_sum, logprobs=logprobs, gradients=gradients)
+
+
+def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> Outcome:
+    """The same step by ``HDP``, on ranks that are threads of this process."""
+    copies = [copy.deepcopy(model) for _ in range(setup.num_ranks)]
+    lengths = [len(document["tokens"]) for document in documents]
+    plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
+    capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
+
+    def one_rank(group: dist.ProcessGroup) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+        own = copies[group.rank()]
+        hdp = HDP(
+            own,
+            group,
+            capacity_tokens=capacity,
+            planner="adaptive" if setup.planner == "random" else setup.planner,  # type: ignore[arg-type]
+            equal_counts=setup.equal_counts,
+        )
+        hdp.optimizer(torch.optim.SGD, lr=0.0)
+        loss = _planned_pass(hdp, own, documents, plan)
+        gradients = hdp.gradients()
+        hdp.zero_grad()
+        with torch.no_grad():
+            for micro in hdp.plan(documents, plan=plan):
+                hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
+        return loss, hdp.collected(), gradients
+
+    try:
+        results = run_ranks(setup.num_ranks, one_rank)
+    except AssertionError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
+    return Outcome(loss=sum(loss for loss, _, _ in results), logprobs=results[0][1], gradients=results[-1][2])
+
+
+def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: Plan | None) -> float:
+    """The loop of the documentation. Returns this rank's share of the loss."""
+    total = float(sum(document["weights"].sum() for document in documents))
+    loss_sum = 0.0
+    for micro in hdp.plan(documents, plan=plan):
+        logits = model(**micro.inputs).logits[0, : micro.num_rows]
+        losses = F.cross_entropy(logits, micro.labels, reduction="none", ignore_index=IGNORE_INDEX)
+        loss = (micro.weights.to(losses.dtype) * losses).sum() / total
+        loss.backward()
+        loss_sum += float(loss.detach())
+    return loss_sum
+
+
+def difference(reference: Outcome, ours: Outcome) -> Comparison:
+    """How far ``ours`` is from ``reference``."""
+    largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
+    missing = {name for name, gradient in ours.gradients.items() if name not in reference.gradients and gradient.any()}
+    assert not missing, f"gradients that the reference does not have: {sorted(missing)}"
+    return Comparison(
+        loss=abs(ours.loss - reference.loss) / abs(reference.loss),
+        logprobs=max(
+            float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
+            for a, b in zip(ours.logprobs, reference.logprobs, strict=True)
+        ),
+        gradients={
+            name: float((ours.gradients[name] - gradient).abs().max())
+            / max(float(gradient.abs().max()), 1e-3 * largest)
+            for name, gradient in reference.gradients.items()
+        },
+    )

@@ -1,0 +1,150 @@
+"""Small models of many families, with random weights, made from their configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bytescale.common.errors import ConfigError, problem
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+_MLA: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "num_nextn_predict_layers": 0, "head_dim": 4,
+}  # fmt: skip
+_NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "hidden_dropout": 0.0, "activation_dropout": 0.0, "resid_pdrop": 0.0,
+                               "embd_pdrop": 0.0, "classifier_dropout": 0.0}  # fmt: skip
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "mixtral": _EXPERTS,
+    "olmo": {},
+    "olmo2": {},
+    "olmoe": _EXPERTS,
+    "gemma": {},
+    "granite": {
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+    },
+    "phi": _NO_DROPOUT,
+    "phi3": _NO_DROPOUT,
+    "starcoder2": _NO_DROPOUT | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "gpt_neox": _NO_DROPOUT,
+    "gpt2": _GPT2,
+    "opt": _NO_DROPOUT | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "glm": {},
+    "glm4": {},
+    "smollm3": {},
+    "seed_oss": {},
+    "stablelm": _NO_DROPOUT,
+    "cohere": {"logit_scale": 0.25},
+    "ernie4_5": {},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "arcee": {},
+    "minimax_m2": _EXPERTS,
+    # Windows, soft caps, sinks, values of another width
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 2},
+    "olmo3": {"sliding_window": 5, "num_hidden_layers": 4},
+    "exaone4": {"sliding_window": 5, "num_hidden_layers": 4, "sliding_window_pattern": 2},
+    "cohere2": {"sliding_window": 5, "num_hidden_layers": 4, "logit_scale": 0.25},
+    "gpt_oss": _EXPERTS | {"sliding_window": 5},
+    "deepseek_v2": _EXPERTS | _MLA | {"topk_method": "greedy"},
+    "deepseek_v3": _EXPERTS | _MLA,
+}
+"""By model type, what its small configuration has besides the usual numbers."""
+
+
+COMPUTES_IN_FP32 = frozenset(("deepseek_v3",))
+"""Families with a part that computes in fp32 whatever the parameters' dtype, so that gradients in fp64 agree to 1e-5.
+
+Most families convert to fp32 for a norm and back, which rounds equal numbers equally. These accumulate in fp32.
+"""
+
+
+def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> nn.Module:
+    """A small causal model with random weights.
+
+    Args:
+        name: a model type of transformers; or a folder or a name on the hub, of which only the configuration is read.
+        dtype: of parameters.
+        seed: of the weights.
+        changes: of the configuration.
+
+    Raises:
+        ConfigError: if there is no such configuration, or no causal model of it.
+    """
+    try:
+        if name in FAMILIES:
+            own = FAMILIES[name]
+            config = AutoConfig.for_model(name, **{**({} if "n_embd" in own else _SMALL), **own, **changes})
+        elif Path(name).exists() or "/" in name:
+            config = _fewer_layers(AutoConfig.from_pretrained(name))
+        else:
+            config = AutoConfig.for_model(name, **{**_SMALL, **_EXPERTS, **_NO_DROPOUT, **changes})
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # the grouped one has no fp64
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            problem(
+                f"no small model can be made of {name!r}: {str(error).splitlines()[0]}",
+                fix="give a folder with a config.json or a model type of transformers, or build the model yourself and "
+                "call bytescale.parity.compare(model, Setup())",
+            )
+        ) from error
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms, biases and sinks differ from zero and one
+                parameter.add_(0.1 * torch.randn(parameter.shape).to(parameter))
+    return model.train()
+
+
+def _fewer_layers(config: Any) -> Any:
+    """The configuration with a few of its layers, of every kind that they have."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        number = max(kinds.index(kind) for kind in set(kinds)) + 1
+        config.layer_types = kinds[:number]
+    else:
+        number = min(2, config.num_hidden_layers)
+    config.num_hidden_layers = number
+    return config

@@ -1,0 +1,68 @@
+"""Ranks as threads of this process: real gloo messages over loopback, ready in milliseconds.
+
+Each thread owns a gloo backend over one in-memory store. Autograd runs a thread's backward on that thread, so the
+runtime works exactly as in separate processes, collectives and point-to-point alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+_SECONDS_AFTER_AN_ERROR = 3.0
+
+
+def run_ranks(
+    num_ranks: int, work: Callable[[dist.ProcessGroup], Result], *, timeout_seconds: float = 300.0
+) -> list[Result]:
+    """Run ``work`` once per rank, at the same time; its results in rank order.
+
+    Raises ``AssertionError`` with the stack traces of all ranks that failed, or the numbers of those that still run.
+    """
+    store = dist.HashStore()
+    results: dict[int, Result] = {}
+    errors: dict[int, str] = {}
+    raised: list[BaseException] = []
+
+    def one_rank(rank: int) -> None:
+        try:
+            results[rank] = work(process_group(store, rank, num_ranks, timeout_seconds))
+        except BaseException as error:
+            errors[rank] = traceback.format_exc()
+            raised.append(error)
+
+    threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.1)
+            if errors:  # the others may wait for this rank; what they say within seconds is reported too
+                deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_AN_ERROR)
+    if errors:
+        texts = (f"rank {rank}: {text}" for rank, text in sorted(errors.items()))
+        raise AssertionError("\n".join(texts)) from raised[0]
+    gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
+    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    assert not hung, f"ranks {hung} still run after {timeout_seconds} s"
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def process_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
+    """One rank's gloo group over a store that all ranks share."""
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_seconds))
+    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group

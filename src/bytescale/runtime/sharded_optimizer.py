@@ -1,0 +1,249 @@
+"""Any elementwise optimizer of PyTorch on this rank's shards of the parameters (ZeRO-1).
+
+*Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion.
+Such an optimizer does the same to a flat shard as to the parameters themselves. Muon, LAMB or a factored Adafactor look
+at whole matrices; they are refused, after a trial on a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.runtime.flat import FlatParameters
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.zero import Shard, ZeroShards
+
+GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
+"""From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
+
+
+class ShardedOptimizer:
+    """The trainable parameters of a model in flat memory, and an optimizer whose states are sharded over ranks.
+
+    Attributes:
+        torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
+            by ``update`` alone.
+        zeros: one ``ZeroShards`` for each dtype of parameters.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        group: RankGroup,
+        cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        group_options: GroupOptions | None = None,
+    ) -> None:
+        """Take over all parameters that require a gradient.
+
+        Args:
+            named_parameters: in the order in which a forward needs them.
+            group: the ranks that share the states.
+            cls, options: the optimizer, called as ``cls(parameter groups, **options)``.
+            group_options: options of single parameters; None: all parameters have the same.
+
+        Raises:
+            ConfigError: if nothing is trainable, or the optimizer is not elementwise.
+        """
+        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        if not trainable:
+            raise ConfigError(
+                problem("no parameter of the model requires a gradient", so="there is nothing to train",
+                        fix="set requires_grad on the parameters that shall be trained, before this call")
+            )  # fmt: skip
+        require_elementwise(cls, options)
+        mesh = Mesh.of_hdp(group)
+        self.group = group
+        self._options = {name: {} if group_options is None else group_options(name, p) for name, p in trainable}
+        dtypes = sorted({p.dtype for _, p in trainable}, key=str)
+        self.zeros = [
+            ZeroShards(FlatParameters([item for item in trainable if item[1].dtype == dtype], group.size), mesh)
+            for dtype in dtypes
+        ]
+        self.torch_optimizer = cls(self._parameter_groups(), **options)
+        self.num_updates = 0
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients since the last update."""
+        for zero in self.zeros:
+            zero.parameters.zero_gradients()
+
+    def reduce_gradients(self) -> float:
+        """Sum gradients over ranks. Returns the global norm, the same on all ranks."""
+        share = sum(zero.reduce_gradients() for zero in self.zeros)
+        (squares,) = self.group.sum_of([share])
+        return squares**0.5
+
+    def update(self, grad_norm: float, largest_norm: float) -> None:
+        """One update with gradients scaled so that their norm is at most ``largest_norm`` (0: any); zero gradients."""
+        for zero in self.zeros:
+            zero.clip(grad_norm, largest_norm)
+        self._attach_gradients()
+        self.torch_optimizer.step()
+        self.num_updates += 1
+        for zero in self.zeros:
+            zero.publish()
+        self.zero_gradients()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Sums over ranks of all parameters' gradients, by name. Copies."""
+        found: dict[str, Tensor] = {}
+        for zero in self.zeros:
+            flat = zero.parameters
+            flat.collect_gradients()
+            total = self.group.all_reduce(flat.gradients.clone())
+            for entry in flat.entries:
+                found[entry.name] = total[entry.start : entry.stop].view(entry.shape).clone()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """``{"num_updates": n, "tensors": {parameter: {state: whole tensor on the CPU}}}``, the same on every rank."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        numbers: dict[str, float] = {}
+        for zero in self.zeros:
+            for name in self._state_names():
+                whole = torch.zeros_like(zero.parameters.gradients)
+                for place, piece in self._pieces_of(zero):
+                    value = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
+                    if value.shape == piece.shape:
+                        whole[place] = value
+                    else:
+                        numbers[name] = float(value)
+                self.group.all_reduce(whole)
+                if name not in numbers:
+                    for entry in zero.parameters.entries:
+                        found = whole[entry.start : entry.stop].view(entry.shape)
+                        tensors.setdefault(entry.name, {})[name] = found.to("cpu", copy=True)
+        return {"num_updates": self.num_updates, "numbers": numbers, "tensors": tensors}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()`` of any number of ranks. Raises ``CheckpointError`` where it does not fit."""
+        tensors: dict[str, dict[str, Tensor]] = state["tensors"]
+        self._require_fitting(tensors)
+        if state["num_updates"]:
+            self._make_states()
+        for zero in self.zeros:
+            for place, piece in self._pieces_of(zero):
+                for part in zero.parameters.pieces(place):
+                    own = slice(part.start - place.start, part.stop - place.start)
+                    inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
+                    for name, whole in tensors[part.entry.name].items():
+                        target = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
+                        target[own] = whole.flatten()[inside].to(target)
+                for name, number in state["numbers"].items():
+                    self.torch_optimizer.state[piece][name] = _like(self.torch_optimizer.state[piece][name], number)
+            zero.publish()
+        self.num_updates = int(state["num_updates"])
+        self.zero_gradients()
+
+    def _state_names(self) -> list[str]:
+        """``master``, and the optimizer's states if it has made any; the same on all ranks."""
+        states = [self.torch_optimizer.state.get(piece, {}) for piece in self._pieces]
+        return ["master", *sorted({name for own in states for name in own})] if self.num_updates else ["master"]
+
+    def _pieces_of(self, zero: ZeroShards) -> list[tuple[slice, Tensor]]:
+        return [(place, piece) for (own, place), piece in zip(self._places, self._pieces, strict=True) if own is zero]
+
+    def _make_states(self) -> None:
+        """Let the optimizer make its states: a step with gradients of zero, whose effect the restore overwrites."""
+        self.zero_gradients()
+        self._attach_gradients()
+        self.torch_optimizer.step()
+
+    def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        ours = {entry.name: entry.shape for zero in self.zeros for entry in zero.parameters.entries}
+        theirs = {name: tuple(states["master"].shape) for name, states in tensors.items()}
+        if ours != theirs:
+            different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+            raise CheckpointError(
+                problem(
+                    f"the state and the model differ in {len(different)} parameters, such as {different[0]}: "
+                    f"{theirs.get(different[0])} there, {ours.get(different[0])} here",
+                    so="nothing was loaded",
+                    fix="load a state of the same model with the same trainable parameters",
+                )
+            )
+
+    def _attach_gradients(self) -> None:
+        """Give the pieces their gradients again where somebody has called ``zero_grad`` of the optimizer."""
+        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
+            piece.grad = gradient
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Pieces of the shards, put together by their options."""
+        self._pieces: list[Tensor] = []
+        self._places: list[tuple[ZeroShards, slice]] = []
+        groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        for zero in self.zeros:
+            for shard, place in zip(zero.shards, zero.parameters.shards(self.group.rank), strict=True):
+                for own, options in self._runs(zero.parameters, place):
+                    piece = _piece(shard, own)
+                    self._pieces.append(piece)
+                    self._places.append((zero, slice(place.start + own.start, place.start + own.stop)))
+                    for known, members in groups:
+                        if known == options:
+                            members.append(piece)
+                            break
+                    else:
+                        groups.append((options, [piece]))
+        self._gradients = [piece.grad for piece in self._pieces]
+        return [{"params": members, **options} for options, members in groups]
+
+    def _runs(self, parameters: FlatParameters, place: slice) -> list[tuple[slice, dict[str, Any]]]:
+        """Ranges of a shard whose parameters have equal options. A shard of nothing but padding is one range."""
+        runs: list[tuple[slice, dict[str, Any]]] = []
+        for piece in parameters.pieces(place):
+            options = self._options[piece.entry.name]
+            own = slice(piece.start - place.start, piece.stop - place.start)
+            if runs and runs[-1][1] == options:
+                own = slice(runs.pop()[0].start, own.stop)  # the gap between two parameters holds zeros
+            runs.append((own, options))
+        return runs
+
+
+def _piece(shard: Shard, own: slice) -> Tensor:
+    """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
+    assert shard.master.grad is not None, "set when the shard was made"
+    piece = shard.master.detach()[own]
+    piece.grad = shard.master.grad[own]
+    return piece
+
+
+def _like(old: Any, number: float) -> Any:
+    """``number`` in the form in which the optimizer keeps it: a scalar tensor or a number."""
+    return torch.full_like(old, number) if isinstance(old, Tensor) else type(old)(number)
+
+
+def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` unless ``cls`` does the same to a matrix as to two halves of its numbers."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(4, 6, generator=generator) + 0.5
+    whole, halves = [values.clone()], [half.clone() for half in values.flatten().split(12)]
+    try:
+        optimizers = cls(whole, **options), cls(halves, **options)
+        for _ in range(3):
+            gradient = torch.randn(4, 6, generator=generator)
+            whole[0].grad = gradient.clone()
+            for half, part in zip(halves, gradient.flatten().split(12), strict=True):
+                half.grad = part.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            problem(f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",
+                    fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW")
+        ) from error  # fmt: skip
+    if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            problem(
+                f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
+                so="on this rank's shards of the parameters it would compute something else than on whole matrices",
+                fix="use an elementwise optimizer, such as torch.optim.AdamW",
+            )
+        )

@@ -1,0 +1,91 @@
+"""Every example in ``examples/`` runs, on one rank and on two, with the same results."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tests.helpers.forks import run_forked
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _examples_can_be_imported() -> Iterator[None]:
+    sys.path.insert(0, str(EXAMPLES))
+    yield
+    sys.path.remove(str(EXAMPLES))
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def on_two_ranks(module: ModuleType, **options: Any) -> Any:
+    """What rank 0 returns from ``main`` when two processes run it, as torchrun would start them."""
+
+    def one_rank(rank: int) -> Any:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        try:
+            return tree_map_only(Tensor, Tensor.numpy, module.main(**options))  # memory of tensors ends with a process
+        finally:
+            dist.destroy_process_group()
+
+    result = run_forked(2, one_rank, timeout_seconds=120)[0]
+    return tree_map_only(np.ndarray, torch.from_numpy, result)
+
+
+def assert_same(ours: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance)
+
+
+def test_own_loop() -> None:
+    alone, together = (
+        example("own_loop").main(steps=4, lr=1e-2, capacity_tokens=256),
+        on_two_ranks(example("own_loop"), steps=4, lr=1e-2),
+    )
+    assert together == pytest.approx(alone, rel=1e-4)
+    assert alone[-1] < alone[0]
+
+
+def test_lora() -> None:
+    losses, adapters = example("lora").main(steps=3, capacity_tokens=256)
+    their_losses, their_adapters = on_two_ranks(example("lora"), steps=3)
+    assert their_losses == pytest.approx(losses, rel=1e-5)
+    assert_same(their_adapters, adapters, 1e-4)
+    assert all("lora" in name for name in adapters)
+
+
+def test_fsdp_trains_like_the_own_loop() -> None:
+    losses, _ = on_two_ranks(example("fsdp"), steps=3)
+    assert losses == pytest.approx(example("own_loop").main(steps=3, capacity_tokens=256), rel=1e-4)
+
+
+def test_scoring() -> None:
+    for ours, wanted in zip(
+        on_two_ranks(example("scoring")), example("scoring").main(capacity_tokens=256), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
+
+
+def test_driver() -> None:
+    assert on_two_ranks(example("driver")) == pytest.approx(example("driver").main(capacity_tokens=256), rel=1e-5)
+
+
+def test_every_example_is_tested() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver"}

@@ -1,0 +1,43 @@
+"""Loss, log-probabilities and every gradient of many families, equal to plain transformers on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bytescale.parity import FAMILIES, Setup, compare, small_model
+from bytescale.parity.__main__ import main, tolerance_of
+
+QUICK = ("llama", "qwen3", "mixtral", "granite", "gpt2", "gpt_neox", "opt", "deepseek_v3")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_equals_one_process(name: str) -> None:
+    """fp64 differs only in the order of sums. Norms and routers that compute in fp32 round equal numbers equally."""
+    model = small_model(name)
+    for seed in range(2):
+        assert compare(model, Setup(num_ranks=2 + seed, seed=seed)).worst <= tolerance_of(name, "fp64")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_in_fp32(name: str) -> None:
+    model = small_model(name, dtype=torch.float32)
+    for seed in range(6):
+        assert compare(model, Setup(num_ranks=1 + seed % 4, seed=seed)).worst <= 1e-5
+
+
+@pytest.mark.parametrize("planner", ["adaptive", "static", "naive", "paper"])
+def test_planners_of_hdp(planner: str) -> None:
+    model = small_model("qwen3")
+    setup = Setup(num_ranks=4, lengths=(50, 7, 3, 12, 1), planner=planner, equal_counts=planner == "adaptive")
+    assert compare(model, setup).worst <= 1e-10
+
+
+def test_the_command_compares_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["qwen2", "--plans", "1"]) == 0
+    assert main(["mamba", "--plans", "1"]) == 2
+    printed = capsys.readouterr().out
+    assert "equal: loss" in printed
+    assert "refused: " in printed

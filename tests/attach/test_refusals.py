@@ -1,0 +1,84 @@
+"""Models for which a plan would not give the results of one process are refused, with the part that is in the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bytescale
+from bytescale.common.errors import ConfigError
+from bytescale.parity import small_model
+
+from .support import documents
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_next", {}, "mixes tokens|mask"),
+        ("mamba", {"state_size": 4}, "mixes tokens|AttentionInterface|never calls attention"),
+        ("falcon_h1", {}, "mixes tokens"),
+        ("bloom", {"n_layer": 1, "hidden_size": 32, "n_head": 4}, "AttentionInterface"),
+    ],
+)
+def test_models_that_cannot_be_attached(name: str, changes: dict[str, Any], message: str) -> None:
+    model = small_model(name, dtype=torch.float32, **changes)
+    with pytest.raises(ConfigError, match=message):
+        bytescale.HDP(model, capacity_tokens=100)
+    assert not model.config._attn_implementation.startswith("hdp")  # it is as before
+
+
+def test_a_module_that_is_no_model_of_transformers() -> None:
+    with pytest.raises(ConfigError, match="no part that is a PreTrainedModel"):
+        bytescale.HDP(nn.Linear(2, 2), capacity_tokens=100)
+
+
+def test_dropout_is_refused_in_training_mode_and_harmless_in_evaluation() -> None:
+    model = small_model("llama", attention_dropout=0.1)
+    hdp = bytescale.HDP(model, capacity_tokens=100)
+    (micro,) = hdp.plan(documents([7]))
+    with pytest.raises(ConfigError, match=r"self_attn cannot be attached: it draws random numbers"):
+        model(**micro.inputs)
+    model.eval()
+    assert model(**micro.inputs).logits.shape == (1, 7, 67)
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    model = small_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn cannot be attached: it is not causal"):
+        bytescale.HDP(model, capacity_tokens=100)
+
+
+def test_a_model_that_changes_after_it_was_attached_is_told() -> None:
+    model = small_model("llama")
+    hdp = bytescale.HDP(model, capacity_tokens=100)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    (micro,) = hdp.plan(documents([7]))
+    with pytest.raises(ConfigError, match="attention was called 1 times"):
+        model(**micro.inputs)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_pass_is_refused_or_fixed(rope: str) -> None:
+    """With the choice made for 100 tokens, short documents are rotated as in a pass of 100."""
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0}
+    if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    model = small_model("llama", rope_parameters=parameters, max_position_embeddings=64 if rope == "longrope" else 16)
+    with pytest.raises(ConfigError, match=rf"rotary_emb cannot be attached: its rotary positions \({rope}\)"):
+        bytescale.HDP(model, capacity_tokens=200)
+    tokens = torch.arange(2, 66).repeat(2)[None, :100]
+    with torch.no_grad():
+        wanted = model(tokens).logits[0, :9]
+    hdp = bytescale.HDP(model, capacity_tokens=200, longest_document=100)
+    (micro,) = hdp.plan([{"tokens": tokens[0, :9]}, {"tokens": tokens[0, :20]}])
+    with torch.no_grad():
+        logits = model(**micro.inputs).logits[0]
+    first = 0 if micro.segments[0][0] == 0 else 20
+    torch.testing.assert_close(logits[first : first + 9], wanted, rtol=0, atol=1e-10)

@@ -1,0 +1,99 @@
+"""What people switch on in training: LoRA, activation checkpointing, frozen parts, several dtypes, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import bytescale
+from bytescale.parity import Setup, compare
+
+from .support import documents, on_ranks, plain_update, printed_loop, small_model
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hugging_faces_checkpointing(reentrant: bool) -> None:
+    model = small_model("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert compare(model, Setup(num_ranks=3)).worst <= 1e-10
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_lora(checkpointing: bool) -> None:
+    """The adapters' gradients are those of one process; the base has none and stays as it is."""
+    model = small_model("llama")
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=3, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # starts at zero, which would make the gradients of A zero
+            nn.init.normal_(parameter, std=0.1)
+    if checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    result = compare(adapted.to(torch.float64).train(), Setup(num_ranks=3, seed=1))
+    assert result.worst <= 1e-10
+    assert result.gradients
+    assert all("lora" in name for name in result.gradients)
+
+
+def test_frozen_embedding_and_head() -> None:
+    model = small_model("qwen3")
+    model.model.embed_tokens.weight.requires_grad = False  # tied to the head
+    model.model.layers[0].requires_grad_(False)
+    assert compare(model, Setup(num_ranks=3)).worst <= 1e-10
+
+
+def test_parameters_of_several_dtypes() -> None:
+    """Norms in fp64 beside matrices in fp32: each dtype has flat buffers of its own, and all train in one update."""
+    llama = small_model("llama", dtype=torch.float32)
+    llama.lm_head.double()
+    llama.lm_head.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    batch = documents([20, 9, 4])
+    reference = copy.deepcopy(llama)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    plain_update(reference, batch, optimizer, clip=1.0)
+
+    def work(group: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=20)
+        hdp.optimizer(torch.optim.SGD, lr=0.1)
+        printed_loop(hdp, model, batch)
+        hdp.step()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    for parameters in on_ranks(2, llama, work):
+        for name, parameter in reference.named_parameters():
+            assert parameters[name].dtype == parameter.dtype
+            torch.testing.assert_close(parameters[name], parameter.detach(), rtol=0, atol=1e-6)
+
+
+def test_bf16_gradients_are_summed_in_fp32() -> None:
+    """``zero_grad`` of the model empties the wide sums too, which its parameters do not show."""
+    model = small_model("llama", dtype=torch.bfloat16)
+    hdp = bytescale.HDP(model, capacity_tokens=50)
+    hdp.adamw(lr=1e-3)
+    batch = documents([9, 5])
+    printed_loop(hdp, model, batch)
+    wanted = hdp.gradients()
+    assert all(gradient.dtype == torch.float32 for gradient in wanted.values())
+    model.zero_grad()
+    assert not any(gradient.any() for gradient in hdp.gradients().values())
+    printed_loop(hdp, model, batch)
+    for name, gradient in hdp.gradients().items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.exhaustive
+def test_compiled_layers() -> None:
+    """Layers compiled one by one; attention is outside of the compiled graphs."""
+    model = small_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.compile()
+    assert compare(model, Setup(num_ranks=1)).worst <= 1e-10
