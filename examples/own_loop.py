@@ -38,7 +38,9 @@ def batches(number: int, vocab_size: int = 256) -> Iterator[list[dict[str, Any]]
         for length in (150, 20, 7, 60, 3):
             start = int(torch.randint(vocab_size, (1,), generator=generator))
             tokens = (start + torch.arange(length)) % (vocab_size - 2) + 2
-            batch.append({"tokens": tokens, "weights": torch.full((length,), 1.0)})
+            weights = torch.ones(length)
+            weights[-1] = 0.0  # nothing follows the last token
+            batch.append({"tokens": tokens, "weights": weights})
         yield batch
 
 

@@ -70,8 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm4": {},
     "smollm3": {},
-    "seed_oss": {},
-    "stablelm": _NO_DROPOUT,
+    "seed_oss": _NO_DROPOUT | {"residual_dropout": 0.0},
     "cohere": {"logit_scale": 0.25},
     "ernie4_5": {},
     "helium": {},
@@ -92,10 +91,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """By model type, what its small configuration has besides the usual numbers."""
 
 
-COMPUTES_IN_FP32 = frozenset(("deepseek_v3",))
-"""Families with a part that computes in fp32 whatever the parameters' dtype, so that gradients in fp64 agree to 1e-5.
+COMPUTES_IN_FP32 = frozenset(
+    ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "helium")
+)
+"""Families with a weight that is converted to fp32 whatever its dtype, in a norm or a router.
 
-Most families convert to fp32 for a norm and back, which rounds equal numbers equally. These accumulate in fp32.
+Its gradient is summed in fp32, in the order of the rows, so that gradients in fp64 agree to 1e-5 only. Most families
+convert only activations, and back: that rounds equal numbers equally.
 """
 
 
