@@ -56,6 +56,7 @@ from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
     Activations,
+    Executor,
     FlatParameters,
     HostPool,
     Mesh,
@@ -63,7 +64,6 @@ from bytescale.runtime import (
     RankGroup,
     ShardedAdamW,
     linear_cross_entropy,
-    run_rank_plan,
 )
 
 GIB = 2**30
@@ -241,13 +241,8 @@ class Step:
 
     def __call__(self) -> None:
         self.parameters.zero_gradients()
-        run_rank_plan(
-            self.parts,
-            self.rank_plan,
-            [self.data],
-            num_global_targets=len(self.data.tokens),
-            kernel=self.kernel,
-            mesh=self.mesh,
+        Executor(parts=self.parts, kernel=self.kernel, mesh=self.mesh).run(
+            self.rank_plan, [self.data], num_global_targets=len(self.data.tokens)
         )
         self.optimizer.update(1e-5, self.optimizer.reduce_gradients())
 

@@ -38,7 +38,7 @@ from bytescale.attention import select_kernel
 from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Mesh, ModelPart, RankGroup, ShardedAdamW, run_rank_plan
+from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, RankGroup, ShardedAdamW
 from bytescale.train.parts.own_model import build_own_model
 
 NUM_RANKS = 2
@@ -162,13 +162,10 @@ class Trainer:
 
     def step(self) -> None:
         self.optimizer.begin_step(self.rank_plan)
-        run_rank_plan(
-            [self.part],
+        Executor(parts=[self.part], kernel=self.kernel, mesh=self.mesh).run(
             self.rank_plan,
             [Tokens(self.mesh.hdp.rank, index) for index in range(len(self.rank_plan.micro_batches))],
             num_global_targets=NUM_RANKS * TOKENS * len(self.rank_plan.micro_batches),
-            kernel=self.kernel,
-            mesh=self.mesh,
             after_last_message=self.optimizer.after_last_message,
         )
         shares = self.mesh.world.share([self.optimizer.reduce_gradients()])

@@ -190,7 +190,7 @@ class Worker:
 
     def step(self, batch: GlobalBatch, plan: Plan) -> tuple[float, int]:
         """Take one training step. Return the slowest rank's wall seconds, and all ranks' bytes of attention traffic."""
-        from bytescale.runtime import Mesh, ModelPart, run_rank_plan
+        from bytescale.runtime import Executor, Mesh, ModelPart
 
         rank_plan = RankPlan.of(plan, self.hdp.rank)
         micro_batches = [read_micro_batch(self.corpus, batch, mb) for mb in rank_plan.micro_batches]
@@ -198,13 +198,8 @@ class Worker:
         self.hdp.agree("the plan", rank_plan.digest)
         started = time.perf_counter()
         self.flat.zero_gradients()
-        run_rank_plan(
-            [ModelPart(model=self.model)],
-            rank_plan,
-            micro_batches,
-            num_global_targets=batch.total_targets,
-            kernel=self.kernel,
-            mesh=Mesh.of_hdp(self.hdp),
+        Executor(parts=[ModelPart(model=self.model)], kernel=self.kernel, mesh=Mesh.of_hdp(self.hdp)).run(
+            rank_plan, micro_batches, num_global_targets=batch.total_targets
         )
         share = self.optimizer.reduce_gradients()
         rows = self.hdp.share([share, float(self.hdp.exchange.bytes_sent - sent_before)])

@@ -46,7 +46,7 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, align, aligned, paper_plan
-from bytescale.runtime import Mesh, MeshShape, ModelPart, RankGroup, run_rank_plan
+from bytescale.runtime import Executor, Mesh, MeshShape, ModelPart, RankGroup
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.loop.step import seconds_waited
 from bytescale.train.parts.own_model import build_own_model
@@ -111,7 +111,7 @@ def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rou
         dist.barrier()
         waited = seconds_waited(mesh)
         started, cpu = time.perf_counter(), time.thread_time()
-        run_rank_plan([part], rank_plan, data, num_global_targets=count * num_tokens, kernel=kernel, mesh=mesh)
+        Executor(parts=[part], kernel=kernel, mesh=mesh).run(rank_plan, data, num_global_targets=count * num_tokens)
         dist.barrier()
         results.append(
             {

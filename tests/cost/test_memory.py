@@ -31,6 +31,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.runtime import (
     Activations,
+    Executor,
     FlatParameters,
     HostPool,
     Mesh,
@@ -39,7 +40,6 @@ from bytescale.runtime import (
     RankGroup,
     TokenShards,
     linear_cross_entropy,
-    run_rank_plan,
 )
 from bytescale.runtime.token_shards import num_own_rows
 from tests.helpers.cuda_like import CudaLikeFlash, fuse_norms
@@ -181,7 +181,9 @@ def test_a_tied_heads_gradient_is_gone_when_the_layers_come() -> None:
         part = ModelPart(model=model, activations=Activations(list(model.layers), checkpointing="full"))
         kernel = select_kernel("auto", torch.device("cpu"), dtype)
         with LiveBytes() as live:
-            run_rank_plan([part], plan, data, num_global_targets=2048, kernel=kernel, mesh=Mesh.of_hdp(RankGroup()))
+            Executor(parts=[part], kernel=kernel, mesh=Mesh.of_hdp(RankGroup())).run(
+                plan, data, num_global_targets=2048
+            )
         peaks.append(live.peak)
         model_of_it = model_of(shape, dtype, "full")
         estimate = float(model_of_it.limits().device_peak(2048, 0, 0)) - model_of_it.states_bytes

@@ -12,7 +12,7 @@ from bytescale.attention import reference_attention, select_kernel
 from bytescale.config import Architecture
 from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import IGNORE_INDEX, FlatParameters, Mesh, MeshShape, ModelPart, run_rank_plan
+from bytescale.runtime import IGNORE_INDEX, Executor, FlatParameters, Mesh, MeshShape, ModelPart
 from bytescale.runtime.loss import reference_cross_entropy
 
 from .ranks import run_mesh
@@ -123,13 +123,14 @@ def planned_step(
         model = make()
         flat = FlatParameters(model.named_parameters(), hdp.size)
         rank_plan = RankPlan.of(plan, hdp.rank)
-        result = run_rank_plan(
-            [ModelPart(model=model)],
+        result = Executor(
+            parts=[ModelPart(model=model)],
+            kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
+            mesh=mesh,
+        ).run(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
-            kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
-            mesh=mesh,
         )
         sent = sum(group.exchange.bytes_sent for group in mesh.ring_groups())
         return result.loss_sum, hdp.reduce_scatter(flat.gradients), sent, flat.entries

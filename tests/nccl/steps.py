@@ -11,7 +11,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Mesh, ModelPart, ShardedAdamW, run_rank_plan
+from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, ShardedAdamW
 from bytescale.runtime.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.steps import random_batch, slice_batch, small_shape
@@ -64,13 +64,10 @@ def training_step(
         for _ in range(2 if bucket_bytes else 1):
             mesh.world.agree("the plan", rank_plan.digest)
             optimizer.begin_step(rank_plan)
-            run_rank_plan(
-                parts,
+            Executor(parts=parts, kernel=ZeroKernel(), mesh=mesh).run(
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,
-                kernel=ZeroKernel(),
-                mesh=mesh,
                 after_last_message=optimizer.after_last_message,
             )
             norm = optimizer.reduce_gradients()

@@ -20,8 +20,17 @@ from bytescale.config import Architecture, OptimizerConfig
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.last_message import last_backward_is_silent, silent_last_backwards
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, Chunk, FlatParameters, Mesh, MeshShape, ModelPart, RankGroup, ShardedAdamW
-from bytescale.runtime import run_rank_plan as run_plan
+from bytescale.runtime import (
+    Activations,
+    Chunk,
+    Executor,
+    FlatParameters,
+    Mesh,
+    MeshShape,
+    ModelPart,
+    RankGroup,
+    ShardedAdamW,
+)
 from bytescale.runtime.buckets import BucketCollectives, Overlap
 from bytescale.runtime.flat import ALIGNMENT
 from bytescale.runtime.group import PendingCollective
@@ -78,13 +87,10 @@ def train(
         for plan in plans:
             own = RankPlan.of(plan, mesh.hdp.rank)
             optimizer.begin_step(own)
-            result = run_plan(
-                parts,
+            result = Executor(parts=parts, kernel=select_kernel("auto", torch.device("cpu"), dtype), mesh=mesh).run(
                 own,
                 [slice_batch(batch, micro_batch) for micro_batch in own.micro_batches],
                 num_global_targets=batch.num_targets,
-                kernel=select_kernel("auto", torch.device("cpu"), dtype),
-                mesh=mesh,
                 after_last_message=optimizer.after_last_message,
             )
             rows = mesh.world.share([optimizer.reduce_gradients(), result.loss_sum])

@@ -93,13 +93,12 @@ def run_on_meta(monkeypatch: pytest.MonkeyPatch, *, checkpointing: str, head_gro
     )
     rank_plan = RankPlan.of(plan, 0)
     with NoPageableCopies():
-        executor.run_rank_plan(
-            [ModelPart(model=model, activations=activations)],
+        executor.Executor(
+            parts=[ModelPart(model=model, activations=activations)], kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp)
+        ).run(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
-            kernel=ZeroKernel(),
-            mesh=Mesh.of_hdp(hdp),
         )
 
 

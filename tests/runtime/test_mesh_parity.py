@@ -26,7 +26,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
-from bytescale.runtime import FlatParameters, HostPool, Mesh, MeshShape, ModelPart, TokenShards, run_rank_plan
+from bytescale.runtime import Executor, FlatParameters, HostPool, Mesh, MeshShape, ModelPart, TokenShards
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.pipeline import StageLinks
@@ -120,13 +120,10 @@ def mesh_step(
             )
             for model in models
         ]
-        result = run_rank_plan(
-            parts,
+        result = Executor(parts=parts, kernel=kernel, mesh=mesh).run(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
             num_global_targets=batch.num_targets,
-            kernel=kernel,
-            mesh=mesh,
         )
         sum_replicas(flat, mesh.tp)
         gradients = {entry.name: (entry.cut, flat.gradient_of(entry)) for entry in flat.entries}

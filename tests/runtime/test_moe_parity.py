@@ -14,7 +14,7 @@ from bytescale.models import Mixtral
 from bytescale.models.moe import MixtureOfExperts, looped_products, route
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import FlatParameters, Mesh, ModelPart, RankGroup, run_rank_plan
+from bytescale.runtime import Executor, FlatParameters, Mesh, ModelPart, RankGroup
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import reference_cross_entropy
 from tests.helpers.effort import examples
@@ -86,13 +86,14 @@ def planned(
         activations = Activations(list(model.layers), checkpointing=checkpointing)  # type: ignore[arg-type]
         for _ in range(2):  # the second step must not see the first one's tokens
             flat.zero_gradients()
-            result = run_rank_plan(
-                [ModelPart(model=model, activations=activations)],
+            result = Executor(
+                parts=[ModelPart(model=model, activations=activations)],
+                kernel=select_kernel("auto", torch.device("cpu"), dtype),
+                mesh=Mesh.of_hdp(hdp),
+            ).run(
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,
-                kernel=select_kernel("auto", torch.device("cpu"), dtype),
-                mesh=Mesh.of_hdp(hdp),
             )
         return result, hdp.reduce_scatter(flat.gradients), flat.entries
 

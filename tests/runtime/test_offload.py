@@ -19,6 +19,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
     Activations,
+    Executor,
     FlatParameters,
     HostMemoryError,
     HostPool,
@@ -26,7 +27,6 @@ from bytescale.runtime import (
     ModelPart,
     RankGroup,
     linear_cross_entropy,
-    run_rank_plan,
 )
 from bytescale.runtime.host_pool import PageWriter
 from bytescale.runtime.offload import offloaded_tokens
@@ -68,14 +68,11 @@ def flat_gradients(
         tokens = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
         for _ in range(steps):
             flat.zero_gradients()
-            run_rank_plan(
-                [ModelPart(model=model, activations=activations)],
-                rank_plan,
-                tokens,
-                num_global_targets=batch.num_targets,
+            Executor(
+                parts=[ModelPart(model=model, activations=activations)],
                 kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
                 mesh=Mesh.of_hdp(hdp),
-            )
+            ).run(rank_plan, tokens, num_global_targets=batch.num_targets)
         if pool is not None and activations.offload is not None:
             assert pool.bytes_in_use == 0
             assert pool.peak_bytes <= pool.bytes_allocated <= LIMIT
@@ -136,13 +133,14 @@ def test_recomputation_with_a_ring_is_exact_and_attention_mode_sends_nothing_twi
             for layer in model.layers:
                 apply_head_groups(layer.self_attn, head_groups)
             rank_plan = RankPlan.of(plan, hdp.rank)
-            run_rank_plan(
-                [ModelPart(model=model, activations=Activations(model.layers, checkpointing=mode))],  # type: ignore[arg-type]
+            Executor(
+                parts=[ModelPart(model=model, activations=Activations(model.layers, checkpointing=mode))],  # type: ignore[arg-type]
+                kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
+                mesh=Mesh.of_hdp(hdp),
+            ).run(
                 rank_plan,
                 [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
                 num_global_targets=batch.num_targets,
-                kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
-                mesh=Mesh.of_hdp(hdp),
             )
             return hdp.exchange.bytes_sent
 
@@ -265,14 +263,11 @@ def test_two_hundred_steps_neither_leak_nor_grow() -> None:
     tokens = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
     allocated = []
     for _ in range(200):
-        run_rank_plan(
-            [ModelPart(model=model, activations=activations)],
-            rank_plan,
-            tokens,
-            num_global_targets=batch.num_targets,
+        Executor(
+            parts=[ModelPart(model=model, activations=activations)],
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
             mesh=Mesh.of_hdp(RankGroup()),
-        )
+        ).run(rank_plan, tokens, num_global_targets=batch.num_targets)
         assert pool.bytes_in_use == 0
         allocated.append(pool.bytes_allocated)
     assert allocated[-1] == allocated[0] == pool.peak_bytes
@@ -315,14 +310,11 @@ def test_a_device_may_be_named_without_its_index() -> None:
         model = make_model(small_shape(num_layers=4), torch.float32)
         activations = Activations(model.layers, pool=HostPool(LIMIT, pinned=False), device=device)
         rank_plan = RankPlan.of(local_plan([30], [0.5]), 0)
-        run_rank_plan(
-            [ModelPart(model=model, activations=activations)],
-            rank_plan,
-            [slice_batch(random_batch([30], 61, 0), rank_plan.micro_batches[0])],
-            num_global_targets=30,
+        Executor(
+            parts=[ModelPart(model=model, activations=activations)],
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
             mesh=Mesh.of_hdp(RankGroup()),
-        )
+        ).run(rank_plan, [slice_batch(random_batch([30], 61, 0), rank_plan.micro_batches[0])], num_global_targets=30)
         assert activations.offload is not None
         moved.append(activations.offload.bytes_moved)
     assert moved[0] == moved[1] > 0
@@ -335,14 +327,11 @@ def test_host_memory_ends() -> None:
     rank_plan = RankPlan.of(plan, 0)
     batch = random_batch(lengths, 61, 0)
     with pytest.raises(HostMemoryError, match=r"fill all 4 KiB .*To fix: raise memory.host_gib"):
-        run_rank_plan(
-            [ModelPart(model=model, activations=Activations(model.layers, pool=pool))],
-            rank_plan,
-            [slice_batch(batch, rank_plan.micro_batches[0])],
-            num_global_targets=batch.num_targets,
+        Executor(
+            parts=[ModelPart(model=model, activations=Activations(model.layers, pool=pool))],
             kernel=select_kernel("auto", torch.device("cpu"), torch.float32),
             mesh=Mesh.of_hdp(RankGroup()),
-        )
+        ).run(rank_plan, [slice_batch(batch, rank_plan.micro_batches[0])], num_global_targets=batch.num_targets)
     assert pool.bytes_allocated <= 4100
     assert pool.bytes_in_use == 0
 
@@ -391,14 +380,11 @@ def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing:
             flat.zero_gradients()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            run_rank_plan(
-                [ModelPart(model=model, activations=activations)],
-                rank_plan,
-                data,
-                num_global_targets=batch.num_targets,
+            Executor(
+                parts=[ModelPart(model=model, activations=activations)],
                 kernel=select_kernel("math", device, torch.bfloat16),
                 mesh=Mesh.of_hdp(RankGroup(device=device)),
-            )
+            ).run(rank_plan, data, num_global_targets=batch.num_targets)
             torch.cuda.synchronize()
         if activations.offload is not None:
             assert activations.offload.bytes_moved > 0

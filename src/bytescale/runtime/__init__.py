@@ -6,7 +6,7 @@ The runtime works with any ``nn.Module`` that fits ``executor.TrainableModel``; 
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
 from bytescale.runtime.buckets import Chunk
-from bytescale.runtime.executor import ModelPart, StepResult, TrainableModel, run_rank_plan
+from bytescale.runtime.executor import Executor, ModelPart, StepResult, TrainableModel
 from bytescale.runtime.flat import DTYPES, FlatParameters
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostMemoryError, HostPool
@@ -22,6 +22,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Activations",
     "Chunk",
+    "Executor",
     "FlatParameters",
     "HasBatchLoss",
     "HostMemoryError",
@@ -37,5 +38,4 @@ __all__ = [
     "TokenShards",
     "TrainableModel",
     "linear_cross_entropy",
-    "run_rank_plan",
 ]

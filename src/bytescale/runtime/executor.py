@@ -75,63 +75,67 @@ class ModelPart:
     """Checkpointing and offloading of its layers."""
 
 
-def run_rank_plan(
-    parts: Sequence[ModelPart],
-    rank_plan: RankPlan,
-    micro_batches: Sequence[MicroBatchTokens],
-    *,
-    num_global_targets: int,
-    kernel: AttentionKernel,
-    mesh: Mesh,
-    z_loss: float = 0.0,
-    after_last_message: Callable[[], None] = lambda: None,
-    ring_gradients: torch.dtype | None = None,
-) -> StepResult:
-    """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
+@dataclass(frozen=True, kw_only=True)
+class Executor:
+    """Runs plans on one rank. It holds what stays the same from step to step."""
 
-    Args:
-        parts: this stage's parts of the model, in order. Interleaved stages have several, the same number on each.
-        micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
-        num_global_targets: tokens with a target in the whole global batch, over all ranks.
-        z_loss: see ``linear_cross_entropy``.
-        after_last_message: called when this rank has sent and received everything, before the first collective of the
-            step's end.
-        ring_gradients: dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``).
+    parts: Sequence[ModelPart]
+    """This stage's parts of the model, in order. Interleaved stages have several, the same number on each."""
+    kernel: AttentionKernel
+    mesh: Mesh
+    z_loss: float = 0.0
+    """See ``linear_cross_entropy``."""
+    ring_gradients: torch.dtype | None = None
+    """The dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``)."""
 
-    A rank without micro-batches runs nothing. A rank whose slice holds no target, or no token at all, still takes part
-    in the ring.
-    """
-    if len(micro_batches) != len(rank_plan.micro_batches):
-        raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {len(rank_plan.micro_batches)}")
-    buffers = RingBuffers(ring_gradients)
-    run = _Run(parts, rank_plan.micro_batches, micro_batches, num_global_targets, kernel, mesh, z_loss, buffers)
-    model = parts[0].model
-    dtype = next(iter(model.parameters())).dtype
-    links = StageLinks(mesh, rank_plan, len(parts), model.hidden_size, dtype)
-    for part in parts:
-        part.activations.begin_step(rank_plan.micro_batches)
-        begin_batch_loss(part.model)
-    links.exchange(0)
-    for place, action in enumerate(links.actions):
-        received = links.receive(place)
-        made = run.backward(action, received) if action[0] else run.forward(action, received)
-        links.exchange(place + 1, made)
-    links.finish()
-    after_last_message()
-    return run.result()
+    def run(
+        self,
+        rank_plan: RankPlan,
+        micro_batches: Sequence[MicroBatchTokens],
+        *,
+        num_global_targets: int,
+        after_last_message: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
+
+        Args:
+            rank_plan: this rank's part of the plan.
+            micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
+            num_global_targets: tokens with a target in the whole global batch, over all ranks.
+            after_last_message: called when this rank has sent and received everything, before the first collective of
+                the step's end.
+
+        A rank without micro-batches runs nothing. A rank whose slice holds no target, or no token at all, still takes
+        part in the ring.
+        """
+        count = len(rank_plan.micro_batches)
+        if len(micro_batches) != count:
+            raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
+        run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers(self.ring_gradients))
+        model = self.parts[0].model
+        dtype = next(iter(model.parameters())).dtype
+        links = StageLinks(self.mesh, rank_plan, len(self.parts), model.hidden_size, dtype)
+        for part in self.parts:
+            part.activations.begin_step(rank_plan.micro_batches)
+            begin_batch_loss(part.model)
+        links.exchange(0)
+        for place, action in enumerate(links.actions):
+            received = links.receive(place)
+            made = run.backward(action, received) if action[0] else run.forward(action, received)
+            links.exchange(place + 1, made)
+        links.finish()
+        after_last_message()
+        return run.result()
 
 
 @dataclass
 class _Run:
-    """The state of one step, from the first forward to the last backward. Arguments as in ``run_rank_plan``."""
+    """The state of one step, from the first forward to the last backward. Arguments as in ``Executor.run``."""
 
-    parts: Sequence[ModelPart]
+    executor: Executor
     plan: Sequence[MicroBatch]
     data: Sequence[MicroBatchTokens]
     num_global_targets: int
-    kernel: AttentionKernel
-    mesh: Mesh
-    z_loss: float
     buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
@@ -141,11 +145,13 @@ class _Run:
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Run one forward. Returns the input ``[t, C]`` of the next part; None on the last part, which has the loss."""
         _, chunk, index = action
-        part, data = self.parts[chunk], self.data[index]
+        part, data = self.executor.parts[chunk], self.data[index]
         inputs = self._to_device(data.tokens) if received is None else received.requires_grad_()
         micro_batch = self.plan[index]
-        exchange = self.mesh.ring_exchange(micro_batch.shared)
-        attention = PackedAttention(micro_batch, self.kernel, exchange, part.activations.attention_memory, self.buffers)
+        exchange = self.executor.mesh.ring_exchange(micro_batch.shared)
+        attention = PackedAttention(
+            micro_batch, self.executor.kernel, exchange, part.activations.attention_memory, self.buffers
+        )
         with part.activations.forward(index):
             output = part.model(inputs, self._to_device(data.position_ids), attention)
             self.buffers.release()
@@ -158,18 +164,18 @@ class _Run:
         """Run one backward from the gradient of the output. Returns that of the input; None on the first part."""
         _, chunk, index = action
         inputs, output = self.held.pop((chunk, index))
-        with self.parts[chunk].activations.backward(index):
+        with self.executor.parts[chunk].activations.backward(index):
             output.backward(received)
         self.buffers.release()
         return None if inputs is None else inputs.grad
 
     def result(self) -> StepResult:
         """The step's sums, after the last backward."""
-        counts = self.mesh.tp.rank == 0  # all ranks of a TP group have the same loss
+        counts = self.executor.mesh.tp.rank == 0  # all ranks of a TP group have the same loss
         return StepResult(
             loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
             num_targets=self.num_targets if counts else 0,
-            batch_loss=sum(finish_batch_loss(part.model, self.mesh) for part in self.parts),
+            batch_loss=sum(finish_batch_loss(part.model, self.executor.mesh) for part in self.executor.parts),
         )
 
     def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
@@ -179,15 +185,15 @@ class _Run:
             hidden,
             weight,
             torch.as_tensor(data.labels),
-            z_loss=self.z_loss,
-            group=self.mesh.tp.group,
+            z_loss=self.executor.z_loss,
+            group=self.executor.mesh.tp.group,
         )
         self.losses.append(loss_sum.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
         return loss_sum / self.num_global_targets
 
     def _is_last(self, chunk: int) -> bool:
-        return self.mesh.is_last_stage and chunk == len(self.parts) - 1
+        return self.executor.mesh.is_last_stage and chunk == len(self.executor.parts) - 1
 
     def _to_device(self, array: IntArray | Tensor) -> Tensor:
-        return to_device(torch.as_tensor(array), self.mesh.hdp.device)
+        return to_device(torch.as_tensor(array), self.executor.mesh.hdp.device)

@@ -96,7 +96,7 @@ class ZeroShards:
             self._overlap.begin_step(rank_plan)
 
     def after_last_message(self) -> None:
-        """Start the remaining reductions. ``run_rank_plan`` calls it after this rank's last message."""
+        """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
         if self._overlap is not None:
             self._overlap.after_last_message()
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
-from bytescale.attention.clock import Clock, make_clock
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
 from bytescale.data import StepData
-from bytescale.runtime import Mesh, run_rank_plan
+from bytescale.runtime import StepResult
 from bytescale.train.loop.schedule import learning_rate
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
 from bytescale.train.reporting.totals import Report, Sums
+from bytescale.train.reporting.work import RankWork, measured_work
 
 
 def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -> StepMetrics:
@@ -24,90 +22,53 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
         NonFiniteError: loss or gradient norm is not a number; the update was not made.
     """
     watch = Stopwatch()
-    mesh, config = job.ranks.mesh, job.config
-    rings = [group.exchange for group in mesh.ring_groups()]
-    num_targets = max(1, data.num_targets)  # a batch of single tokens has none: its loss and gradients are zero
 
     # 1. Check that all ranks hold the same plan before any rank starts.
-    mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
+    job.ranks.mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
 
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
-    run_clock, wait_clocks, sent = make_clock(job.ranks.device), clocks_of(mesh), sum(ring.bytes_sent for ring in rings)
-    for clock in wait_clocks:
-        clock.take()
-    with run_clock.span():
+    with measured_work(job.ranks.mesh, job.ranks.device) as work:
         job.optimizer.begin_step(data.rank_plan)
-        sums = run_rank_plan(
-            job.parts,
+        result = job.executor.run(
             data.rank_plan,
             data.micro_batches,
-            num_global_targets=num_targets,
-            kernel=job.kernel,
-            mesh=mesh,
-            z_loss=config.optimizer.z_loss,
+            num_global_targets=max(1, data.num_targets),  # a batch of single tokens has no target: its loss is zero
             after_last_message=job.optimizer.after_last_message,
-            ring_gradients=torch.bfloat16 if config.trainer.ring_gradients == "bf16" else None,
         )
-    seconds_run, seconds_waited = run_clock.take(), [clock.take() for clock in wait_clocks]
 
     # 3. The remaining reductions of gradients, and one exchange of sums: loss, norm, and each rank's times.
     norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
-    own = Sums(
-        loss_sum=sums.loss_sum,
-        num_targets=float(sums.num_targets),
-        batch_loss=sums.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
-        norm_share=norm_share,
-        busy_seconds=seconds_run() - sum(read() for read in seconds_waited),
-        bytes_sent=float(sum(ring.bytes_sent for ring in rings) - sent),
-        stop_heard=float(job.stop.heard),
-    )
-    report = Report.of_rank(own, data.times, memory_bytes=memory_bytes(job.ranks.device)).of_all(mesh.world)
+    report = report_of_all(job, data, result, norm_share, work)
     job.stop.agreed = report.sums.stop_heard > 0
     check_targets(step, report.sums.num_targets, data)
-    loss = report.sums.loss_sum / num_targets
-    grad_norm = report.sums.norm_share**0.5
-    batch_loss = report.sums.batch_loss
-    check_finite(step, loss + batch_loss, grad_norm, checkpoints.latest())
+    check_finite(step, report.sums.loss + report.sums.batch_loss, report.sums.grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
-    rate = learning_rate(step, config.trainer.steps, config.optimizer)
-    job.optimizer.update(rate, grad_norm)
+    rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
+    job.optimizer.update(rate, report.sums.grad_norm)
 
     seconds = watch.elapsed() + data.times.wait_seconds
-    return step_metrics(
-        job,
-        step,
-        data,
-        report,
-        loss=loss,
-        batch_loss=batch_loss,
-        grad_norm=grad_norm,
-        learning_rate=rate,
-        seconds=seconds,
+    return step_metrics(job, step, data, report, learning_rate=rate, seconds=seconds)
+
+
+def report_of_all(job: Job, data: StepData, result: StepResult, norm_share: float, work: RankWork) -> Report:
+    """Exchange what the ranks have to tell each other once a step. Every rank calls it."""
+    mesh = job.ranks.mesh
+    own = Sums(
+        loss_sum=result.loss_sum,
+        num_targets=float(result.num_targets),
+        batch_loss=result.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
+        norm_share=norm_share,
+        busy_seconds=work.busy_seconds(),
+        bytes_sent=float(work.bytes_sent()),
+        stop_heard=float(job.stop.heard),
     )
-
-
-def clocks_of(mesh: Mesh) -> list[Clock]:
-    """The clocks that run while this rank waits for others."""
-    groups = {
-        id(group): group
-        for group in (mesh.world, *mesh.ring_groups(), mesh.gradients, mesh.tp, *mesh.pipeline_groups())
-    }
-    return [clock for group in groups.values() for clock in (group.clock, group.exchange.clock)]
+    return Report.of_rank(own, data.times, memory_bytes=memory_bytes(job.ranks.device)).of_all(mesh.world)
 
 
 def step_metrics(
-    job: Job,
-    step: int,
-    data: StepData,
-    report: Report,
-    *,
-    loss: float,
-    batch_loss: float,
-    grad_norm: float,
-    learning_rate: float,
-    seconds: float,
+    job: Job, step: int, data: StepData, report: Report, *, learning_rate: float, seconds: float
 ) -> StepMetrics:
     """The report of all ranks as one step's metrics."""
     summary, sums, maxima, num_ranks = data.summary, report.sums, report.maxima, job.ranks.world.size
@@ -117,9 +78,9 @@ def step_metrics(
     mean_busy, peak = sums.busy_seconds / num_ranks, job.peak_flops_per_second
     return StepMetrics(
         step=step,
-        loss=loss,
-        batch_loss=batch_loss,
-        grad_norm=grad_norm,
+        loss=sums.loss,
+        batch_loss=sums.batch_loss,
+        grad_norm=sums.grad_norm,
         learning_rate=learning_rate,
         num_tokens=summary.num_tokens,
         num_sequences=summary.num_sequences,

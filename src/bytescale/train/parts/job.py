@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from bytescale.attention import AttentionKernel
 from bytescale.checkpoint.checkpointer import Checkpointer, RunState
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.config import Architecture, Config, resolve_architecture
@@ -25,10 +24,10 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, ShardedAdamW
+from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
 from bytescale.train.parts.budget import MemoryBudget, memory_budget
 from bytescale.train.parts.kernels import Kernels
-from bytescale.train.parts.own_model import build_own_model
+from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.profiling.peak import device_name, known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
@@ -44,20 +43,14 @@ class Job:
     ranks: Ranks
     architecture: Architecture
     feed: Feed
-    parts: Sequence[ModelPart]
-    """This rank's part of the model, or its parts if stages are interleaved."""
-    parameters: FlatParameters
+    executor: Executor
+    """Runs plans on this rank's part of the model."""
     optimizer: ShardedAdamW
     kernels: Kernels
     memory: MemoryBudget
     planner: Planner
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
-
-    @property
-    def kernel(self) -> AttentionKernel:
-        """The kernel that computes attention."""
-        return self.kernels.attention
 
     def open_loader(self) -> Loader:
         """This rank's view of the batches, from the feed's current position on."""
@@ -92,21 +85,8 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
     check_vocabulary(feed.facts, architecture.vocab_size)
-    parallel, mesh = config.parallel, ranks.mesh
-    check_mesh(parallel, architecture, ranks.world.size)
-    model = build_own_model(
-        architecture,
-        mesh,
-        virtual_stages=parallel.virtual_stages,
-        dtype=ranks.dtype,
-        seed=config.trainer.seed,
-        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
-    )
-    optimizer = ShardedAdamW(model.parameters, config.optimizer, mesh, model.tied_head)
-    if config.trainer.gradient_bucket_mib:
-        optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
-    if config.trainer.init:
-        load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
+    check_mesh(config.parallel, architecture, ranks.world.size)
+    model, optimizer = _own_model(config, ranks, architecture)
 
     # 2. Speed: the peak is for MFU alone; planning uses only numbers that are the same on all ranks.
     peak = known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops)
@@ -125,38 +105,64 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         profile=profile,
         smallest=ranks.smallest,
     )
-    for chunk in model.chunks:
-        kernels.apply(chunk, checkpointing=config.trainer.checkpointing, tp_size=mesh.tp.size)
-    for layer in (layer for chunk in model.chunks for layer in chunk.layers):
-        apply_head_groups(layer.self_attn, memory.model.head_groups)
-    pool = memory.host_pool(ranks.device)
-    parts = [
-        ModelPart(
-            model=chunk,
-            activations=Activations(
-                list(chunk.layers),
-                checkpointing=config.trainer.checkpointing,
-                pool=pool,
-                device=ranks.device,
-                tp=mesh.tp,
-                row_wise=row_wise_parts(chunk, mesh.tp.size),
-            ),
-        )
-        for chunk in model.chunks
-    ]
     return Job(
         config=config,
         ranks=ranks,
         architecture=architecture,
         feed=feed,
-        parts=parts,
-        parameters=model.parameters,
+        executor=_executor(config, ranks, model, kernels, memory),
         optimizer=optimizer,
         kernels=kernels,
         memory=memory,
-        planner=verified_planner(config, memory, cost, mesh.hdp.size),
+        planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
         peak_flops_per_second=peak,
         stop=stop,
+    )
+
+
+def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedAdamW]:
+    """Make this rank's part of the model, with its initial weights, and the optimizer of it."""
+    bucket_mib = config.trainer.gradient_bucket_mib
+    model = build_own_model(
+        architecture,
+        ranks.mesh,
+        virtual_stages=config.parallel.virtual_stages,
+        dtype=ranks.dtype,
+        seed=config.trainer.seed,
+        bucket_bytes=int(bucket_mib * 2**20),
+    )
+    optimizer = ShardedAdamW(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
+    if bucket_mib:
+        optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
+    if config.trainer.init:
+        load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
+    return model, optimizer
+
+
+def _executor(config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget) -> Executor:
+    """Apply kernels, head groups, checkpointing and offloading to the model, and return what runs plans on it."""
+    checkpointing, tp = config.trainer.checkpointing, ranks.mesh.tp
+    pool = memory.host_pool(ranks.device)
+    parts = []
+    for chunk in model.chunks:
+        kernels.apply(chunk, checkpointing=checkpointing, tp_size=tp.size)
+        for layer in chunk.layers:
+            apply_head_groups(layer.self_attn, memory.model.head_groups)
+        activations = Activations(
+            list(chunk.layers),
+            checkpointing=checkpointing,
+            pool=pool,
+            device=ranks.device,
+            tp=tp,
+            row_wise=row_wise_parts(chunk, tp.size),
+        )
+        parts.append(ModelPart(model=chunk, activations=activations))
+    return Executor(
+        parts=parts,
+        kernel=kernels.attention,
+        mesh=ranks.mesh,
+        z_loss=config.optimizer.z_loss,
+        ring_gradients=torch.bfloat16 if config.trainer.ring_gradients == "bf16" else None,
     )
 
 

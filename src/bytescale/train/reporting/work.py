@@ -1,0 +1,56 @@
+"""Measures one rank's work in a step: the seconds that it computes, and the bytes of attention that it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from bytescale.attention.clock import Clock, make_clock
+from bytescale.runtime import Mesh
+
+
+class RankWork:
+    """What ``measured_work`` has measured. On a GPU, it may be read only when the host has waited for the device."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._rings = [group.exchange for group in mesh.ring_groups()]
+        self._sent_before = self._all_bytes_sent()
+        self._run: Callable[[], float] = lambda: 0.0
+        self._waits: Sequence[Callable[[], float]] = ()
+
+    def ends(self, run: Clock, waits: Sequence[Clock]) -> None:
+        """Take the times of the clocks: of the whole block, and of the waits in it."""
+        self._run, self._waits = run.take(), [clock.take() for clock in waits]
+
+    def busy_seconds(self) -> float:
+        """Return the seconds of the block that this rank did not spend waiting for others."""
+        return self._run() - sum(read() for read in self._waits)
+
+    def bytes_sent(self) -> int:
+        """Return the bytes that rings have sent since the block began."""
+        return self._all_bytes_sent() - self._sent_before
+
+    def _all_bytes_sent(self) -> int:
+        return sum(ring.bytes_sent for ring in self._rings)
+
+
+@contextmanager
+def measured_work(mesh: Mesh, device: torch.device) -> Iterator[RankWork]:
+    """Measure this rank's work in the block."""
+    work, run, waits = RankWork(mesh), make_clock(device), clocks_of(mesh)
+    for clock in waits:
+        clock.take()
+    with run.span():
+        yield work
+    work.ends(run, waits)
+
+
+def clocks_of(mesh: Mesh) -> list[Clock]:
+    """The clocks that run while this rank waits for others."""
+    groups = {
+        id(group): group
+        for group in (mesh.world, *mesh.ring_groups(), mesh.gradients, mesh.tp, *mesh.pipeline_groups())
+    }
+    return [clock for group in groups.values() for clock in (group.clock, group.exchange.clock)]
