@@ -14,8 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bytescale.attach.hdp import HDP, PlannedBatch, Update
+    from bytescale.attach.hdp import HDP, Update
     from bytescale.attach.micro_batch import Micro
+    from bytescale.attach.planned_batch import PlannedBatch
     from bytescale.attach.planning import make_planner
     from bytescale.attach.rank_batch import RankBatch, cut
     from bytescale.plan import Plan
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "HDP": "bytescale.attach.hdp",
-    "PlannedBatch": "bytescale.attach.hdp",
+    "PlannedBatch": "bytescale.attach.planned_batch",
     "RankBatch": "bytescale.attach.rank_batch",
     "Update": "bytescale.attach.hdp",
     "cut": "bytescale.attach.rank_batch",

@@ -58,6 +58,28 @@ def test_the_printed_loop_trains_like_one_process(llama: nn.Module, num_ranks: i
         assert ours[-1] == 0  # the last token has no label
 
 
+@pytest.mark.exhaustive
+def test_fifty_steps_of_qwen3_give_the_curve_of_one_process() -> None:
+    qwen3 = small_model("qwen3")
+    batches = [documents(LENGTHS, seed % 5) for seed in range(50)]
+    reference = copy.deepcopy(qwen3)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    losses = [plain_update(reference, batch, optimizer, clip=1.0) for batch in batches]
+
+    def work(group: Any, model: nn.Module) -> list[float]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=45)
+        hdp.adamw(lr=1e-2)
+        shares = []
+        for batch in batches:
+            shares.append(printed_loop(hdp, model, batch))
+            hdp.step(max_grad_norm=1.0)
+        return shares
+
+    ours = [sum(shares) for shares in zip(*on_ranks(3, qwen3, work), strict=True)]
+    assert ours == pytest.approx(losses, rel=1e-5)
+    assert ours[-1] < 0.8 * ours[0]
+
+
 def test_a_fields_rows_come_back_in_the_callers_order(llama: nn.Module) -> None:
     """Whatever field a batch has, its rows lie beside the tokens; a number of a document is repeated for its tokens."""
     batch = [
@@ -275,6 +297,19 @@ def test_ranks_with_different_documents_are_told(llama: nn.Module) -> None:
         hdp = bytescale.HDP(model, group, capacity_tokens=100)
         with pytest.raises(RankFailure, match="the documents of a batch"):
             hdp.plan(documents([5, 9], seed=group.rank()))
+
+    on_ranks(2, llama, work)
+
+
+def test_ranks_with_different_weights_are_told(llama: nn.Module) -> None:
+    """Without a seed every rank makes another model: nothing would fail, and nothing would be right."""
+
+    def work(group: Any, model: nn.Module) -> None:
+        with torch.no_grad():
+            next(model.parameters())[3, 4] += 1e-3 * group.rank()
+        with pytest.raises(RankFailure, match="the weights of the model"):
+            bytescale.HDP(model, group, capacity_tokens=100)
+        assert model.config._attn_implementation == "sdpa"
 
     on_ranks(2, llama, work)
 

@@ -16,8 +16,7 @@ from bytescale.parity import Setup, compare
 from .support import documents, on_ranks, plain_update, printed_loop, small_model
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_hugging_faces_checkpointing(reentrant: bool) -> None:
     model = small_model("qwen3")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -27,7 +26,7 @@ def test_hugging_faces_checkpointing(reentrant: bool) -> None:
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora(checkpointing: bool) -> None:
     """The adapters' gradients are those of one process; the base has none and stays as it is."""
     model = small_model("llama")
@@ -91,9 +90,18 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
 
 
 @pytest.mark.exhaustive
-def test_compiled_layers() -> None:
-    """Layers compiled one by one; attention is outside of the compiled graphs."""
+@pytest.mark.parametrize("whole_layers", [False, True])
+def test_compiled_layers(whole_layers: bool) -> None:
+    """Parts or whole layers are compiled one by one; attention is outside of the graphs."""
     model = small_model("llama")
+    batch = documents([20, 9, 4])
+    reference = copy.deepcopy(model)
+    plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), clip=1e9)
+    torch._dynamo.reset()
     for layer in model.model.layers:
-        layer.mlp.compile()
-    assert compare(model, Setup(num_ranks=1)).worst <= 1e-10
+        (layer if whole_layers else layer.mlp).compile()
+    hdp = bytescale.HDP(model, capacity_tokens=25)
+    hdp.optimizer(torch.optim.SGD, lr=0.0)
+    printed_loop(hdp, model, batch)
+    for name, gradient in hdp.gradients().items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=0, atol=1e-10)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,12 @@ from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.interface import Attachment
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
+from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch
 from bytescale.attach.planning import PlannerName, make_planner
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.rope import fix_rope
+from bytescale.attach.saving import Savings
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, RankFailure, problem
 from bytescale.cost import CostModel
@@ -120,7 +122,7 @@ class HDP:
                 planner=planner,
                 equal_counts=equal_counts,
             )
-            self.group.agree("the model, its attention and the settings of HDP", self._fingerprint())
+            self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
         except BaseException:
             self._attachment.detach()
             raise
@@ -128,6 +130,7 @@ class HDP:
         self._passes: list[MicroBatchPass] = []
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
+        self._saved: Savings | None = None
 
     def detach(self) -> None:
         """Put the model back on the attention that it had."""
@@ -175,7 +178,7 @@ class HDP:
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""
         # Without a ring, the row that stands for no token is a document of its own.
-        attended = plan if plan.num_tokens or plan.shared is not None else _ONE_ROW
+        attended = plan if plan.num_tokens or plan.shared is not None else ONE_ROW
 
         @cache
         def attention_of(dtype: torch.dtype) -> PackedAttention:
@@ -298,6 +301,27 @@ class HDP:
         """
         self._sharded().load_state(state)
 
+    def save(self, folder: Path | str, extra: dict[str, Any] | None = None, *, keep: int = 2) -> Path:
+        """Write a checkpoint ``folder/step-<updates>`` in the trainer's format. Every rank calls it.
+
+        It appears when it is complete, and fits any number of ranks. Frozen parameters are not in it.
+
+        Args:
+            extra: what the caller wants back from ``load``, as JSON: the place in the data, for example.
+            keep: newest checkpoints in ``folder`` that are kept.
+
+        Raises ``CheckpointError`` if it cannot be written.
+        """
+        return self._savings().save(Path(folder), extra or {}, keep)
+
+    def load(self, path: Path | str) -> dict[str, Any]:
+        """Continue exactly from a checkpoint, or from the newest in a folder of checkpoints. Returns its ``extra``.
+
+        Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
+        of another model.
+        """
+        return self._savings().load(Path(path))
+
     # -- results per document --------------------------------------------------------------------------------------
 
     def collect(self, micro: Micro, values: Tensor) -> None:
@@ -321,7 +345,8 @@ class HDP:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def _begin_batch(self, lengths: list[int]) -> None:
+    def begin_batch(self, lengths: list[int]) -> None:
+        """Forget what was collected; documents of ``lengths`` tokens follow. Called when a batch's loop begins."""
         self._collected = Collected(lengths)
 
     def _sharded(self) -> ShardedOptimizer:
@@ -331,6 +356,11 @@ class HDP:
             )
         return self._optimizer
 
+    def _savings(self) -> Savings:
+        if self._saved is None:
+            self._saved = Savings(self.group, self._sharded(), self.model)
+        return self._saved
+
     def _kernel(self, dtype: torch.dtype) -> AttentionKernel:
         if dtype not in self._kernels:
             self._kernels[dtype] = select_kernel(self._kernel_name, self.group.device, dtype)
@@ -339,48 +369,20 @@ class HDP:
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
-        content = repr((self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config, shapes))
+        settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
+        content = repr((settings, shapes, _weight_sums(self.model)))
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class PlannedBatch:
-    """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
+def _weight_sums(model: nn.Module) -> list[int]:
+    """Per parameter, the sum of its numbers' bits as integers, which is exact in any order.
 
-    def __init__(self, hdp: HDP, part: RankBatch) -> None:
-        self.hdp = hdp
-        self.rank_plan = part.rank_plan
-        self._part = part
-        most = part.rank_plan.most_micro_batches
-        self._num_passes = most if hdp.equal_counts else len(part.rank_plan.micro_batches)
-
-    def __len__(self) -> int:
-        return self._num_passes
-
-    def __iter__(self) -> Iterator[Micro]:
-        self.hdp._begin_batch(self._part.lengths)
-        buffers = RingBuffers()
-        for index in range(self._num_passes):
-            if index < len(self._part.rows):
-                micro = self.hdp.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
-            else:
-                micro = self.hdp.micro(_local_documents(index, []), self._part.no_rows, buffers)
-            yield micro
-            micro.target.require_finished()
-            buffers.release()
-
-
-def _local_documents(index: int, lengths: list[int]) -> MicroBatch:
-    """A micro-batch of whole documents of these lengths."""
-    stops = np.array(lengths, dtype=np.int64)
-    return MicroBatch(
-        index=index,
-        shared=None,
-        segment_sequences=np.arange(len(stops)),
-        segment_starts=np.zeros_like(stops),
-        segment_stops=stops,
-        local_lengths=stops,
-        offload_ratios=(),
-    )
-
-
-_ONE_ROW = _local_documents(0, [1])
+    Parameters that are sharded already (FSDP) or have no memory yet differ between ranks and are left out.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        parameter.detach().contiguous().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
+        for parameter in model.parameters()
+        if type(parameter.data) is Tensor and not parameter.is_meta
+    ]
+    return torch.stack(sums).tolist() if sums else []

@@ -80,6 +80,7 @@ class MicroBatchPass:
     def mask(self, mask_function: Callable[..., Any]) -> None:
         """No mask is made: the documents of a micro-batch are known."""
 
+    @torch.compiler.disable
     def attend(self, call: Call) -> Tensor:
         """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
         layer = self._model.layers.get(call.module)

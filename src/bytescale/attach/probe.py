@@ -108,7 +108,7 @@ class _MaskFunction:
 def probe(model: nn.Module) -> ModelFacts:
     """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-    with _training_mode(model):
+    with _training_mode(model), _no_checkpointing(model):
         random_parts, blind = _mixing_and_randomness(model, names)
     if not blind.calls:
         raise refusal(
@@ -309,6 +309,19 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     with _mode(model, training=False):
         yield
+
+
+@contextmanager
+def _no_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch activation checkpointing off for a while: layers that run again in backward would be counted twice."""
+    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in switched:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.__dict__["gradient_checkpointing"] = True
 
 
 @contextmanager

@@ -103,58 +103,78 @@ class ShardedOptimizer:
         return found
 
     def state(self) -> dict[str, Any]:
-        """``{"num_updates": n, "tensors": {parameter: {state: whole tensor on the CPU}}}``, the same on every rank."""
+        """``{"num_updates", "numbers", "tensors": {parameter: {state: whole CPU tensor}}}``, the same on all ranks."""
         tensors: dict[str, dict[str, Tensor]] = {}
-        numbers: dict[str, float] = {}
+        states = self.state_pieces()
         for zero in self.zeros:
-            for name in self._state_names():
+            for name in sorted(states):
                 whole = torch.zeros_like(zero.parameters.gradients)
-                for place, piece in self._pieces_of(zero):
-                    value = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
-                    if value.shape == piece.shape:
-                        whole[place] = value
-                    else:
-                        numbers[name] = float(value)
+                for (own, place), (_, _, values) in zip(self._places, states[name], strict=True):
+                    if own is zero:
+                        whole[place] = values
                 self.group.all_reduce(whole)
-                if name not in numbers:
-                    for entry in zero.parameters.entries:
-                        found = whole[entry.start : entry.stop].view(entry.shape)
-                        tensors.setdefault(entry.name, {})[name] = found.to("cpu", copy=True)
-        return {"num_updates": self.num_updates, "numbers": numbers, "tensors": tensors}
+                for entry in zero.parameters.entries:
+                    found = whole[entry.start : entry.stop].view(entry.shape)
+                    tensors.setdefault(entry.name, {})[name] = found.to("cpu", copy=True)
+        return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from ``state()`` of any number of ranks. Raises ``CheckpointError`` where it does not fit."""
         tensors: dict[str, dict[str, Tensor]] = state["tensors"]
         self._require_fitting(tensors)
         if state["num_updates"]:
-            self._make_states()
+            self.require_states()
+        states = self.state_pieces()
+        for number, (zero, place) in enumerate(self._places):
+            for part in zero.parameters.pieces(place):
+                own = slice(part.start - place.start, part.stop - place.start)
+                inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
+                for name, whole in tensors[part.entry.name].items():
+                    target = states[name][number][2]
+                    target[own] = whole.flatten()[inside].to(target)
+        self.finish_restore(int(state["num_updates"]), state["numbers"])
+
+    def state_pieces(self) -> dict[str, list[tuple[int, slice, Tensor]]]:
+        """All states with one number per weight: ``master``, and what the optimizer has made.
+
+        Each is a list over this rank's pieces: the number of the shard, the range inside the shard, and the values,
+        which are the optimizer's own memory.
+        """
+        names = ["master"]
+        if self.num_updates:
+            first = self.torch_optimizer.state[self._pieces[0]]
+            names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
+        found: dict[str, list[tuple[int, slice, Tensor]]] = {name: [] for name in names}
+        for (number, own), piece in zip(self._in_shards, self._pieces, strict=True):
+            for name in names:
+                values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
+                found[name].append((number, own, values))
+        return found
+
+    def state_numbers(self) -> dict[str, float]:
+        """States that are single numbers, such as the count of updates that Adam keeps."""
+        if not self.num_updates:
+            return {}
+        first = self.torch_optimizer.state[self._pieces[0]]
+        return {n: float(v) for n, v in first.items() if v is not None and not _is_per_weight(v, self._pieces[0])}
+
+    def require_states(self) -> None:
+        """Let the optimizer make its states, by an update without gradients, if it has none. A restore follows."""
+        if not self.num_updates:
+            self.zero_gradients()
+            self._attach_gradients()
+            self.torch_optimizer.step()
+            self.num_updates = 1
+
+    def finish_restore(self, num_updates: int, numbers: dict[str, float]) -> None:
+        """After ``state_pieces`` were filled: set the single numbers, and give the weights to all ranks."""
+        for piece in self._pieces:
+            for name, number in numbers.items():
+                self.torch_optimizer.state[piece][name] = _like(self.torch_optimizer.state[piece][name], number)
+        self.num_updates = num_updates
         for zero in self.zeros:
-            for place, piece in self._pieces_of(zero):
-                for part in zero.parameters.pieces(place):
-                    own = slice(part.start - place.start, part.stop - place.start)
-                    inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
-                    for name, whole in tensors[part.entry.name].items():
-                        target = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
-                        target[own] = whole.flatten()[inside].to(target)
-                for name, number in state["numbers"].items():
-                    self.torch_optimizer.state[piece][name] = _like(self.torch_optimizer.state[piece][name], number)
             zero.publish()
-        self.num_updates = int(state["num_updates"])
         self.zero_gradients()
-
-    def _state_names(self) -> list[str]:
-        """``master``, and the optimizer's states if it has made any; the same on all ranks."""
-        states = [self.torch_optimizer.state.get(piece, {}) for piece in self._pieces]
-        return ["master", *sorted({name for own in states for name in own})] if self.num_updates else ["master"]
-
-    def _pieces_of(self, zero: ZeroShards) -> list[tuple[slice, Tensor]]:
-        return [(place, piece) for (own, place), piece in zip(self._places, self._pieces, strict=True) if own is zero]
-
-    def _make_states(self) -> None:
-        """Let the optimizer make its states: a step with gradients of zero, whose effect the restore overwrites."""
-        self.zero_gradients()
-        self._attach_gradients()
-        self.torch_optimizer.step()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         ours = {entry.name: entry.shape for zero in self.zeros for entry in zero.parameters.entries}
@@ -178,13 +198,16 @@ class ShardedOptimizer:
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """Pieces of the shards, put together by their options."""
         self._pieces: list[Tensor] = []
-        self._places: list[tuple[ZeroShards, slice]] = []
+        self._places: list[tuple[ZeroShards, slice]] = []  # in the flat buffers
+        self._in_shards: list[tuple[int, slice]] = []
         groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         for zero in self.zeros:
-            for shard, place in zip(zero.shards, zero.parameters.shards(self.group.rank), strict=True):
+            places = zero.parameters.shards(self.group.rank)
+            for number, (shard, place) in enumerate(zip(zero.shards, places, strict=True)):
                 for own, options in self._runs(zero.parameters, place):
                     piece = _piece(shard, own)
                     self._pieces.append(piece)
+                    self._in_shards.append((number, own))
                     self._places.append((zero, slice(place.start + own.start, place.start + own.stop)))
                     for known, members in groups:
                         if known == options:
@@ -204,7 +227,7 @@ class ShardedOptimizer:
             if runs and runs[-1][1] == options:
                 own = slice(runs.pop()[0].start, own.stop)  # the gap between two parameters holds zeros
             runs.append((own, options))
-        return runs
+        return runs or [(slice(0, place.stop - place.start), {})]
 
 
 def _piece(shard: Shard, own: slice) -> Tensor:
@@ -213,6 +236,10 @@ def _piece(shard: Shard, own: slice) -> Tensor:
     piece = shard.master.detach()[own]
     piece.grad = shard.master.grad[own]
     return piece
+
+
+def _is_per_weight(value: Any, piece: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.shape
 
 
 def _like(old: Any, number: float) -> Any:

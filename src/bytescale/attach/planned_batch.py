@@ -1,0 +1,60 @@
+"""This rank's micro-batches of one global batch, in the plan's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bytescale.attach.micro_batch import Micro
+from bytescale.attach.rank_batch import RankBatch
+from bytescale.attention import RingBuffers
+from bytescale.plan import MicroBatch
+
+if TYPE_CHECKING:
+    from bytescale.attach.hdp import HDP
+
+
+class PlannedBatch:
+    """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
+
+    def __init__(self, hdp: HDP, part: RankBatch) -> None:
+        self.hdp = hdp
+        self.rank_plan = part.rank_plan
+        self._part = part
+        most = part.rank_plan.most_micro_batches
+        self._num_passes = most if hdp.equal_counts else len(part.rank_plan.micro_batches)
+
+    def __len__(self) -> int:
+        return self._num_passes
+
+    def __iter__(self) -> Iterator[Micro]:
+        self.hdp.begin_batch(self._part.lengths)
+        buffers = RingBuffers()
+        for index in range(self._num_passes):
+            if index < len(self._part.rows):
+                micro = self.hdp.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
+            else:
+                micro = self.hdp.micro(_local_documents(index, []), self._part.no_rows, buffers)
+            yield micro
+            micro.target.require_finished()
+            buffers.release()
+
+
+def _local_documents(index: int, lengths: list[int]) -> MicroBatch:
+    """A micro-batch of whole documents of these lengths."""
+    stops = np.array(lengths, dtype=np.int64)
+    return MicroBatch(
+        index=index,
+        shared=None,
+        segment_sequences=np.arange(len(stops)),
+        segment_starts=np.zeros_like(stops),
+        segment_stops=stops,
+        local_lengths=stops,
+        offload_ratios=(),
+    )
+
+
+ONE_ROW = _local_documents(0, [1])
+"""A micro-batch of one document of one token."""

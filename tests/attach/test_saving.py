@@ -1,0 +1,86 @@
+"""``hdp.save`` and ``hdp.load``: exact, on other numbers of ranks, and refused for other models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bytescale
+from bytescale.common.errors import CheckpointError, ConfigError
+from tests.helpers.forks import run_forked
+
+from .support import documents, parameters_of, printed_loop, small_model
+
+
+def train(folder: Path, num_ranks: int, *, updates: int, save: bool, load: bool) -> list[dict[str, Any]]:
+    """Train on ``num_ranks`` processes; every rank's weights as arrays, and what ``load`` gave back."""
+    llama = small_model("llama")
+    batch = documents([37, 1, 8, 3, 60])
+
+    def one_rank(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        model = copy.deepcopy(llama)
+        hdp = bytescale.HDP(model, capacity_tokens=120 // num_ranks)
+        hdp.optimizer(
+            torch.optim.AdamW, lr=1e-2, group_options=lambda name, p: {"weight_decay": 0.0} if p.dim() < 2 else {}
+        )
+        extra = hdp.load(folder) if load else {}
+        for _ in range(updates):
+            printed_loop(hdp, model, batch)
+            hdp.step()
+        if save:
+            hdp.save(folder, {"place": [1, 2]})
+        dist.destroy_process_group()
+        return {"extra": extra, **{name: value.numpy() for name, value in parameters_of(model).items()}}
+
+    return run_forked(num_ranks, one_rank, timeout_seconds=120)
+
+
+def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path) -> None:
+    straight = train(tmp_path / "none", 2, updates=3, save=False, load=False)[0]
+    train(tmp_path / "saved", 3, updates=2, save=True, load=False)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000002"]
+    for continued in train(tmp_path / "saved", 2, updates=1, save=False, load=True):
+        assert continued.pop("extra") == {"place": [1, 2]}
+        for name, value in continued.items():
+            assert abs(value - straight[name]).max() <= 1e-7, name
+
+
+def test_weights_without_updates_can_be_saved(tmp_path: Path) -> None:
+    first = train(tmp_path, 1, updates=0, save=True, load=False)[0]
+    again = train(tmp_path, 2, updates=0, save=False, load=True)[0]
+    assert all((again[name] == value).all() for name, value in first.items() if name != "extra")
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    train(tmp_path, 1, updates=1, save=True, load=False)
+    gpt2 = small_model("gpt2")
+
+    def one_rank(rank: int) -> str:
+        dist.init_process_group("gloo")
+        hdp = bytescale.HDP(gpt2, capacity_tokens=100)
+        hdp.adamw(lr=1e-3)
+        with pytest.raises(CheckpointError) as caught:
+            hdp.load(tmp_path)
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
+            hdp.load(tmp_path / "nothing")
+        dist.destroy_process_group()
+        return str(caught.value)
+
+    (message,) = run_forked(1, one_rank, timeout_seconds=60)
+    assert "LlamaForCausalLM there, GPT2LMHeadModel here" in message
+
+
+def test_saving_needs_process_groups(tmp_path: Path) -> None:
+    model: nn.Module = small_model("llama")
+    hdp = bytescale.HDP(model, capacity_tokens=100)
+    hdp.adamw(lr=1e-3)
+    with pytest.raises(ConfigError, match="init_process_group"):
+        hdp.save(tmp_path)

@@ -1,0 +1,86 @@
+"""What used to be wrong without a word: zero_grad, keywords and dropout under checkpointing, a frozen head."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bytescale.runtime import FlatParameters, linear_cross_entropy
+from bytescale.runtime.checkpointing import apply_checkpointing
+from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy
+
+
+class Layer(nn.Module):
+    """A layer with dropout and a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, rows: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(rows))) * scale
+
+
+def test_checkpointed_layers_keep_keywords_and_drop_the_same_numbers_again() -> None:
+    torch.manual_seed(0)
+    plain = Layer()
+    checkpointed = copy.deepcopy(plain)
+    apply_checkpointing([checkpointed], "full")
+    rows = torch.randn(7, 5)
+    for layer in (plain, checkpointed):
+        torch.manual_seed(1)
+        layer(rows, scale=3.0).sum().backward()
+    assert plain.linear.weight.grad is not None
+    torch.testing.assert_close(checkpointed.linear.weight.grad, plain.linear.weight.grad, rtol=0, atol=0)
+
+
+def test_zero_grad_of_a_module_sets_the_flat_gradients_to_zero() -> None:
+    """It sets ``grad`` to None, after which autograd makes tensors outside of the buffer."""
+    model = nn.Linear(4, 3)
+    flat = FlatParameters(model.named_parameters(), num_shards=2)
+    rows = torch.randn(6, 4)
+    model(rows).square().sum().backward()
+    once = flat.gradients.clone()
+    model.zero_grad()
+    flat.collect_gradients()
+    assert not flat.gradients.any()
+    model(rows).square().sum().backward()
+    torch.testing.assert_close(flat.gradients, once)
+    model.zero_grad()
+    model(rows).square().sum().backward()  # replaces what the buffer holds
+    model(rows).square().sum().backward()  # and adds to it
+    torch.testing.assert_close(flat.gradients, 2 * once)
+    model.weight.grad = torch.ones_like(model.weight)  # somebody else's gradient counts
+    flat.collect_gradients()
+    weight = next(entry for entry in flat.entries if entry.name == "weight")
+    assert bool((flat.gradient_of(weight) == 1).all())
+
+
+@pytest.mark.parametrize("num_rows", [0, 9])
+def test_a_frozen_head_gives_gradients_to_the_hidden_states_alone(num_rows: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(num_rows, 4, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
+    labels = torch.randint(11, (num_rows,))
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(*accumulated_at_once(ours, weight), labels)
+    expected = reference_cross_entropy(theirs, weight, labels)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert weight.grad is None
+
+
+def test_a_head_alone_can_be_trained() -> None:
+    """The hidden states come from frozen layers."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(9, 4, dtype=torch.float64), torch.randint(11, (9,))
+    ours = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    linear_cross_entropy(hidden, ours, labels).backward()
+    reference_cross_entropy(hidden, theirs, labels).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
