@@ -17,7 +17,12 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
-NEEDED_BY = {"tyro": ("cli", "data/test_commands.py", "test_docs.py"), "pyarrow": ("data",), "ray": ("remote",)}
+NEEDED_BY = {
+    "tyro": ("cli", "data/test_commands.py", "test_docs.py"),
+    "pyarrow": ("data",),
+    "ray": ("remote",),
+    "peft": ("attach",),
+}
 MISSING = [name for name in NEEDED_BY if importlib.util.find_spec(name) is None]
 # A bare GPU machine has none of them, and `pytest -m gpu` imports every test file that it collects.
 collect_ignore = [path for name in MISSING for path in NEEDED_BY[name]]

@@ -125,6 +125,9 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias = True"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1.*set it to 0.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised weights \(fp8\)"),
+        ({"architectures": None, "model_type": None}, "model of type None"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn'.*none, linear or llama3"),
     ],
 )
@@ -139,3 +142,41 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
         architecture_of_folder(tmp_path)
     with pytest.raises(ConfigError, match="has no weights that can be read"):
         next(read_pieces(tmp_path, pieces_of(make_model(small_shape(), torch.float32))))
+
+
+def test_a_file_without_architectures_is_known_by_its_model_type() -> None:
+    content = hf_config_of(small_shape(), dtype="float32")
+    del content["architectures"]
+    assert architecture_from_hf(content) == small_shape()
+    del content["model_type"]
+    with pytest.raises(ConfigError, match="neither architectures nor model_type"):
+        architecture_from_hf(content)
+
+
+def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
+    """They used to be ignored: biases, norms of queries, and a head beside tied embeddings."""
+    model = make_model(small_shape(tie_embeddings=True), torch.float32)
+    folder = write_folder(tmp_path / "ours", model, shard_bytes=2**30)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(4)}, file)
+    with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.0\.self_attn\.q_norm\.weight"):
+        next(read_pieces(folder, pieces_of(model)))
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
+    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
+        next(read_pieces(folder, pieces_of(model)))
+    same = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file({**tensors, **same, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, file)
+    assert len(list(read_pieces(folder, pieces_of(model)))) == len(tensors)
+
+
+def test_damaged_files_and_pickles_are_told_apart(tmp_path: Path) -> None:
+    model = make_model(small_shape(), torch.float32)
+    folder = write_folder(tmp_path / "ours", model, shard_bytes=2**30)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        next(read_pieces(folder, pieces_of(model)))
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin only"):
+        next(read_pieces(folder, pieces_of(model)))

@@ -51,7 +51,7 @@ def load_initial_weights(
     entries = {entry.name: entry for entry in parameters.entries}
     shards = list(zip(parameters.shards(optimizer.hdp.rank), optimizer.states()["master"], strict=True))
     pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
-    for piece, tensor in read_pieces(folder_of(source), pieces):
+    for piece, tensor in read_pieces(folder_of(source), pieces, whole_model=False):
         entry = entries[piece.name]
         cut = entry.cut if piece.expert is None else entry.cut.of_row()
         flat = cut.of(tensor).flatten()

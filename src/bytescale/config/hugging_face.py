@@ -45,7 +45,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture:
     """Raises ``ConfigError`` for other architectures, and for features of these that our models do not have."""
-    named = content.get("architectures") or [f"model_type {content.get('model_type')}"]
+    named = content.get("architectures") or [_architecture_of_type(content, where)]
     if named[0] not in FAMILIES:
         raise ConfigError(
             problem(
@@ -114,6 +114,22 @@ def hf_config_of(shape: Architecture, *, dtype: str, max_position_embeddings: in
     return content
 
 
+def _architecture_of_type(content: dict[str, Any], where: str) -> str:
+    """What ``model_type`` says where a file does not name its architecture, as older files of Llama do."""
+    for architecture, model_type in FAMILIES.items():
+        if content.get("model_type") == model_type:
+            return architecture
+    if "model_type" not in content:
+        raise ConfigError(
+            problem(
+                f"{where} says neither architectures nor model_type",
+                so="what its weights belong to is not known",
+                fix='name the architecture in it, such as "architectures": ["LlamaForCausalLM"]',
+            )
+        )
+    return f"model of type {content['model_type']}"
+
+
 def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) -> dict[str, Any]:
     """Version 5 writes ``rope_parameters``; version 4 ``rope_theta`` and ``rope_scaling``."""
     rope = {**(content.get("rope_scaling") or {}), **(content.get("rope_parameters") or {})}
@@ -147,13 +163,24 @@ def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
         "mlp_bias": bool(content.get("mlp_bias")),
         "sliding_window": content.get("sliding_window") is not None,
         "hidden_act": content.get("hidden_act", "silu") not in ("silu", "swish"),
+        "attention_dropout": bool(content.get("attention_dropout")),
     }
+    if content.get("quantization_config"):
+        method = content["quantization_config"].get("quant_method", "of an unknown method")
+        raise ConfigError(
+            problem(
+                f"{where} is of quantised weights ({method})",
+                so="they would be read without their scales, and be off by orders of magnitude",
+                fix="use the model's unquantised weights, or save them with transformers: "
+                "from_pretrained(..., dequantize) and save_pretrained()",
+            )
+        )
     for name, present in on.items():
         if present:
             raise ConfigError(
                 problem(
                     f"{where} has {name} = {content[name]!r}, which our models do not have",
                     so="they would compute something else from its weights",
-                    fix="use a model without it",
+                    fix="use a model without it" if name != "attention_dropout" else "set it to 0.0 in config.json",
                 )
             )

@@ -31,14 +31,17 @@ COMPANIONS = (
 )
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def check_pieces(folder: Path, pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
+def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = True) -> dict[Path, list[Piece]]:
     """Find out which file holds which pieces, and check their shapes. Reads headers only.
+
+    ``whole_model``: ``pieces`` are all that the model has, so that the folder may not have others.
 
     Raises:
         ConfigError: if the folder has no weights that can be read.
-        CheckpointError: if tensors are missing or have another shape; the message names them.
+        CheckpointError: if tensors are missing, have another shape or no place; the message names them.
     """
     files = _files_by_tensor(folder)
     missing = [piece.hf_name for piece in pieces if piece.hf_name not in files]
@@ -50,6 +53,8 @@ def check_pieces(folder: Path, pieces: Sequence[Piece]) -> dict[Path, list[Piece
                 fix="download or save the model again, or use the config.json that belongs to it",
             )
         )
+    if whole_model:
+        _refuse_others(folder, set(files) - {piece.hf_name for piece in pieces}, files)
     by_file: dict[Path, list[Piece]] = {}
     for piece in pieces:
         by_file.setdefault(files[piece.hf_name], []).append(piece)
@@ -57,12 +62,12 @@ def check_pieces(folder: Path, pieces: Sequence[Piece]) -> dict[Path, list[Piece
     return by_file
 
 
-def read_pieces(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+def read_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = True) -> Iterator[tuple[Piece, Tensor]]:
     """Yield every piece with its tensor, file by file. Files are memory-mapped: one tensor at a time is in memory.
 
     Raises the errors of ``check_pieces``, before anything is read.
     """
-    for file, own in check_pieces(folder, pieces).items():
+    for file, own in check_pieces(folder, pieces, whole_model=whole_model).items():
         with safe_open(file, framework="pt") as tensors:
             for piece in own:
                 yield piece, tensors.get_tensor(piece.hf_name)
@@ -119,12 +124,51 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), single)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        if single.exists() and not index.exists():
+            raise CheckpointError(
+                problem(f"{single} cannot be read ({error})", so="it is cut short or damaged", fix="download it again")
+            ) from error
+        if list(folder.glob("pytorch_model*.bin")):
+            raise ConfigError(
+                problem(
+                    f"{folder} has its weights in pytorch_model.bin only, which is a pickle",
+                    so="reading it could run code that somebody has put there",
+                    fix="save it as safetensors, with transformers: from_pretrained() and save_pretrained()",
+                )
+            ) from error
         raise ConfigError(
             problem(
                 f"{folder} has no weights that can be read ({error})",
                 fix=f"name a folder with {SINGLE}, or with {INDEX} and the files that it names",
             )
         ) from error
+
+
+def _refuse_others(folder: Path, others: set[str], files: dict[str, Path]) -> None:
+    """Raise ``CheckpointError`` for tensors that our models have no place for.
+
+    Tables of rotary angles are constants. A head beside tied embeddings is allowed if it equals them: transformers
+    takes the head of the file where they differ.
+    """
+    unknown = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
+    if unknown == [_HEAD] and _EMBEDDING in files and _equal(files, _HEAD, _EMBEDDING):
+        return
+    if unknown:
+        tied = unknown == [_HEAD]
+        raise CheckpointError(
+            problem(
+                f"{folder} has {len(unknown)} tensors that its config.json has no place for: {_some(unknown)}",
+                so="without them the model would compute something else",
+                fix="set tie_word_embeddings to false in config.json: the head differs from the embedding"
+                if tied
+                else "use the config.json that belongs to these weights; biases and norms of queries are not supported",
+            )
+        )
+
+
+def _equal(files: dict[str, Path], first: str, second: str) -> bool:
+    with safe_open(files[first], framework="pt") as one, safe_open(files[second], framework="pt") as other:
+        return torch.equal(one.get_tensor(first), other.get_tensor(second))
 
 
 def _check_shapes(folder: Path, by_file: dict[Path, list[Piece]]) -> None:
