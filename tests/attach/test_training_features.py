@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import bytescale
 from bytescale.parity import Setup, compare
@@ -98,10 +99,12 @@ def test_compiled_layers(whole_layers: bool) -> None:
     reference = copy.deepcopy(model)
     plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), clip=1e9)
     torch._dynamo.reset()
+    graphs = CompileCounter()
     for layer in model.model.layers:
-        (layer if whole_layers else layer.mlp).compile()
+        (layer if whole_layers else layer.mlp).compile(backend=graphs)
     hdp = bytescale.HDP(model, capacity_tokens=25)
     hdp.optimizer(torch.optim.SGD, lr=0.0)
     printed_loop(hdp, model, batch)
     for name, gradient in hdp.gradients().items():
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=0, atol=1e-10)
+    assert graphs.frame_count > 0
