@@ -29,8 +29,9 @@ from statistics import median
 
 import numpy as np
 import psutil
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from bytescale.checkpoint.folders import LocalFolder
+from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import DataError
 from bytescale.config import load_config
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
@@ -214,7 +215,7 @@ class Storm:
     def check_checkpoints(self) -> None:
         """Check that every folder named as a checkpoint loads completely."""
         for path in (self.run / "checkpoints").glob("step-*"):
-            dcp_to_torch_save(path, self.folder / "loaded.pt")
+            assert problems_of(LocalFolder(path)) == []
             self.checkpoints_loaded += 1
 
     def alive(self, seconds: float) -> list[str]:

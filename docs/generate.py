@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from bytescale.cli.checkpoint import ListOptions, UpgradeOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
 from bytescale.cli.data import AuditConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.init import InitOptions
@@ -41,6 +42,9 @@ OPTIONS: dict[str, type] = {
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
     "convert": ConvertOptions,
+    "checkpoint list": ListOptions,
+    "checkpoint verify": VerifyOptions,
+    "checkpoint upgrade": UpgradeOptions,
     "data tokenize": TokenizeConfig,
     "data stats": StatsConfig,
     "data audit": AuditConfig,

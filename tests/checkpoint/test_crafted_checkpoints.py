@@ -1,4 +1,4 @@
-"""Checkpoints that were made to run code: every command refuses them with a message, and their code does not run."""
+"""Checkpoints of format 2 that were made to run code: every command refuses them, and nothing in them runs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
 from bytescale.config import config_to_toml
 from tests.helpers.forks import run_forked
+from tests.helpers.format_2 import downgrade
 from tests.train.runs import on_ranks, run, small_run, write_corpus
 
 STEP = Path("checkpoints") / "step-000001"
@@ -45,6 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("crafted")
     config = on_ranks(small_run(write_corpus(folder / "corpus"), folder / "run", steps=1), 2)
     run(config)
+    downgrade(folder / "run" / STEP)
     later = replace(config, parallel=replace(config.parallel, ranks=1), trainer=replace(config.trainer, steps=2))
     (folder / "run" / "config.toml").write_text(config_to_toml(later), encoding="utf-8")
     return folder / "run"

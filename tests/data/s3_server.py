@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tests.data.remote_files import serving
+
+CHANGES = ("PUT", "POST", "DELETE")
 
 
 class S3Server:
@@ -16,12 +18,25 @@ class S3Server:
         self.url = ""
         self.requests: list[tuple[str, str]] = []  # method and path
         self.failures_left = 0
-        self.failing_method = ""  # HEAD, GET; empty: both
+        self.failing_method = ""  # such as "PUT DELETE"; empty: HEAD and GET
         self.status = "500 Internal Server Error"
+        self.changes_left: int | None = None  # after so many, every change is refused as from a stranger; None: never
+        self.before_change: Callable[[], object] = lambda: None
+
+    def changes(self) -> list[tuple[str, str]]:
+        """The requests that changed something, or tried to."""
+        return [request for request in self.requests if request[0] in CHANGES]
+
+    def refuses(self, method: str) -> bool:
+        """Whether to refuse this request, because the client is to be taken for dead."""
+        if method not in CHANGES or self.changes_left is None:
+            return False
+        self.changes_left -= 1
+        return self.changes_left < 0
 
     def fails(self, method: str) -> bool:
         """Whether to fail this request."""
-        if not self.failures_left or method not in ("HEAD", "GET") or self.failing_method not in ("", method):
+        if not self.failures_left or method not in (self.failing_method.split() or ("HEAD", "GET")):
             return False
         self.failures_left -= 1
         return True
@@ -43,6 +58,11 @@ def s3_server() -> Iterator[S3Server]:
     def application(environment: dict[str, Any], start_response: Any) -> Any:
         method = environment["REQUEST_METHOD"]
         served.requests.append((method, environment["PATH_INFO"]))
+        if method in CHANGES:
+            served.before_change()
+        if served.refuses(method):
+            start_response("403 Forbidden", [("Content-Length", "0")])
+            return [b""]
         if served.fails(method):
             start_response(served.status, [("Content-Length", "0")])
             return [b""]

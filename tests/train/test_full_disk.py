@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from bytescale.checkpoint.folders import LocalFolder
+from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import DataError
 from bytescale.config import config_to_toml
 from bytescale.data.loading.corpus import prepare_corpus
@@ -56,7 +57,7 @@ def test_checkpoints_until_the_disk_is_full(tmp_path: Path, disk: Path) -> None:
     complete = sorted((disk / "run" / "checkpoints").glob("step-*"))
     assert complete
     for checkpoint in complete:
-        dcp_to_torch_save(checkpoint, tmp_path / "loaded.pt")
+        assert problems_of(LocalFolder(checkpoint)) == []
     grow(disk, 100 * MIB)
     whole = run(with_trainer(config, run_dir=str(tmp_path / "whole")))
     assert run(with_trainer(config, resume=True)) == whole

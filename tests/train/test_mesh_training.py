@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from bytescale.checkpoint.checkpointer import complete_checkpoints
 from bytescale.checkpoint.export import export_checkpoint
-from bytescale.checkpoint.pieces import boxes_of
+from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, ModelConfig, validate
 from tests.helpers.effort import one_of, pairs
@@ -115,20 +113,6 @@ def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -
         [line["grad_norm"] for line in ours], [line["grad_norm"] for line in alone], rtol=SAME_LOSSES
     )
     assert len(losses(tmp_path / "mesh")) == 5
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 5)])
-def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
-    numbers = torch.arange(torch.Size(shape).numel())
-    for low in range(len(numbers) + 1):
-        for high in range(low, len(numbers) + 1):
-            boxes = list(boxes_of(shape, low, high))
-            assert len(boxes) <= 2 * len(shape) - 1
-            pieces = [
-                numbers.view(shape)[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))].flatten()
-                for offsets, sizes in boxes
-            ]
-            assert torch.equal(torch.cat(pieces or [numbers[:0]]), numbers[low:high])
 
 
 @pytest.mark.parametrize(

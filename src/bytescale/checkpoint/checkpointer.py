@@ -1,48 +1,33 @@
-"""Checkpoints through torch.distributed.checkpoint (DCP): whole at any moment, loadable on any number of ranks.
+"""The checkpoints of one run: written while training goes on, whole at any moment, loadable on any number of ranks.
 
-Master weights and Adam moments are stored under the model's own names and shapes (``checkpoint.pieces``), so that any
-mesh reads what any other wrote. A checkpoint is written into a hidden folder and renamed when every rank's part is on
-disk: a folder named ``step-*`` is always complete.
+A checkpoint is written into a hidden folder and renamed when every rank's file is on disk: a folder named ``step-*`` is
+always complete (``folder_of_run``). What is in it: ``manifest``.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from bytescale.checkpoint.format_2 import load_tensors
-from bytescale.checkpoint.pieces import PieceReader, PieceWriter, host_copies, stored_pieces
-from bytescale.common.errors import CheckpointError, problem
-from bytescale.common.units import format_bytes
+from bytescale.checkpoint.agree import attempt, settle, share_text
+from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.folder_of_run import clean, complete_checkpoints, delete, hidden_folder, publish, to_delete
+from bytescale.checkpoint.folders import LocalFolder, is_url, unreachable
+from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name
+from bytescale.checkpoint.restoring import Place, check_same_model, load_states, read_run_state
+from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
+from bytescale.checkpoint.verify import problems_of
+from bytescale.checkpoint.writing import Snapshot, write_checkpoint
+from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, problem
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedAdamW
-
-FORMAT = 2
-"""Of checkpoints: 1 stored flat buffers, and was never released."""
-STATE_FILE = "run_state.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Everything but tensors that continuing exactly needs."""
-
-    step: int  # optimizer updates done
-    sampler: dict[str, Any]  # where the data order stands
-    architecture: dict[str, Any]
-    mesh: dict[str, int]  # that wrote it; for people only
-    format: int = FORMAT
 
 
 class Participants(Protocol):
@@ -62,154 +47,256 @@ class Participants(Protocol):
 class Checkpointer:
     """Writes, prunes and restores the checkpoints of one run. Every method is called by every rank."""
 
-    def __init__(self, folder: Path, ranks: Participants, config: CheckpointConfig) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Participants,
+        config: CheckpointConfig,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        export: Callable[[Path], Path] | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        """Find out what there is, and delete what a killed run has left half written.
+
+        Args:
+            folder: the run's own, on this machine's file system: for its checkpoints, or for copies if
+                ``config.folder`` is a URL.
+            say: takes what people should know; called on the first rank.
+            export: writes a checkpoint as a Hugging Face folder and returns its path; called on the first rank, in a
+                thread, after every ``config.export_every`` steps.
+            disk: another one in tests.
+
+        Raises ``ConfigError`` on every rank when another run writes to ``config.folder``, and ``CheckpointError`` when
+        that cannot be reached.
+        """
+        is_elsewhere = bool(config.folder) and not is_url(config.folder)
+        self.folder = Path(config.folder).expanduser() if is_elsewhere else folder
         self.ranks = ranks
         self.config = config
+        self._say = say
+        self._disk = disk or Disk()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
-        self._pending: tuple[Future[Any], Path, Path] | None = None
-        if ranks.is_first and folder.exists():
-            for leftover in folder.glob(".step-*.tmp"):  # of a run that was killed while writing
-                shutil.rmtree(leftover)
+        self._pending: Future[None] | None = None
+        self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
+        self._export = export
+        self._exporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-export")
+        self._exporting: dict[int, Future[Path]] = {}  # by step, on the first rank
+        self._uploader: Uploader | None = None
+        self._not_uploaded: tuple[int, int] | None = None  # step and number of this rank's file
+        settle(attempt(lambda: self._open(folder)), ranks.checkpoint_group)
 
     def save(self, state: RunState, optimizer: ShardedAdamW) -> None:
-        """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on."""
-        self.finish()
-        final = self.folder / f"step-{state.step:06d}"
-        hidden = self.folder / f".step-{state.step:06d}.tmp"
-        if self.ranks.is_first:
-            shutil.rmtree(final, ignore_errors=True)  # a resumed run may pass the same step again
-            hidden.mkdir(parents=True, exist_ok=True)
-            (hidden / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-        dist.barrier(group=self.ranks.checkpoint_group)
-        writing = self._thread.submit(
-            dcp.save,
-            stored_pieces(optimizer, host_copies(optimizer)),
-            checkpoint_id=str(hidden),
-            planner=PieceWriter(),
-            process_group=self.ranks.checkpoint_group,
-        )
-        self._pending = (writing, hidden, final)
+        """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on.
+
+        A checkpoint that finds no place, or that the disk refuses, is given up with a message: the run goes on, and
+        the checkpoints before it are kept. ``finish`` raises if that was the last one.
+        """
+        self._settle()
+        self._pending = self._thread.submit(self._write, state, Snapshot.of(optimizer))
         if not self.config.background:
-            self.finish()
+            self._settle()
 
     def poll(self) -> None:
-        """Publish a background checkpoint if its files are complete. Cheap; call once a step."""
-        if self._pending is not None and self._pending[0].done():
+        """Look whether the checkpoint under way is complete. Cheap; call once a step."""
+        if self._pending is not None and self._pending.done():
             self._settle()
+        self._tell_exports(wait=False)
 
-    def finish(self) -> None:
-        """Wait until a checkpoint under way is published."""
-        if self._pending is not None:
-            self._settle()
+    def finish(self, upload_seconds: float | None = None) -> None:
+        """Wait until the last checkpoint is published, and uploaded. All ranks call it.
+
+        Args:
+            upload_seconds: the upload is given up after that time; None: it may take as long as it takes.
+
+        Raises ``CheckpointError`` if the last checkpoint could not be written or uploaded.
+        """
+        self._settle()
+        self._tell_exports(wait=True)
+        if self._failure is not None:
+            raise self._failure
+        if self._uploader is None:
+            return
+        began = time.monotonic()
+        error = attempt(lambda: self._finish_upload(upload_seconds))
+        if self._not_uploaded is not None:  # it was due while an older one was on its way
+            left = None if upload_seconds is None else max(0.0, upload_seconds - (time.monotonic() - began))
+            self._start_upload(*self._not_uploaded)
+            error = attempt(lambda: self._finish_upload(left))
+        settle(error, self.ranks.checkpoint_group)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """The newest complete checkpoint on this machine's file system."""
         complete = complete_checkpoints(self.folder)
         return complete[-1] if complete else None
 
-    def restore(self, path: Path, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
+    def newest(self) -> Place | None:
+        """The newest complete checkpoint, here or behind ``config.folder``. Every rank gets the same one.
+
+        A copy here counts only if all ranks see it: the nodes may have disks of their own.
+        """
+        group, own = self.ranks.checkpoint_group, self.latest()
+        name = share_text(own.name if own is not None else "", group)
+        local = self.folder / name if name else None
+        if self._uploader is None:
+            return local
+        seen = torch.tensor([int(local is not None and (local / MANIFEST).is_file())])
+        dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
+        url = share_text(self._newest_url(int(name.removeprefix("step-")) if int(seen) else -1), group)
+        return url or (local if int(seen) else None)
+
+    def restore(self, path: Place, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
         """Fill the optimizer and the parameters from ``path``; ``architecture`` is this run's own.
 
-        Raises ``CheckpointError`` when the checkpoint is of another model.
+        Raises ``CheckpointError`` when the checkpoint is of another model, or damaged. In the second case, the message
+        names the newest older checkpoint whose check passes.
         """
-        state = read_run_state(path)
-        check_same_model(path, state.architecture, architecture)
-        load_states(path, optimizer, self.ranks.checkpoint_group)
+        try:
+            state = read_run_state(path)
+            check_same_model(path, state.architecture, architecture)
+            load_states(path, optimizer, self.ranks.checkpoint_group)
+        except CheckpointDamage as damage:
+            if is_url(path):
+                raise
+            raise self._with_older(damage, Path(path)) from damage
         optimizer.restore(state.step)
         return state
 
-    def _settle(self) -> None:
-        assert self._pending is not None, "there is a checkpoint under way"
-        future, hidden, final = self._pending
-        self._pending = None
+    def _write(self, state: RunState, snapshot: Snapshot) -> None:
+        """In the background thread, on every rank: write, publish, prune."""
+        group, hidden = self.ranks.checkpoint_group, hidden_folder(self.folder, state.step)
         try:
-            future.result()
-        except (Exception, CheckpointException) as error:  # DCP's own is none of the first kind
-            raise CheckpointError(
+            write_checkpoint(self._disk, hidden, state, snapshot, group)
+        except BaseException:
+            if self.ranks.is_first:
+                with suppress(OSError):  # the error that is raised says more
+                    self._disk.remove_folder(hidden)
+            raise
+        error: Exception | None = None
+        if self.ranks.is_first:
+            try:
+                publish(self._disk, hidden, self.folder / step_name(state.step))
+                self._start_export(state.step)
+                self._prune()
+            except OSError as caught:
+                error = caught
+        settle(error, group)
+        if self._uploader is not None:
+            self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
+
+    def _open(self, own_folder: Path) -> None:
+        """Each rank at the start. The first one claims ``config.folder``, and cleans up."""
+        is_first, run_id = self.ranks.is_first, ""
+        try:
+            store = Store(self.config.folder) if is_url(self.config.folder) else None
+            if is_first and self.config.folder:
+                run_id = run_id_of(self._disk, own_folder)
+                claim(LocalFolder(self.folder) if store is None else store.folder, run_id, self._disk)
+            if is_first and store is not None:
+                store.clean()
+        except OSError as error:
+            raise unreachable(error, self.config.folder) from error
+        if is_first:
+            clean(self._disk, self.folder)
+        if store is not None:
+            self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, is_first=is_first, say=self._say)
+
+    def _start_upload(self, step: int, file_number: int) -> None:
+        """On every rank: the first decides whether this checkpoint is uploaded now."""
+        assert self._uploader is not None, "there is a URL"
+        is_chosen = self.ranks.is_first and self._uploader.prepare(step)
+        if share_text("now" if is_chosen else "", self.ranks.checkpoint_group):
+            self._not_uploaded = None
+            self._uploader.start(step, file_number)
+        else:
+            self._not_uploaded = step, file_number
+
+    def _finish_upload(self, seconds: float | None) -> None:
+        assert self._uploader is not None, "there is a URL"
+        if self._uploader.step_under_way is not None:
+            self._say(f"waiting for {step_name(self._uploader.step_under_way)} to arrive in {self.config.folder}")
+        self._uploader.finish(seconds)
+
+    def _newest_url(self, local_step: int) -> str:
+        """On the first rank: the URL of a complete checkpoint that is newer than ``local_step``; empty: none is."""
+        if self._uploader is None or not self.ranks.is_first:
+            return ""
+        try:
+            steps = self._uploader.store.complete()
+        except OSError as error:
+            raise unreachable(error, self.config.folder) from error
+        newer = [step for step in steps if step > local_step]
+        return str(self._uploader.store.checkpoint(newer[-1])) if newer else ""
+
+    def _prune(self) -> None:
+        complete = {int(path.name.removeprefix("step-")): path for path in complete_checkpoints(self.folder)}
+        under_way = self._uploader.step_under_way if self._uploader is not None else None
+        in_use = [*(step for step, future in self._exporting.items() if not future.done()), under_way]
+        for step in to_delete(list(complete), self.config, in_use=[step for step in in_use if step is not None]):
+            delete(self._disk, complete[step])
+
+    def _start_export(self, step: int) -> None:
+        every = self.config.export_every
+        if self._export is not None and every and step % every == 0:
+            self._exporting[step] = self._exporter.submit(self._export, self.folder / step_name(step))
+
+    def _tell_exports(self, *, wait: bool) -> None:
+        """Tell which exports are done, or have failed: that costs the run nothing else."""
+        for step, future in list(self._exporting.items()):
+            if not wait and not future.done():
+                continue
+            del self._exporting[step]
+            try:
+                self._say(f"export  {future.result()}")
+            except (OSError, BytescaleError) as error:
+                self._say(
+                    f"warning {step_name(step)} could not be exported ({_reason(error)}). The checkpoint is whole."
+                )
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint under way, and tell what became of it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+            self._failure = None
+        except (OSError, DiskFullError, CheckpointError) as error:
+            self._failure = CheckpointError(
                 problem(
-                    f"the checkpoint {final.name} could not be written: {_reason(error, self.folder)}",
+                    f"a checkpoint could not be written ({_reason(error)})",
                     so="the checkpoints before it are whole",
                     fix=f"look at the disk that holds {self.folder}, then resume",
                 )
-            ) from error
-        self._publish(hidden, final)
-
-    def _publish(self, hidden: Path, final: Path) -> None:
-        """The coordinator's save ends after every rank's: rank 0 alone gives the folder its name."""
-        if not self.ranks.is_first:
-            return
-        hidden.replace(final)
-        _sync_folder(self.folder)
-        for old in complete_checkpoints(self.folder)[: -self.config.keep]:
-            doomed = old.with_name(f".{old.name}.tmp")
-            old.replace(doomed)  # renamed first: a half-deleted folder is never taken for a checkpoint
-            shutil.rmtree(doomed)
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d+", path.name))
-
-
-def read_run_state(path: Path) -> RunState:
-    """What a checkpoint says of itself."""
-    try:
-        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        if content.get("format") != FORMAT:
-            raise ValueError(f"format {content.get('format', 1)}, this version reads {FORMAT}")
-        return RunState(**content)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            problem(f"{path} is not a checkpoint of bytescale: {error}", fix="name a folder checkpoints/step-*")
-        ) from error
-
-
-def load_states(
-    path: Path, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
-) -> None:
-    """Fill this rank's slices from a checkpoint of any mesh; ``only`` some of the states (``optimizer.states``)."""
-    own = optimizer.states()
-    loaded = {
-        name: [torch.zeros_like(values, device="cpu") for values in parts]
-        for name, parts in own.items()
-        if only is None or name in only
-    }
-    load_tensors(path, dict(stored_pieces(optimizer, loaded)), planner=PieceReader(), group=group)
-    for name, parts in loaded.items():
-        for values, read in zip(own[name], parts, strict=True):
-            values.copy_(read)
-
-
-def check_same_model(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` when two architectures differ, with what differs."""
-    different = [
-        f"{key} {there.get(key)} there, {here.get(key)} here"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key)
-    ]
-    if different:
-        raise CheckpointError(
-            problem(
-                f"{path} is a checkpoint of another model ({'; '.join(different)})",
-                so="its weights do not fit",
-                fix="resume with the config.toml of its run folder, or start a new run",
             )
-        )
+            self._failure.__cause__ = error
+            self._say(f"warning {self._failure}")
+        except Exception as error:  # another rank is gone, or a mistake of ours
+            raise CheckpointError(
+                problem(
+                    f"a checkpoint could not be written ({type(error).__name__}: {_reason(error)})",
+                    so="the checkpoints before it are whole",
+                    fix="mend the cause, then resume",
+                )
+            ) from error
+
+    def _with_older(self, damage: CheckpointDamage, path: Path) -> CheckpointDamage:
+        """The error with the newest older checkpoint that is whole; each rank checks a part of its files."""
+        group = self.ranks.checkpoint_group
+        older = [other.name for other in complete_checkpoints(path.parent) if other.name < path.name]
+        for name in reversed(share_text(" ".join(older), group).split()):
+            try:
+                found = problems_of(LocalFolder(path.parent / name), part=(group.rank(), group.size()))
+                settle(CheckpointDamage(found[0]) if found else None, group)
+            except BytescaleError:
+                continue
+            what = str(damage).split(" To fix:")[0]
+            return CheckpointDamage(
+                f"{what} To fix: move {path} away, then the same command continues from {path.parent / name}, whose "
+                f"check passes."
+            )
+        return damage
 
 
-def _reason(error: BaseException, folder: Path) -> str:
-    """DCP's last line, and what it does not say when a disk is full: how much room there is."""
-    free = format_bytes(shutil.disk_usage(folder).free)
-    return f"{str(error).strip().splitlines()[-1]} ({free} free on its disk)"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _reason(error: Exception) -> str:
+    return str(error).strip().removesuffix(".")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bytescale.checkpoint.checkpointer import read_run_state
-from bytescale.checkpoint.format_2 import TensorPlanner, load_tensors, read_metadata
+from bytescale.checkpoint.folders import is_url
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.checkpoint.restoring import Place, StoredTensors
+from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.models.hf import Piece
@@ -22,7 +20,7 @@ from bytescale.runtime import DTYPES
 
 
 def export_checkpoint(
-    checkpoint: Path,
+    checkpoint: Place,
     target: Path,
     *,
     dtype: str = "fp32",
@@ -44,11 +42,11 @@ def export_checkpoint(
         ConfigError: ``target`` exists.
         CheckpointError: ``checkpoint`` is none, or is incomplete.
     """
-    state = read_run_state(checkpoint)
+    stored = StoredTensors(checkpoint)
     if target.exists():
         raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
-    shape = Architecture(**state.architecture)
-    master = _StoredMaster(checkpoint)
+    shape = Architecture(**stored.state.architecture)
+    master = _StoredMaster(stored)
     hidden = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
@@ -57,7 +55,8 @@ def export_checkpoint(
             hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
         )
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
-        copy_companions(checkpoint, hidden)  # where it was made of a Hugging Face folder
+        if not is_url(checkpoint):
+            copy_companions(Path(checkpoint), hidden)  # where it was made of a Hugging Face folder
         _copy_tokenizer(hidden, run_config)
         hidden.replace(target)
     finally:
@@ -68,28 +67,15 @@ def export_checkpoint(
 class _StoredMaster:
     """Master weights of a checkpoint, read one parameter at a time."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self._metadata = read_metadata(checkpoint)
-        self._stored: dict[str, Any] = self._metadata.state_dict_metadata
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
         self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
 
     def value(self, piece: Piece) -> Tensor:
         """One tensor of a Hugging Face file."""
         if self._last is None or self._last[0] != piece.name:
-            self._last = piece.name, self._read(f"master.{piece.name}")
+            self._last = piece.name, self._stored.read(f"master.{piece.name}")
         return self._last[1] if piece.expert is None else self._last[1][piece.expert]
-
-    def _read(self, name: str) -> Tensor:
-        if name not in self._stored:
-            raise CheckpointError(
-                problem(f"{self.checkpoint} has no {name}", fix="name a complete checkpoint of this model")
-            )
-        whole = torch.empty(self._stored[name].size, dtype=self._stored[name].properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
-            load_tensors(self.checkpoint, {name: whole}, planner=TensorPlanner(), metadata=self._metadata)
-        return whole
 
 
 def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bytescale.checkpoint.checkpointer import check_same_model, load_states, read_run_state
-from bytescale.checkpoint.format_2 import read_metadata
+from bytescale.checkpoint.folders import is_url
+from bytescale.checkpoint.restoring import Place, StoredTensors, check_same_model, load_states
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_architecture
 from bytescale.models import build_model
@@ -21,7 +21,7 @@ def check_initial_weights(config: Config) -> None:
     """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
     source = config.trainer.init
     if source.startswith(CHECKPOINT_PREFIX):
-        read_metadata(_check_checkpoint(source, resolve_architecture(config.model)))
+        _check_checkpoint(source, resolve_architecture(config.model))
     elif source:
         check_pieces(folder_of(source), architecture_pieces(resolve_architecture(config.model)))
 
@@ -83,7 +83,9 @@ def folder_of(source: str) -> Path:
     return Path(source.removeprefix(HF_PREFIX)).expanduser()
 
 
-def _check_checkpoint(source: str, architecture: Architecture) -> Path:
-    folder = Path(source.removeprefix(CHECKPOINT_PREFIX)).expanduser()
-    check_same_model(folder, read_run_state(folder).architecture, architecture.as_dict())
-    return folder
+def _check_checkpoint(source: str, architecture: Architecture) -> Place:
+    """The folder or URL of ``checkpoint:...``, whose names and shapes were read and whose model is this one."""
+    place: Place = source.removeprefix(CHECKPOINT_PREFIX)
+    place = place if is_url(place) else Path(place).expanduser()
+    check_same_model(place, StoredTensors(place).state.architecture, architecture.as_dict())
+    return place

@@ -23,8 +23,8 @@ class ConvertOptions:
     read the Hugging Face folder itself, with --init hf:HF_FOLDER.
     """
 
-    source: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint (checkpoints/step-*), or a Hugging Face folder with config.json and safetensors."""
+    source: Annotated[str, tyro.conf.Positional]
+    """A checkpoint (checkpoints/step-*), or its URL; or a Hugging Face folder with config.json and safetensors."""
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write. It must not exist yet."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
@@ -36,16 +36,17 @@ class ConvertOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale convert``. Returns the exit code."""
     options = parse(ConvertOptions, arguments, prog="bytescale convert")
-    if (options.source / "config.json").is_file() and not (options.source / "run_state.json").is_file():
+    source = Path(options.source)
+    if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
         from bytescale.checkpoint.import_weights import import_folder
 
-        count = import_folder(options.source, options.folder)
+        count = import_folder(source, options.folder)
         print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
         print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
         return 0
     from bytescale.checkpoint.export import export_checkpoint
 
-    config = options.source.resolve().parent.parent / "config.toml"
+    config = source.resolve().parent.parent / "config.toml"
     shards = export_checkpoint(
         options.source,
         options.folder,

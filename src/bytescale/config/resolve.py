@@ -27,7 +27,7 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
     if config.preset.startswith(HF_PREFIX):
         base = architecture_of_folder(Path(config.preset.removeprefix(HF_PREFIX)).expanduser())
     elif from_folder:
-        base = _architecture_of_checkpoint(Path(config.preset.removeprefix(CHECKPOINT_PREFIX)).expanduser())
+        base = _architecture_of_checkpoint(config.preset.removeprefix(CHECKPOINT_PREFIX))
     elif config.preset in PRESETS:
         base = PRESETS[config.preset]
     else:
@@ -58,9 +58,11 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
     return architecture
 
 
-def _architecture_of_checkpoint(folder: Path) -> Architecture:
+def _architecture_of_checkpoint(folder: str) -> Architecture:
+    """``folder`` may be a URL."""
     try:
-        content = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
+        text = _read_url(f"{folder}/run_state.json") if "://" in folder else _read(Path(folder) / "run_state.json")
+        content = json.loads(text)
         return Architecture(**content["architecture"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
@@ -69,6 +71,22 @@ def _architecture_of_checkpoint(folder: Path) -> Architecture:
                 fix="name a folder checkpoints/step-*, or what bytescale convert has made of a Hugging Face folder",
             )
         ) from error
+
+
+def _read(path: Path) -> bytes:
+    return path.expanduser().read_bytes()
+
+
+def _read_url(url: str) -> bytes:
+    """Raises ``OSError``, whatever the file system raises. What reads the weights has better messages."""
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        content: bytes = system.cat_file(path)
+        return content
+    except Exception as error:  # botocore, aiohttp and others have exceptions of their own
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _check_architecture(shape: Architecture) -> None:

@@ -249,14 +249,21 @@ class TrainerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints through torch.distributed.checkpoint, whole at any moment."""
+    """Checkpoints: whole at any moment, with a checksum of every block."""
 
     every: int = 50
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints whose step is a multiple of this are kept for ever; 0: none are."""
     background: bool = True
     """Write while training goes on."""
+    export_every: int = 0
+    """Steps between Hugging Face folders written beside checkpoints, in the run folder's exports/; 0: none."""
+    folder: str = ""
+    """Where checkpoints are: a folder, or a URL (s3://BUCKET/NAME, or any that fsspec knows); empty: the run folder.
+    Behind a URL they arrive while training goes on, and the run folder has copies."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
+from bytescale.checkpoint.export import export_checkpoint
 from bytescale.common.versions import require_torch
 from bytescale.config import Config, validate
 from bytescale.train.loop.step import train_step
@@ -46,7 +48,9 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
     ):
         job = build_job(config, ranks, kernels, feed, stop)
         log.open(resume=resume)
-        checkpoints = Checkpointer(run.checkpoints, ranks, config.checkpoint)
+        checkpoints = Checkpointer(
+            run.checkpoints, ranks, config.checkpoint, say=log.say, export=lambda path: export_of_run(run, config, path)
+        )
         if resume:
             restore_latest(job, checkpoints, log)
         with job.open_loader() as loader:
@@ -60,16 +64,24 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
                 if stop.agreed:
                     break
         job.optimizer.wait_for_parameters()
-        checkpoints.finish()
+        checkpoints.finish(config.parallel.stop_seconds / 2 if stop.agreed else None)
         log.farewell(stopped=stop.agreed)
     return run.path
 
 
 def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> None:
     """Continue from the newest checkpoint, or from step 1 when the run was killed before its first."""
-    path = checkpoints.latest()
+    path = checkpoints.newest()
     steps_done = job.restore(checkpoints, path) if path else 0
     log.resumed(path, steps_done)
+
+
+def export_of_run(run: RunFolder, config: Config, checkpoint: Path) -> Path:
+    """Write a checkpoint of this run as a Hugging Face folder in ``exports/``, over an earlier one of the same step."""
+    target = run.exports / checkpoint.name
+    shutil.rmtree(target, ignore_errors=True)
+    export_checkpoint(checkpoint, target, dtype="bf16" if config.trainer.dtype == "bf16" else "fp32", run_config=config)
+    return target
 
 
 def restarted_by_torchrun() -> bool:

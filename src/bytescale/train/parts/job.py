@@ -10,8 +10,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from bytescale.checkpoint.checkpointer import Checkpointer, RunState
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.initial_weights import load_initial_weights
+from bytescale.checkpoint.manifest import RunState
 from bytescale.config import Architecture, Config, resolve_architecture
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, load_profile
@@ -60,16 +61,17 @@ class Job:
         """The state of the run that a checkpoint after this step stores."""
         return self._state(step, data.sampler_state_after)
 
-    def restore(self, checkpoints: Checkpointer, path: Path) -> int:
+    def restore(self, checkpoints: Checkpointer, path: str | Path) -> int:
         """Continue from a checkpoint. Returns the number of steps that were done before it."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
         return state.step
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Whether to save after this step: after every ``checkpoint.every`` steps, and after the last step."""
-        every = self.config.checkpoint.every
-        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
+        """Whether to save after this step: as often as ``checkpoint`` says, and after the last step."""
+        checkpoint = self.config.checkpoint
+        intervals = (checkpoint.every, checkpoint.export_every)
+        return step == self.config.trainer.steps or any(every > 0 and step % every == 0 for every in intervals)
 
     def _state(self, step: int, sampler: SamplerState) -> RunState:
         return RunState(

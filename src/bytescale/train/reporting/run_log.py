@@ -71,7 +71,7 @@ class RunLog:
         self.run.create(self.config, resume=resume)
         self._text = self.run.log.open("a", encoding="utf-8")
 
-    def resumed(self, checkpoint: Path | None, steps_done: int) -> None:
+    def resumed(self, checkpoint: str | Path | None, steps_done: int) -> None:
         """Report where the run continues, and remove the metrics of steps that will be repeated."""
         if self._screen is None:
             return

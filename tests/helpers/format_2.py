@@ -1,28 +1,26 @@
-"""Optimizer state as torch.distributed.checkpoint (DCP) stores it: whole tensors under the model's own names.
-
-What a rank holds are some ranges of a flat buffer of its parts of its stage's parameters. In the checkpoint there is
-none of that: ``master.layers.3.mlp.up_proj.weight`` and so on, in their full shapes. A range of a part is a few
-rectangles of the whole tensor, and DCP moves rectangles: hence a checkpoint of any (tp, pp, hdp) and of any size of
-buckets loads into any other.
-"""
+"""Writes checkpoints of format 2 through PyTorch (DCP), as bytescale 0.1 did: for tests and benchmarks."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from bytescale.checkpoint.format_2 import TensorPlanner
+from bytescale.checkpoint.layout import boxes_of
+from bytescale.checkpoint.manifest import RunState
+from bytescale.checkpoint.restoring import StoredTensors
 from bytescale.runtime import ShardedAdamW
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a rectangle in a tensor."""
 
 
 def host_copies(optimizer: ShardedAdamW) -> dict[str, list[Tensor]]:
@@ -56,29 +54,6 @@ def stored_pieces(optimizer: ShardedAdamW, states: Mapping[str, Sequence[Tensor]
                 for where, row, (_, sizes) in zip(places, rows, boxes, strict=True):
                     of_parameter.pieces[where] = row.view(sizes)
     return stored
-
-
-def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """The elements ``low`` to ``high`` of a row-major tensor as rectangles, in order: at most 2 d - 1 of them."""
-    if low >= high:
-        return
-    if len(shape) == 1:
-        yield (low,), (high - low,)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-low // row), high // row  # whole rows
-    if first > last:  # all of it inside one row
-        yield from _within_row(shape, last, low - last * row, high - last * row)
-        return
-    yield from _within_row(shape, first - 1, low - (first - 1) * row, row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _within_row(shape, last, 0, high - last * row)
-
-
-def _within_row(shape: Sequence[int], row: int, low: int, high: int) -> Iterator[Box]:
-    for offsets, sizes in boxes_of(shape[1:], low, high):
-        yield (row, *offsets), (1, *sizes)
 
 
 class StoredPieces:
@@ -127,16 +102,31 @@ class PieceWriter(DefaultSavePlanner):
         return stored.at(index)
 
 
-class PieceReader(TensorPlanner):
-    """Finds ``StoredPieces`` where DCP's own planner looks for tensors."""
+def write_format_2(folder: Path, state: RunState, optimizer: ShardedAdamW, group: dist.ProcessGroup | None) -> None:
+    """A whole checkpoint; all ranks of ``group`` call it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp.save(
+        stored_pieces(optimizer, host_copies(optimizer)),
+        checkpoint_id=str(folder),
+        planner=PieceWriter(),
+        process_group=group,
+        no_dist=group is None,
+    )
+    if group is None or group.rank() == 0:
+        content = asdict(state) | {"format": 2}
+        (folder / "run_state.json").write_text(json.dumps(content), encoding="utf-8")
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        # DCP's own goes through the values and would drop what is neither tensor nor container (torch 2.13).
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-        self.flatten_state_dict = False
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        stored: StoredPieces = self.state_dict[index.fqn]
-        return stored.at(index)
+def downgrade(folder: Path) -> None:
+    """Write a checkpoint of format 3 again in format 2, in its place, from one process."""
+    stored = StoredTensors(folder)
+    tensors = {
+        name: StoredPieces(torch.Size(shape), {(0,) * len(shape): stored.read(name)}, is_writer=True)
+        for name, shape in stored.shapes().items()
+    }
+    old = folder.with_name(f"{folder.name}-old")
+    dcp.save(dict(tensors), checkpoint_id=str(old), planner=PieceWriter(), no_dist=True)
+    content = asdict(stored.state) | {"format": 2}
+    (old / "run_state.json").write_text(json.dumps(content), encoding="utf-8")
+    shutil.rmtree(folder)
+    old.rename(folder)

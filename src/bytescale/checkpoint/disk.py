@@ -1,0 +1,121 @@
+"""Every change that checkpoints make on the local file system goes through one ``Disk``.
+
+A test gives the ``Checkpointer`` a ``Disk`` of its own and ends the process before any of these operations.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from bytescale.common.errors import DiskFullError, problem
+from bytescale.common.units import format_bytes
+
+_ROOM_FOR_LOGS = 2**20
+
+
+def checksum_of(content: bytes | bytearray | memoryview) -> int:
+    """XXH3 in 64 bits. It finds accidents, not forgeries: a checkpoint of a stranger is safe because nothing runs."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
+class Disk:
+    """The operations on the local file system that change something. All of them raise ``OSError``."""
+
+    def before(self, operation: str, path: Path) -> None:
+        """Called before each operation; tests override it."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and its parents; it may exist."""
+        if not path.is_dir():
+            self.before("make folder", path)
+            path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> AbstractContextManager[BinaryIO]:
+        """Open a file for writing, empty."""
+        self.before("create", path)
+        return path.open("wb", buffering=0)
+
+    def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
+        """Write all of ``content``; one write of the kernel may take a part of it only."""
+        self.before("write", Path(file.name))
+        rest = memoryview(content)
+        while len(rest):
+            rest = rest[file.write(rest) :]
+
+    def sync(self, file: BinaryIO) -> None:
+        """Wait until the file's content survives a power cut."""
+        self.before("sync", Path(file.name))
+        os.fsync(file.fileno())
+
+    def sync_folder(self, folder: Path) -> None:
+        """Wait until renames and deletions in ``folder`` survive a power cut."""
+        self.before("sync folder", folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_file(self, path: Path, content: bytes) -> None:
+        """Write a small file."""
+        with self.create(path) as file:
+            self.write(file, content)
+            self.sync(file)
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        """Write a small file that appears whole or not at all."""
+        hidden = path.with_name(f".{path.name}.tmp")
+        self.write_file(hidden, content)
+        self.rename(hidden, path)
+        self.sync_folder(path.parent)
+
+    def copy_file(self, source: Path, target: Path) -> None:
+        """Copy a file's content."""
+        self.before("copy", target)
+        shutil.copyfile(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name. A file that has the name is replaced; a folder must be empty."""
+        self.before("rename", source)
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """Delete a file; it may be gone."""
+        self.before("remove", path)
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, folder: Path) -> None:
+        """Delete a folder and what is in it; it may be gone."""
+        if not folder.is_dir():
+            return
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                self.remove_folder(path)
+            else:
+                self.remove(path)
+        self.before("remove folder", folder)
+        folder.rmdir()
+
+    def free_bytes(self, folder: Path) -> int:
+        """Free space on the disk of ``folder``."""
+        return shutil.disk_usage(folder).free
+
+
+def check_room(disk: Disk, folder: Path, num_bytes: int) -> None:
+    """Raise ``DiskFullError`` unless ``num_bytes`` fit, with room for the run's logs beside them."""
+    free = disk.free_bytes(folder)
+    if free < num_bytes + _ROOM_FOR_LOGS:
+        raise DiskFullError(
+            problem(
+                f"the disk that holds {folder} has {format_bytes(free)} free, and a checkpoint takes "
+                f"{format_bytes(num_bytes)}",
+                so="nothing was written",
+                fix="free some space, or lower checkpoint.keep",
+            )
+        )

@@ -1,0 +1,67 @@
+"""The folder with a run's checkpoints on this machine's file system: what is complete, and what may be deleted.
+
+A checkpoint is written into a hidden folder, ``.step-000050.tmp``, and renamed when all of it is on disk. To delete
+one, it gets a hidden name first. So a folder named ``step-*`` is complete, whenever a process is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.manifest import STEP_NAME, step_name
+from bytescale.config import CheckpointConfig
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in ``folder``, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def hidden_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint after ``step`` is written before it gets its name."""
+    return folder / f".{step_name(step)}.tmp"
+
+
+def publish(disk: Disk, hidden: Path, final: Path) -> None:
+    """Give a complete checkpoint its name. One that has the name already is kept until then, and deleted."""
+    doomed = final.with_name(f".{final.name}.replaced.tmp")
+    if final.exists():
+        disk.rename(final, doomed)
+    disk.rename(hidden, final)
+    disk.sync_folder(final.parent)
+    disk.remove_folder(doomed)
+
+
+def clean(disk: Disk, folder: Path) -> None:
+    """Delete what a run that was killed has left half written or half deleted."""
+    if not folder.is_dir():
+        return
+    for leftover in sorted(folder.glob(".step-*.replaced.tmp")):  # killed between the two renames of ``publish``
+        final = leftover.with_name(leftover.name.removeprefix(".").removesuffix(".replaced.tmp"))
+        if not final.exists():
+            disk.rename(leftover, final)
+    for leftover in sorted(folder.glob(".step-*.tmp")):
+        disk.remove_folder(leftover)
+
+
+def delete(disk: Disk, checkpoint: Path) -> None:
+    """Delete a checkpoint. It is renamed first: a half-deleted folder is never taken for a checkpoint."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
+    disk.rename(checkpoint, doomed)
+    disk.remove_folder(doomed)
+
+
+def to_delete(steps: Sequence[int], config: CheckpointConfig, *, in_use: Collection[int] = ()) -> list[int]:
+    """The steps whose checkpoints are not kept, of all that are complete, in rising order.
+
+    Kept are the newest ``keep``, every one whose step ``keep_every`` divides, and what is ``in_use`` (it is being
+    uploaded or exported). When runs evaluate, the best checkpoint has to be kept here too.
+    """
+    newest = set(sorted(steps)[-config.keep :])
+    for_ever = {step for step in steps if config.keep_every and step % config.keep_every == 0}
+    return [step for step in sorted(steps) if step not in newest | for_ever | set(in_use)]

@@ -1,0 +1,171 @@
+"""Which rectangles of the model's tensors each rank writes: a function of the mesh and the flat buffers' layout alone.
+
+The ranks of an HDP group hold the same parameters in one flat buffer, and each owns a part of every bucket of it
+(``runtime.flat``). A range of a flat buffer is a few rectangles of each parameter that it touches, because tensors are
+stored row by row::
+
+    parameter [4, 5], elements 3 to 17 of it:      . . . A A
+                                                   B B B B B
+                                                   B B B B B
+                                                   C C . . .     three rectangles: A, B and C
+
+A checkpoint keeps each HDP group's ``Layout``. From it a reader on any other mesh computes which file has which part
+of a tensor, without a list of all rectangles. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangle in a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEntry:
+    """One parameter, or the part of it that an HDP group holds, in the group's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    offsets: tuple[int, ...]
+    """Where the group's part begins in the whole parameter."""
+    sizes: tuple[int, ...]
+    """Shape of the group's part."""
+    start: int
+    """Where the part begins in the flat buffer, in elements."""
+    written: bool
+    """Whether this group writes the part. Of several groups that hold the same part, one does."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPiece:
+    """A rectangle of a parameter that one rank holds as elements ``start`` to ``stop - 1`` of the flat buffer."""
+
+    entry: LayoutEntry
+    box: Box
+    bucket: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat buffer of one HDP group.
+
+    Attributes:
+        entries: the parameters in the buffer's order.
+        bounds: where buckets begin, and where the last one ends, in elements.
+        num_shards: ranks among which every bucket is divided evenly.
+        first_file: number of the file of shard 0.
+        stride: between the numbers of neighbouring shards' files.
+    """
+
+    entries: tuple[LayoutEntry, ...]
+    bounds: tuple[int, ...]
+    num_shards: int
+    first_file: int = 0
+    stride: int = 1
+
+    def file_of(self, shard: int) -> int:
+        """Number of the file that ``shard`` writes."""
+        return self.first_file + shard * self.stride
+
+    def pieces(self, shard: int) -> Iterator[LayoutPiece]:
+        """The rectangles that a shard holds, in the buffer's order."""
+        for bucket in range(len(self.bounds) - 1):
+            size = self._shard_elements(bucket)
+            low = self.bounds[bucket] + shard * size
+            yield from self._within(bucket, low, low + size)
+
+    def overlapping(self, entry: LayoutEntry, wanted: Box) -> Iterator[tuple[int, Box, Box]]:
+        """The stored rectangles that share elements with a rectangle of the parameter.
+
+        Yields the number of the file, the stored rectangle, and what it shares with ``wanted``.
+        """
+        shared = intersection(wanted, (entry.offsets, entry.sizes))
+        if shared is None:
+            return
+        first = tuple(a - b for a, b in zip(shared[0], entry.offsets, strict=True))
+        last = tuple(a + n - 1 for a, n in zip(first, shared[1], strict=True))
+        low, high = entry.start + flat_index(first, entry.sizes), entry.start + flat_index(last, entry.sizes) + 1
+        for bucket in range(bisect_right(self.bounds, low) - 1, len(self.bounds) - 1):
+            begin, size = self.bounds[bucket], self._shard_elements(bucket)
+            if begin >= high:
+                return
+            for shard in range(max(0, low - begin) // size, self.num_shards):
+                start, stop = begin + shard * size, begin + (shard + 1) * size
+                if start >= high:
+                    break
+                for piece in _pieces_of(entry, bucket, max(start, entry.start), min(stop, entry.stop)):
+                    common = intersection(piece.box, wanted)
+                    if common is not None:
+                        yield self.file_of(shard), piece.box, common
+
+    def _shard_elements(self, bucket: int) -> int:
+        return (self.bounds[bucket + 1] - self.bounds[bucket]) // self.num_shards
+
+    def _within(self, bucket: int, low: int, high: int) -> Iterator[LayoutPiece]:
+        for entry in self.entries[max(0, bisect_right(self._starts, low) - 1) :]:
+            if entry.start >= high:
+                return
+            yield from _pieces_of(entry, bucket, max(low, entry.start), min(high, entry.stop))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [entry.start for entry in self.entries]
+
+
+def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    """The elements ``low`` to ``high`` of a row-major tensor as rectangles, in order: at most 2 d - 1 of them."""
+    if low >= high:
+        return
+    if len(shape) <= 1:
+        yield ((low,), (high - low,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-low // row), high // row  # whole rows
+    if first > last:  # all of it inside one row
+        yield from _within_row(shape, last, low - last * row, high - last * row)
+        return
+    yield from _within_row(shape, first - 1, low - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _within_row(shape, last, 0, high - last * row)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two rectangles share; None: nothing."""
+    low = tuple(map(max, one[0], other[0]))
+    sizes = tuple(min(a + m, b + n) - c for a, m, b, n, c in zip(one[0], one[1], other[0], other[1], low, strict=True))
+    return (low, sizes) if all(size > 0 for size in sizes) else None
+
+
+def flat_index(place: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of an element of a row-major tensor."""
+    index = 0
+    for position, size in zip(place, shape, strict=True):
+        index = index * size + position
+    return index
+
+
+def _within_row(shape: Sequence[int], row: int, low: int, high: int) -> Iterator[Box]:
+    for offsets, sizes in boxes_of(shape[1:], low, high):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _pieces_of(entry: LayoutEntry, bucket: int, low: int, high: int) -> Iterator[LayoutPiece]:
+    start = low
+    for offsets, sizes in boxes_of(entry.sizes, low - entry.start, high - entry.start):
+        place = tuple(a + b for a, b in zip(offsets, entry.offsets, strict=True))
+        stop = start + math.prod(sizes)
+        yield LayoutPiece(entry, (place, sizes), bucket, start, stop)
+        start = stop

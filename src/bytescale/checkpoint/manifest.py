@@ -1,0 +1,306 @@
+"""The manifest of a checkpoint in format 3: the last file that is written, and the first that is read.
+
+A checkpoint is a folder::
+
+    step-000050/
+      tensors-00000.safetensors   what one rank wrote (``tensor_file``)
+      tensors-00001.safetensors
+      run_state.json              the manifest, written when every other file is on disk
+
+The manifest holds the run's state (step, place in the data, architecture, mesh), the layout of each HDP group
+(``layout``), and for each file its size, the size of its header and the header's checksum. A header holds the checksums
+of the file's content, and the manifest ends with its own. So every byte that is read is covered by a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from bytescale.checkpoint.disk import checksum_of
+from bytescale.checkpoint.folders import Folder, unreachable
+from bytescale.checkpoint.layout import Layout, LayoutEntry
+from bytescale.common.errors import CheckpointError, problem
+
+FORMAT = 3
+"""1 stored flat buffers and was never released; 2 is PyTorch's (``format_2``)."""
+MANIFEST = "run_state.json"
+STEP_NAME = re.compile(r"step-(\d{6,})")
+OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"
+
+Value = TypeVar("Value")
+
+
+class CheckpointDamage(CheckpointError):
+    """A file of a checkpoint is missing, truncated, or not what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything but tensors that continuing exactly needs."""
+
+    step: int  # optimizer updates done
+    sampler: dict[str, Any]  # where the data order stands
+    architecture: dict[str, Any]
+    mesh: dict[str, int]  # that wrote it; for people only
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file with tensors, as its writer reported it. Sizes in bytes."""
+
+    num_bytes: int
+    header_bytes: int
+    checksum: int  # of the header
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint of format 3 consists of."""
+
+    state: RunState
+    states: Sequence[str]
+    """Names of the optimizer's states that are stored: ``master``, ``exp_avg``, ``exp_avg_sq``."""
+    layouts: Sequence[Layout]
+    files: Sequence[StoredFile]
+    companions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Other files, such as a tokenizer's: name to bytes and checksum."""
+
+    def entries(self) -> dict[str, LayoutEntry]:
+        """The stored parameters by name. Of a parameter's parts, any stands for it."""
+        return {entry.name: entry for layout in self.layouts for entry in layout.entries if entry.written}
+
+    def names(self) -> set[str]:
+        """Every file of the folder."""
+        return {MANIFEST, *map(file_name, range(len(self.files))), *self.companions}
+
+    def num_bytes(self) -> int:
+        """Bytes of all files with tensors."""
+        return sum(file.num_bytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        """With its own checksum."""
+        content = {
+            "format": FORMAT,
+            "step": self.state.step,
+            "sampler": self.state.sampler,
+            "architecture": self.state.architecture,
+            "mesh": self.state.mesh,
+            "states": list(self.states),
+            "layouts": [layout_to_json(layout) for layout in self.layouts],
+            "files": [[file.num_bytes, file.header_bytes, hex_of(file.checksum)] for file in self.files],
+            "companions": {name: [size, hex_of(sum_)] for name, (size, sum_) in self.companions.items()},
+        }
+        return json.dumps({**content, "checksum": hex_of(checksum_of(_canonical(content)))}).encode()
+
+
+def file_name(number: int) -> str:
+    """Of the file that the rank ``number`` wrote."""
+    return f"tensors-{number:05d}.safetensors"
+
+
+def step_name(step: int) -> str:
+    """Of the folder of the checkpoint after ``step``."""
+    return f"step-{step:06d}"
+
+
+def read_state_json(folder: Folder) -> dict[str, Any]:
+    """The content of the manifest, or of format 2's ``run_state.json``, of any format that this version reads.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or of a newer format.
+    """
+    try:
+        content = json.loads(folder.read_file(MANIFEST))
+        if type(content) is not dict:
+            raise ValueError(f"{MANIFEST} is no JSON object")
+        found = content.get("format", 1)
+        if found not in (2, FORMAT):
+            newer = isinstance(found, int) and found > FORMAT
+            raise ValueError(
+                f"it has format {found}, and this version reads 2 and {FORMAT}"
+                + ("; a newer version of bytescale wrote it" if newer else "")
+            )
+        return content
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            problem(f"{folder} is not a checkpoint of bytescale: it has no {MANIFEST}", fix=_NAME_A_CHECKPOINT)
+        ) from error
+    except OSError as error:
+        raise unreachable(error, folder) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            problem(f"{folder} is not a checkpoint of bytescale: {printable(error)}", fix=_NAME_A_CHECKPOINT)
+        ) from error
+
+
+_NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
+
+
+def run_state_of(folder: Folder, content: dict[str, Any]) -> RunState:
+    """The run's state in ``read_state_json``'s content. Raises ``CheckpointError`` for fields that are missing."""
+    try:
+        fields = {name: content[name] for name in ("step", "sampler", "architecture", "mesh", "format")}
+        return RunState(
+            step=_count(fields["step"]),
+            sampler=_of(dict, fields["sampler"]),
+            architecture=_of(dict, fields["architecture"]),
+            mesh=_of(dict, fields["mesh"]),
+            format=fields["format"],
+        )
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            problem(
+                f"{folder} is not a checkpoint of bytescale: {MANIFEST} has no valid {printable(error)}",
+                fix=_NAME_A_CHECKPOINT,
+            )
+        ) from error
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of a checkpoint of format 3.
+
+    Raises:
+        CheckpointDamage: its checksum is wrong, or the folder has the name of another step.
+        CheckpointError: there is no checkpoint of format 3.
+    """
+    return manifest_of(folder, read_state_json(folder))
+
+
+def manifest_of(folder: Folder, content: dict[str, Any]) -> Manifest:
+    """The manifest in ``read_state_json``'s content, as ``read_manifest``."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    if content.get("checksum") != hex_of(checksum_of(_canonical(rest))):
+        raise damaged(folder, MANIFEST, "its content has another checksum than when it was written")
+    state = run_state_of(folder, content)
+    named = STEP_NAME.fullmatch(folder.name)
+    if named and int(named[1]) != state.step:
+        raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {folder.name}")
+    try:
+        files = [_file(item) for item in _of(list, content["files"])]
+        return Manifest(
+            state=state,
+            states=[_of(str, name) for name in _of(list, content["states"])],
+            layouts=[_layout(item, len(files)) for item in _of(list, content["layouts"])],
+            files=files,
+            companions={
+                _plain_name(name): (_count(size), int(_of(str, sum_), 16))
+                for name, (size, sum_) in _of(dict, content["companions"]).items()
+            },
+        )
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
+
+
+def damaged(folder: Folder, name: str, what: str) -> CheckpointDamage:
+    """The error for a file that is not what was written."""
+    return CheckpointDamage(
+        problem(
+            f"the checkpoint {folder} is damaged: {name}: {what}",
+            so="none of it is used",
+            fix=OLDER,
+        )
+    )
+
+
+def printable(text: object) -> str:
+    """What a stranger's file says, without characters that would steer a terminal."""
+    return str(text)[:200].encode("unicode_escape").decode()
+
+
+def hex_of(checksum: int) -> str:
+    """16 characters, so that its place can be reserved in a file."""
+    return f"{checksum:016x}"
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """Plain lists, some 100 bytes a parameter."""
+    return {
+        "first_file": layout.first_file,
+        "stride": layout.stride,
+        "num_shards": layout.num_shards,
+        "bounds": list(layout.bounds),
+        "entries": [
+            [entry.name, list(entry.shape), list(entry.offsets), list(entry.sizes), entry.start, entry.written]
+            for entry in layout.entries
+        ],
+    }
+
+
+def layout_from_json(content: Any, num_files: int) -> Layout:
+    """The inverse of ``layout_to_json``. Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything else."""
+    return _layout(content, num_files)
+
+
+def _layout(content: Any, num_files: int) -> Layout:
+    fields = _of(dict, content)
+    layout = Layout(
+        entries=tuple(_entry(item) for item in _of(list, fields["entries"])),
+        bounds=_counts(fields["bounds"]),
+        num_shards=_count(fields["num_shards"], least=1),
+        first_file=_count(fields["first_file"]),
+        stride=_count(fields["stride"], least=1),
+    )
+    if layout.file_of(layout.num_shards - 1) >= num_files:
+        raise ValueError("number of files")
+    starts = [entry.start for entry in layout.entries]
+    if starts != sorted(starts) or len(layout.bounds) < 2 or list(layout.bounds) != sorted(set(layout.bounds)):
+        raise ValueError("order of parameters and buckets")
+    if any((b - a) % layout.num_shards for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)):
+        raise ValueError("division of buckets")
+    if layout.entries and layout.entries[-1].stop > layout.bounds[-1]:
+        raise ValueError("size of buckets")
+    return layout
+
+
+def _entry(content: Any) -> LayoutEntry:
+    name, shape, offsets, sizes, start, written = _of(list, content)
+    entry = LayoutEntry(
+        name=_of(str, name),
+        shape=_counts(shape),
+        offsets=_counts(offsets),
+        sizes=_counts(sizes),
+        start=_count(start),
+        written=_of(bool, written),
+    )
+    if any(a + n > whole for a, n, whole in zip(entry.offsets, entry.sizes, entry.shape, strict=True)):
+        raise ValueError(f"part of {entry.name}")
+    if math.prod(entry.shape) > 2**62:
+        raise ValueError(f"shape of {entry.name}")
+    return entry
+
+
+def _file(content: Any) -> StoredFile:
+    num_bytes, header_bytes, checksum = _of(list, content)
+    return StoredFile(_count(num_bytes), _count(header_bytes, least=8), int(_of(str, checksum), 16))
+
+
+def _plain_name(name: Any) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", _of(str, name)):
+        raise ValueError(f"file name {name!r}")
+    return str(name)
+
+
+def _of(kind: type[Value], value: Any) -> Value:
+    if type(value) is not kind:
+        raise ValueError(f"{kind.__name__} (it has {type(value).__name__})")
+    return value
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"number of at least {least} (it has {value!r})")
+    return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    return tuple(map(_count, _of(list, value)))

@@ -1,0 +1,229 @@
+"""Copies a run's checkpoints behind a URL while training goes on.
+
+A store has no rename. A checkpoint there is complete when its manifest is there, which is written last and deleted
+first. Every rank uploads its own file. The first rank waits until the store lists all files in their full size, and
+then writes the manifest. One checkpoint at a time is on its way: those that are due meanwhile stay on this machine
+alone, so a slow store never holds up training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.folder_of_run import to_delete
+from bytescale.checkpoint.folders import Folder, LocalFolder, UrlFolder, tried, unreachable
+from bytescale.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, file_name, read_manifest, step_name
+from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.config import CheckpointConfig
+
+logger = logging.getLogger(__name__)
+
+OWNER_FILE = "written-by.json"
+_PATIENCE_SECONDS = 300.0
+"""Without a new byte from any rank, an upload is given up."""
+_LOOK_SECONDS = 1.0
+
+
+class Store:
+    """The checkpoints of one run behind a URL. All methods raise ``OSError`` when the store does not answer."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ``ConfigError`` if there is no file system for the URL."""
+        self.folder = UrlFolder(url.rstrip("/"))
+
+    def checkpoint(self, step: int) -> UrlFolder:
+        """The folder of a checkpoint."""
+        return self.folder.inside(step_name(step))
+
+    def complete(self) -> list[int]:
+        """Steps of the complete checkpoints, in rising order."""
+        steps = sorted(int(match[1]) for name in self.folder.folders() if (match := STEP_NAME.fullmatch(name)))
+        return [step for step in steps if MANIFEST in self.checkpoint(step).sizes()]
+
+    def put(self, source: Path, step: int) -> None:
+        """Copy a file into a checkpoint's folder."""
+        folder = self.checkpoint(step)
+        tried(folder.url_of(source.name), lambda: _put(folder, source))
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint, the manifest first."""
+        folder = self.checkpoint(step)
+        for name in sorted(folder.sizes(), key=lambda name: (name != MANIFEST, name)):
+            tried(folder.url_of(name), lambda name=name: folder.system.rm_file(folder.path_of(name)))  # type: ignore[misc]
+
+    def clean(self) -> None:
+        """Delete what was half uploaded or half deleted when a run was killed."""
+        complete = self.complete()
+        for name in self.folder.folders():
+            match = STEP_NAME.fullmatch(name)
+            if match and int(match[1]) not in complete:
+                self.remove(int(match[1]))
+
+
+class Uploader:
+    """One rank's part of the uploads."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        run_id: str,
+        is_first: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """``folder`` has the copies on this machine. ``say`` takes what people should know."""
+        self.store = store
+        self.config = config
+        self.is_first = is_first
+        self._folder = folder
+        self._run_id = run_id
+        self._say = say
+        self._pending: tuple[int, Future[None]] | None = None
+        self._failure: CheckpointError | None = None
+
+    @property
+    def step_under_way(self) -> int | None:
+        """The checkpoint that this rank is uploading; None: none."""
+        self._settle(waits=False)
+        return self._pending[0] if self._pending is not None else None
+
+    def prepare(self, step: int) -> bool:
+        """On the first rank, before any rank starts: whether to upload. Deletes what the store has of this step."""
+        if self.step_under_way is not None:
+            return False
+        try:
+            self.store.remove(step)
+        except OSError as error:
+            self._failed(step, unreachable(error, self.store.folder))
+            return False
+        return True
+
+    def start(self, step: int, file_number: int) -> None:
+        """Upload this rank's file in the background, and on the first rank the manifest behind all files."""
+        self._settle(waits=True)
+        self._pending = step, _in_a_thread(lambda: self._upload(step, file_number))
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait for the upload under way, at most ``seconds``. Raises ``CheckpointError`` if the last one failed."""
+        if self._pending is not None:
+            step, future = self._pending
+            if not wait([future], seconds).done:
+                self._pending = None
+                self._failed(step, CheckpointError(f"it did not arrive within {seconds:.0f} s"))
+        self._settle(waits=True)
+        if self._failure is not None:
+            raise self._failure
+
+    def _settle(self, *, waits: bool) -> None:
+        if self._pending is None or not (waits or self._pending[1].done()):
+            return
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+            self._failure = None
+        except (OSError, CheckpointError, ConfigError) as error:
+            self._failed(step, unreachable(error, self.store.folder) if isinstance(error, OSError) else error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._failure = CheckpointError(
+            problem(
+                f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
+                so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
+            )
+        )
+        self._failure.__cause__ = error
+        self._say(f"warning {self._failure}")
+        logger.warning("%s", self._failure)
+
+    def _upload(self, step: int, file_number: int) -> None:
+        local = self._folder / step_name(step)
+        self.store.put(local / file_name(file_number), step)
+        if not self.is_first:
+            return
+        manifest = read_manifest(LocalFolder(local))
+        self._wait_for_all(step, manifest)
+        check_owner(self.store.folder, self._run_id)
+        self.store.put(local / MANIFEST, step)
+        for old in to_delete(self.store.complete(), self.config):
+            self.store.remove(old)
+
+    def _wait_for_all(self, step: int, manifest: Manifest) -> None:
+        """Until the store has every rank's file. Raises ``CheckpointError`` when nothing arrives any more."""
+        wanted = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
+        before, deadline = -1, time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            there = self.store.checkpoint(step).sizes()
+            missing = [name for name, size in wanted.items() if there.get(name) != size]
+            if not missing:
+                return
+            if len(missing) != before:
+                before, deadline = len(missing), time.monotonic() + _PATIENCE_SECONDS
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{len(missing)} of {len(wanted)} files did not arrive, {missing[0]} among them")
+            time.sleep(_LOOK_SECONDS)
+
+
+def claim(folder: Folder, run_id: str, disk: Disk) -> None:
+    """Note that this run writes its checkpoints into ``folder``. Raises ``ConfigError`` if another run does."""
+    content = json.dumps({"run_id": run_id}).encode()
+    if isinstance(folder, LocalFolder):
+        disk.make_folder(folder.path)
+        if OWNER_FILE not in folder.sizes():
+            disk.replace_file(folder.path / OWNER_FILE, content)
+    elif isinstance(folder, UrlFolder) and OWNER_FILE not in folder.sizes():
+        tried(folder.url_of(OWNER_FILE), lambda: folder.system.pipe_file(folder.path_of(OWNER_FILE), content))
+    check_owner(folder, run_id)
+
+
+def check_owner(folder: Folder, run_id: str) -> None:
+    """Raise ``ConfigError`` unless the checkpoints in ``folder`` are this run's."""
+    try:
+        owner = json.loads(folder.read_file(OWNER_FILE))["run_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        owner = f"an unknown run ({error})"
+    if owner != run_id:
+        raise ConfigError(
+            problem(
+                f"another run writes its checkpoints into {folder}",
+                so="the two runs would delete each other's checkpoints",
+                fix=f"name another checkpoint.folder; or, if that run is over, delete {folder}/{OWNER_FILE}",
+            )
+        )
+
+
+def run_id_of(disk: Disk, folder: Path) -> str:
+    """A name of the run whose folder of checkpoints this is, made at its first start."""
+    path = folder / ".run-id"
+    if not path.exists():
+        disk.make_folder(folder)
+        disk.replace_file(path, uuid.uuid4().hex.encode())
+    return path.read_text(encoding="utf-8")
+
+
+def _put(folder: UrlFolder, source: Path) -> None:
+    folder.system.makedirs(folder.path_of("").rstrip("/"), exist_ok=True)
+    folder.system.put_file(str(source), folder.path_of(source.name))
+
+
+def _in_a_thread(action: Callable[[], None]) -> Future[None]:
+    """The outcome of ``action``, which ends with the process: a run that fails does not wait for a slow store."""
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # raised by `future.result()`
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="bytescale-upload", daemon=True).start()
+    return future

@@ -1,0 +1,156 @@
+"""Checks a whole checkpoint: every file that it should have, every byte of them, and no file more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bytescale.checkpoint.disk import checksum_of
+from bytescale.checkpoint.folders import Folder, unreachable
+from bytescale.checkpoint.layout import Layout
+from bytescale.checkpoint.manifest import (
+    FORMAT,
+    STEP_NAME,
+    CheckpointDamage,
+    Manifest,
+    damaged,
+    file_name,
+    manifest_of,
+    read_state_json,
+    run_state_of,
+)
+from bytescale.checkpoint.tensor_file import TensorFile, piece_name
+from bytescale.common.errors import BytescaleError, CheckpointError, problem
+
+_READ_BYTES = 2**25
+
+
+def problems_of(folder: Folder, *, part: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with a checkpoint of format 3; an empty list: every byte is what was written.
+
+    Args:
+        part: ``(i, n)`` checks one in n of the files with tensors.
+
+    Raises ``CheckpointError`` if the folder is no checkpoint of format 3, or cannot be reached.
+    """
+    content = read_state_json(folder)
+    if content["format"] != FORMAT:
+        raise CheckpointError(
+            problem(
+                f"{folder} has format {content['format']}, which has no checksums",
+                so="it cannot be checked",
+                fix=f"upgrade it with `bytescale checkpoint upgrade {folder}`",
+            )
+        )
+    try:
+        manifest = manifest_of(folder, content)
+    except CheckpointDamage as damage:
+        return [str(damage)]
+    found = wrong_files(folder, manifest)
+    if found:
+        return found
+    expected = _expected_pieces(manifest)
+    for number in range(part[0], len(manifest.files), part[1]):
+        try:
+            file = TensorFile(folder, file_name(number), manifest.files[number])
+            _check_file(folder, file, expected[number])
+        except CheckpointDamage as damage:
+            found.append(str(damage))
+    for name, (_, checksum) in manifest.companions.items() if part[0] == 0 else ():
+        if checksum_of(_content(folder, name)) != checksum:
+            found.append(str(damaged(folder, name, "it has another checksum than when it was written")))
+    return found
+
+
+def wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
+    """Files that are missing, surplus or of another size. Reads no file."""
+    try:
+        there = folder.sizes()
+    except OSError as error:
+        raise unreachable(error, folder) from error
+    sizes = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
+    sizes |= {name: size for name, (size, _) in manifest.companions.items()}
+    found = [str(damaged(folder, name, "the file is missing")) for name in sizes if name not in there]
+    found += [
+        str(damaged(folder, name, f"it has {there[name]} bytes, and {size} were written"))
+        for name, size in sizes.items()
+        if name in there and there[name] != size
+    ]
+    surplus = sorted(set(there) - manifest.names())
+    return found + [str(damaged(folder, name, "the file does not belong to the checkpoint")) for name in surplus]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One line of ``bytescale checkpoint list``."""
+
+    name: str
+    step: int
+    format: int
+    num_bytes: int
+    mesh: dict[str, int]
+    wrong: str
+    """Why it is not whole; empty: every file is there in its size."""
+
+
+def list_checkpoints(folder: Folder) -> list[ListedCheckpoint]:
+    """Every checkpoint in a run's folder of checkpoints, oldest first. Raises ``OSError``."""
+    names = sorted((int(match[1]), name) for name in folder.folders() if (match := STEP_NAME.fullmatch(name)))
+    return [_listed(folder.inside(name), step) for step, name in names]
+
+
+def _listed(folder: Folder, step: int) -> ListedCheckpoint:
+    try:
+        content = read_state_json(folder)
+        state, wrong = run_state_of(folder, content), []
+        if content["format"] == FORMAT:
+            wrong = wrong_files(folder, manifest_of(folder, content))
+        return ListedCheckpoint(
+            name=folder.name,
+            step=state.step,
+            format=state.format,
+            num_bytes=sum(folder.sizes().values()),
+            mesh=state.mesh,
+            wrong=wrong[0] if wrong else "",
+        )
+    except BytescaleError as error:
+        return ListedCheckpoint(folder.name, step, 0, sum(folder.sizes().values()), {}, str(error))
+
+
+def _expected_pieces(manifest: Manifest) -> dict[int, list[tuple[Layout, int]]]:
+    """The layouts and shards whose pieces each file should have."""
+    expected: dict[int, list[tuple[Layout, int]]] = defaultdict(list)
+    for layout in manifest.layouts:
+        for shard in range(layout.num_shards):
+            expected[layout.file_of(shard)].append((layout, shard))
+    return expected
+
+
+def _check_file(folder: Folder, file: TensorFile, held: Sequence[tuple[Layout, int]]) -> None:
+    """Raise ``CheckpointDamage`` unless the file has the pieces that the layouts say, and every byte is right."""
+    pieces = {
+        (piece.entry.name, piece.box): piece
+        for layout, shard in held
+        for piece in layout.pieces(shard)
+        if piece.entry.written
+    }
+    names = {(name, box) for name, box in pieces}
+    stored = set(file.pieces())
+    states = {piece.partition(".")[0] for piece in stored}
+    expected = {piece_name(state, name, box): box for state in states for name, box in names}
+    odd = sorted(stored.symmetric_difference(expected))
+    if odd:
+        raise damaged(folder, file.name, f"{odd[0]} is {'surplus' if odd[0] in stored else 'missing'}")
+    for name, box in expected.items():
+        file.check_shape(name, box[1])
+        low, high = file.place_of(name)
+        for start in range(0, high - low, _READ_BYTES):
+            file.read(name, start, memoryview(bytearray(min(_READ_BYTES, high - low - start))))
+
+
+def _content(folder: Folder, name: str) -> bytes:
+    try:
+        return folder.read_file(name)
+    except OSError as error:
+        raise unreachable(error, f"{folder}/{name}") from error

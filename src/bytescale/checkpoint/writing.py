@@ -1,0 +1,178 @@
+"""Writes a checkpoint of format 3: every rank its own file, and the first rank the manifest behind them.
+
+Each rank computes from the mesh and from its flat buffer's layout which rectangles it writes. The first rank learns
+four numbers of each rank's file, and one layout of each HDP group, from that group's first rank: 32 bytes a rank and
+some 100 bytes a parameter, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bytescale.checkpoint.agree import attempt, settle
+from bytescale.checkpoint.disk import Disk, check_room
+from bytescale.checkpoint.layout import Layout, LayoutEntry
+from bytescale.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RunState,
+    StoredFile,
+    file_name,
+    layout_from_json,
+    layout_to_json,
+)
+from bytescale.checkpoint.tensor_file import BLOCK_BYTES, NewTensor, piece_name, write_tensors
+from bytescale.common.errors import CheckpointError
+from bytescale.runtime import ShardedAdamW
+
+_TAG = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank writes.
+
+    Attributes:
+        layout: of the rank's HDP group.
+        shard: the rank's number in that group.
+        states: by name, ``[n]`` tensors on the CPU: the rank's part of each bucket.
+    """
+
+    layout: Layout
+    shard: int
+    states: Mapping[str, Sequence[Tensor]]
+
+    @staticmethod
+    def of(optimizer: ShardedAdamW) -> Snapshot:
+        """Copy this rank's states to host memory, so that training may go on while they are written."""
+        copies = {
+            name: [tensor.detach().to("cpu", copy=True) for tensor in parts]
+            for name, parts in optimizer.states().items()
+        }
+        return Snapshot(layout_of(optimizer), optimizer.hdp.rank, copies)
+
+    def tensors(self) -> list[NewTensor]:
+        """The rectangles of this rank in the order of its file: state by state, as the buffer has them."""
+        layout = self.layout
+        pieces = [piece for piece in layout.pieces(self.shard) if piece.entry.written]
+        begins = [
+            begin + self.shard * (end - begin) // layout.num_shards
+            for begin, end in zip(layout.bounds, layout.bounds[1:], strict=False)
+        ]
+        found = []
+        for state, parts in self.states.items():
+            for piece in pieces:
+                begin, part = begins[piece.bucket], parts[piece.bucket]
+                values = part[piece.start - begin : piece.stop - begin]
+                name = piece_name(state, piece.entry.name, piece.box)
+                found.append(NewTensor(name, part.dtype, piece.box[1], lambda values=values: values))  # type: ignore[misc]
+        return found
+
+
+def layout_of(optimizer: ShardedAdamW) -> Layout:
+    """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
+    flat, mesh = optimizer.parameters, optimizer.mesh
+    entries = []
+    for entry in flat.entries:
+        offsets = [0] * len(entry.cut.shape)
+        if entry.cut.count > 1:
+            offsets[entry.cut.dim] = entry.cut.start
+        entries.append(
+            LayoutEntry(
+                name=entry.name,
+                shape=tuple(entry.cut.shape),
+                offsets=tuple(offsets),
+                sizes=tuple(entry.shape),
+                start=entry.start,
+                written=entry.cut.replica == 0,
+            )
+        )
+    return Layout(
+        entries=tuple(entries),
+        bounds=(flat.buckets[0].start, *(bucket.stop for bucket in flat.buckets)),
+        num_shards=flat.buckets[0].num_shards,
+        first_file=mesh.shape.rank(mesh.stage, 0, mesh.tp.rank),
+        stride=mesh.shape.tp,
+    )
+
+
+def write_checkpoint(
+    disk: Disk, folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup, *, block_bytes: int = 0
+) -> Manifest | None:
+    """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it; the first returns the manifest.
+
+    Raises the same on every rank:
+        DiskFullError: there is no room; nothing was written.
+        CheckpointError: a rank could not write.
+    """
+    tensors = snapshot.tensors()
+    own_bytes = sum(tensor.num_bytes for tensor in tensors)
+    total_bytes = torch.tensor([own_bytes])
+    dist.all_reduce(total_bytes, group=group)
+    error: Exception | None = None
+    written = StoredFile(0, 0, 0)
+    if group.rank() == 0:
+        error = attempt(lambda: disk.make_folder(folder))
+    settle(error, group)
+    is_shared = folder.is_dir()  # by the nodes of all ranks; otherwise each node keeps what its own ranks write
+    needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    settle(attempt(lambda: _make_room(disk, folder, needed)), group)  # before any rank takes up space
+    try:
+        path = folder / file_name(snapshot.layout.file_of(snapshot.shard))
+        written = write_tensors(disk, path, tensors, step=state.step, block_bytes=block_bytes or BLOCK_BYTES)
+    except Exception as caught:  # told to all ranks below, where each raises it
+        error = caught
+    settle(error, group)
+    manifest = None
+    try:
+        rows, layouts = _gather(written, snapshot, group)
+        if group.rank() == 0:
+            manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
+            disk.write_file(folder / MANIFEST, manifest.to_json())
+            disk.sync_folder(folder)
+    except OSError as caught:
+        error = caught
+    settle(error, group)
+    return manifest
+
+
+def _make_room(disk: Disk, folder: Path, num_bytes: int) -> None:
+    disk.make_folder(folder)
+    check_room(disk, folder, num_bytes)
+
+
+def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -> tuple[list[StoredFile], list[Layout]]:
+    """On the first rank: what every rank wrote, and the layout of every HDP group. Empty on the others."""
+    is_leader = snapshot.shard == 0
+    layout = json.dumps(layout_to_json(snapshot.layout)).encode() if is_leader else b""
+    number = snapshot.layout.file_of(snapshot.shard)
+    checksum = written.checksum - 2**63  # into the range of int64
+    own = torch.tensor([number, written.num_bytes, written.header_bytes, checksum, len(layout)])
+    if group.rank():
+        dist.gather(own, None, group=group, group_dst=0)
+        if layout:
+            group.send([torch.frombuffer(bytearray(layout), dtype=torch.uint8)], 0, _TAG).wait()
+        return [], []
+    table = torch.empty(group.size(), 5, dtype=torch.int64)
+    dist.gather(own, list(table), group=group, group_dst=0)
+    rows = table.tolist()
+    if sorted(row[0] for row in rows) != list(range(group.size())):
+        raise CheckpointError("two ranks write the same file")  # pragma: no cover, a mesh that is none
+    layouts = []
+    for rank, row in enumerate(rows):
+        if rank and row[4]:
+            received = torch.empty(row[4], dtype=torch.uint8)
+            group.recv([received], rank, _TAG).wait()
+            layouts.append(layout_from_json(json.loads(received.numpy().tobytes()), len(rows)))
+        elif row[4]:
+            layouts.append(snapshot.layout)
+    files = {row[0]: StoredFile(row[1], row[2], row[3] + 2**63) for row in rows}
+    return [files[number] for number in range(len(rows))], layouts

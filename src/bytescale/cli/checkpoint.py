@@ -1,0 +1,113 @@
+"""``bytescale checkpoint``: what a run's checkpoints are, whether every byte is right, and old formats made new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bytescale.cli.options import parse
+from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.units import format_bytes
+from bytescale.config import load_config
+
+
+@dataclass(slots=True, kw_only=True)
+class ListOptions:
+    """List the checkpoints of a run: step, size, the mesh that wrote it, and whether every file is there."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """A run folder, or the folder or URL that holds its checkpoints."""
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifyOptions:
+    """Read every byte of a checkpoint, or of all checkpoints of a run, and compare checksums."""
+
+    folder: Annotated[str, tyro.conf.Positional]
+    """A checkpoint, a run folder, or the URL of either."""
+
+
+@dataclass(slots=True, kw_only=True)
+class UpgradeOptions:
+    """Write a checkpoint of format 2 again in format 3, with checksums, in its place."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A folder checkpoints/step-*."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 1 where a checkpoint is not whole."""
+    commands: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "verify": _verify, "upgrade": _upgrade}
+    if not arguments or arguments[0] not in commands:
+        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN | upgrade FOLDER")
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    return commands[arguments[0]](arguments[1:])
+
+
+def _list(arguments: Sequence[str]) -> int:
+    from bytescale.checkpoint.folders import open_folder, unreachable
+    from bytescale.checkpoint.verify import list_checkpoints
+
+    options = parse(ListOptions, arguments, prog="bytescale checkpoint list")
+    place = _checkpoints_of(options.run)
+    try:
+        found = list_checkpoints(open_folder(place))
+    except OSError as error:
+        raise unreachable(error, place) from error
+    if not found:
+        raise CheckpointError(problem(f"there is no checkpoint in {place}", fix="name a run folder"))
+    for one in found:
+        mesh = " x ".join(f"{name} {size}" for name, size in one.mesh.items()) or "one process"
+        print(f"{one.name}  {format_bytes(one.num_bytes):>10}  {mesh}  {one.wrong or 'whole'}")
+    return int(any(one.wrong for one in found))
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    from bytescale.checkpoint.folders import open_folder, unreachable
+    from bytescale.checkpoint.manifest import MANIFEST
+    from bytescale.checkpoint.verify import list_checkpoints, problems_of
+
+    options = parse(VerifyOptions, arguments, prog="bytescale checkpoint verify")
+    folder = open_folder(options.folder)
+    try:
+        if MANIFEST in folder.sizes():
+            folders = [folder]
+        else:
+            parent = open_folder(_checkpoints_of(options.folder))
+            folders = [parent.inside(one.name) for one in list_checkpoints(parent)]
+    except OSError as error:
+        raise unreachable(error, options.folder) from error
+    if not folders:
+        raise CheckpointError(
+            problem(f"there is no checkpoint in {options.folder}", fix="name a folder checkpoints/step-*, or a run")
+        )
+    wrong = 0
+    for one in folders:
+        try:
+            found = problems_of(one)
+        except CheckpointError as error:
+            found = [str(error)]
+        wrong += bool(found)
+        print(f"{one}: " + ("every byte is what was written" if not found else "\n  ".join(["not whole", *found])))
+    return int(wrong > 0)
+
+
+def _upgrade(arguments: Sequence[str]) -> int:
+    from bytescale.checkpoint.upgrade import upgrade
+
+    options = parse(UpgradeOptions, arguments, prog="bytescale checkpoint upgrade")
+    done = upgrade(options.folder)
+    print(f"{options.folder}: " + ("now in format 3, and checked" if done else "is in format 3 already"))
+    return 0
+
+
+def _checkpoints_of(place: str) -> str:
+    """Where the checkpoints of a run folder are; other folders and URLs are taken to hold checkpoints."""
+    config = Path(place) / "config.toml"
+    if "://" in place or not config.is_file():
+        return place
+    return load_config(config).checkpoint.folder or str(Path(place) / "checkpoints")

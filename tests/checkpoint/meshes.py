@@ -1,0 +1,147 @@
+"""Optimizers with known states on small meshes of threads, to be saved on one mesh and restored on another."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bytescale.checkpoint import Checkpointer, RunState
+from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.reading import Wanted
+from bytescale.checkpoint.writing import layout_of
+from bytescale.config import Architecture, CheckpointConfig, OptimizerConfig
+from bytescale.runtime import Mesh, MeshShape, ShardedAdamW
+from bytescale.train.parts.own_model import build_own_model
+from tests.helpers.ranks import run_mesh
+from tests.helpers.steps import small_shape
+
+Result = TypeVar("Result")
+STATES = ("master", "exp_avg", "exp_avg_sq")
+SHAPE = small_shape(vocab_size=64, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=24)
+
+
+@dataclass
+class Ranks:
+    """What a ``Checkpointer`` asks of ranks."""
+
+    mesh: Mesh
+
+    @property
+    def is_first(self) -> bool:
+        return self.mesh.world.rank == 0
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        assert self.mesh.world.group is not None
+        return self.mesh.world.group
+
+
+def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 1500) -> ShardedAdamW:
+    model = build_own_model(
+        shape,
+        mesh,
+        virtual_stages=1,
+        dtype=torch.float32,
+        seed=0,
+        bucket_bytes=bucket_bytes if mesh.hdp.size > 1 else 0,
+    )
+    return ShardedAdamW(model.parameters, OptimizerConfig(), mesh, model.tied_head)
+
+
+def whole_state(state: str, name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """What a parameter's state is after ``step``, on any mesh."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{state}.{name}".encode()) + step)
+    return torch.randn(shape, generator=generator)
+
+
+def own_parts(optimizer: ShardedAdamW) -> list[Wanted]:
+    """Views of all rectangles that this rank holds."""
+    layout, places = layout_of(optimizer), optimizer.parameters.shards(optimizer.hdp.rank)
+    return [
+        Wanted(
+            state,
+            piece.entry.name,
+            piece.box,
+            parts[piece.bucket][
+                piece.start - places[piece.bucket].start : piece.stop - places[piece.bucket].start
+            ].view(piece.box[1]),
+        )
+        for state, parts in optimizer.states().items()
+        for piece in layout.pieces(optimizer.hdp.rank)
+    ]
+
+
+def shapes(optimizer: ShardedAdamW) -> dict[str, tuple[int, ...]]:
+    return {entry.name: tuple(entry.cut.shape) for entry in optimizer.parameters.entries}
+
+
+def expected(optimizer: ShardedAdamW, part: Wanted, step: int) -> Tensor:
+    whole = whole_state(part.state, part.parameter, shapes(optimizer)[part.parameter], step)
+    return whole[tuple(slice(a, a + n) for a, n in zip(*part.box, strict=True))]
+
+
+def set_states(optimizer: ShardedAdamW, step: int) -> None:
+    for part in own_parts(optimizer):
+        part.target.copy_(expected(optimizer, part, step))
+
+
+def assert_states(optimizer: ShardedAdamW, step: int) -> None:
+    for part in own_parts(optimizer):
+        assert torch.equal(part.target, expected(optimizer, part, step)), (part.state, part.parameter, part.box)
+
+
+def run_state(step: int, shape: Architecture = SHAPE) -> RunState:
+    return RunState(step=step, sampler={"place": step * 7}, architecture=shape.as_dict(), mesh={"hdp": 1})
+
+
+def with_checkpointer(
+    mesh: MeshShape,
+    folder: Path,
+    work: Callable[[Checkpointer, ShardedAdamW], Result],
+    /,
+    *,
+    shape: Architecture = SHAPE,
+    disk: Disk | None = None,
+    **config: object,
+) -> list[Result]:
+    """``work`` on every rank of a mesh of threads."""
+
+    def one_rank(own: Mesh) -> Result:
+        settings = CheckpointConfig(**{"background": False, **config})  # type: ignore[arg-type]
+        return work(Checkpointer(folder, Ranks(own), settings, disk=disk), make_optimizer(own, shape))
+
+    return run_mesh(mesh, one_rank, timeout_seconds=60)
+
+
+def save(mesh: MeshShape, folder: Path, *steps: int, shape: Architecture = SHAPE, **options: object) -> None:
+    """Checkpoints after these steps, by all ranks of a mesh."""
+
+    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+        for step in steps:
+            set_states(optimizer, step)
+            checkpoints.save(run_state(step, shape), optimizer)
+        checkpoints.finish()
+
+    with_checkpointer(mesh, folder, work, shape=shape, **options)  # type: ignore[arg-type]
+
+
+def restore(mesh: MeshShape, folder: Path, shape: Architecture = SHAPE, name: str = "") -> int:
+    """The newest checkpoint (or ``name``) on every rank of a mesh, compared bit for bit. Returns its step."""
+
+    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> int:
+        path = folder / name if name else checkpoints.latest()
+        assert path is not None, "there is a checkpoint"
+        state = checkpoints.restore(path, optimizer, shape.as_dict())
+        assert state.sampler == {"place": state.step * 7}
+        assert_states(optimizer, state.step)
+        return state.step
+
+    (step,) = set(with_checkpointer(mesh, folder, work, shape=shape))
+    return step

@@ -1,0 +1,191 @@
+"""Checkpoints in format 3: whatever mesh wrote them, every other restores them bit for bit from a few bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from bytescale.checkpoint import tensor_file
+from bytescale.checkpoint.folders import LocalFolder
+from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersection
+from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
+from bytescale.checkpoint.reading import CheckpointReader
+from bytescale.checkpoint.restoring import StoredTensors
+from bytescale.checkpoint.verify import problems_of
+from bytescale.runtime import MeshShape
+from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, own_parts, restore, save, whole_state
+from tests.helpers.effort import examples
+from tests.helpers.ranks import run_mesh
+from tests.helpers.steps import small_shape
+
+MIXTURE = small_shape(
+    vocab_size=64, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=32, num_experts=4, experts_per_token=2
+)
+TIED = small_shape(vocab_size=64, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_hidden_size=24, tie_embeddings=True)
+MESHES = [MeshShape(1), MeshShape(3), MeshShape(1, tp=2, pp=2), MeshShape(2, tp=4), MeshShape(2, pp=2)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are smaller than tensors."""
+    monkeypatch.setattr("bytescale.checkpoint.writing.BLOCK_BYTES", 64)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED, MIXTURE], ids=["llama", "tied", "mixtral"])
+def test_every_mesh_restores_what_any_other_wrote(tmp_path: Path, shape: object) -> None:
+    """A circle through all meshes; in the rest of the tests, every pair of them (`make test-rest`)."""
+    for writer, reader in zip(MESHES, MESHES[1:] + MESHES[:1], strict=True):
+        folder = tmp_path / f"{writer}"
+        save(writer, folder, 5, shape=shape)  # type: ignore[arg-type]
+        assert problems_of(LocalFolder(folder / "step-000005")) == []
+        assert restore(reader, folder, shape) == 5  # type: ignore[arg-type]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("writer", MESHES, ids=str)
+@pytest.mark.parametrize("reader", MESHES, ids=str)
+def test_every_pair_of_meshes(tmp_path: Path, writer: MeshShape, reader: MeshShape) -> None:
+    for number, shape in enumerate((SHAPE, TIED, MIXTURE)):
+        save(writer, tmp_path / str(number), 5, shape=shape)
+        assert restore(reader, tmp_path / str(number), shape) == 5
+
+
+def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
+    """The independent twin: the library's own reader finds the same tensors."""
+    save(MeshShape(2, tp=2), tmp_path, 3)
+    folder = tmp_path / "step-000003"
+    stored = StoredTensors(folder)
+    seen: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118, it is no dictionary
+                name, _, place = key.rpartition("@")
+                offsets = [int(number) for number in place.split(",")]
+                tensor, whole = file.get_tensor(key), stored.read(name)
+                inside = tuple(slice(a, a + n) for a, n in zip(offsets, tensor.shape, strict=True))
+                assert torch.equal(tensor, whole[inside])
+                seen[name] = seen.get(name, 0) + tensor.numel()
+    assert seen == {name: math.prod(shape) for name, shape in stored.shapes().items()}
+    for name, shape in stored.shapes().items():
+        state, _, parameter = name.partition(".")
+        assert torch.equal(stored.read(name), whole_state(state, parameter, shape, 3))
+
+
+class Counting(LocalFolder):
+    """Counts the bytes that are read of tensors, without headers."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.num_bytes = 0
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        self.num_bytes += len(target) if offset else 0
+        return super().read_into(name, offset, target)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(MESHES[3], MESHES[1]), (MESHES[1], MESHES[3]), (MESHES[3], MESHES[3])])
+def test_a_rank_reads_the_blocks_of_its_own_parts_and_no_more(
+    tmp_path: Path, writer: MeshShape, reader: MeshShape
+) -> None:
+    """Every block that shares an element with the rank's parts, found the slow way, element by element."""
+    save(writer, tmp_path, 5)
+    folder = Counting(tmp_path / "step-000005")
+    manifest = read_manifest(folder)
+
+    def needed_blocks(parts: list) -> set[tuple]:
+        blocks = set()
+        for layout in manifest.layouts:
+            for shard in range(layout.num_shards):
+                for piece in layout.pieces(shard):
+                    for part in parts if piece.entry.written else ():
+                        shared = intersection(piece.box, part.box) if part.parameter == piece.entry.name else None
+                        if shared is not None:
+                            inside = zip(shared[0], piece.box[0], shared[1], strict=True)
+                            inner = torch.zeros(piece.box[1], dtype=torch.bool)
+                            inner[tuple(slice(a - b, a - b + n) for a, b, n in inside)] = True
+                            low, high = (4 * int(n) for n in inner.flatten().nonzero()[[0, -1], 0])
+                            own = (part.state, layout.file_of(shard), piece.entry.name, piece.box)
+                            size = 4 * math.prod(piece.box[1])
+                            blocks |= {(*own, n, min(64, size - 64 * n)) for n in range(low // 64, high // 64 + 1)}
+        return blocks
+
+    def work(mesh: object) -> None:
+        parts = own_parts(make_optimizer(mesh))  # type: ignore[arg-type]
+        own = Counting(tmp_path / "step-000005")
+        CheckpointReader(own, manifest).fill(parts)
+        # A part with two rectangles in one stored piece reads the block between them twice at most.
+        assert own.num_bytes <= sum(2 * block[-1] for block in needed_blocks(parts))
+        if writer == reader:
+            assert own.num_bytes == 4 * sum(part.target.numel() for part in parts)
+        assert own.num_bytes < folder_bytes / 2
+
+    folder_bytes = manifest.num_bytes()
+    run_mesh(reader, work)
+
+
+def layouts() -> st.SearchStrategy[Layout]:
+    @st.composite
+    def make(draw: st.DrawFn) -> Layout:
+        num_shards = draw(st.integers(1, 4))
+        entries, start = [], 0
+        for number in range(draw(st.integers(1, 4))):
+            shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+            entries.append(
+                LayoutEntry(
+                    name=str(number), shape=shape, offsets=(0,) * len(shape), sizes=shape, start=start, written=True
+                )
+            )
+            start = entries[-1].stop + draw(st.integers(0, 3))
+        bounds = [0]
+        while bounds[-1] < start:
+            bounds.append(bounds[-1] + num_shards * draw(st.integers(1, 20)))
+        return Layout(tuple(entries), tuple(bounds), num_shards, draw(st.integers(0, 2)), draw(st.integers(1, 2)))
+
+    return make()
+
+
+@given(layouts(), st.data())
+@examples(60, 1000)
+def test_overlapping_finds_what_all_pieces_share(layout: Layout, data: st.DataObject) -> None:
+    """The slow twin looks through every piece of every shard."""
+    entry = data.draw(st.sampled_from(layout.entries))
+    low = tuple(data.draw(st.integers(0, n - 1)) for n in entry.shape)
+    wanted = (low, tuple(data.draw(st.integers(1, n - a)) for a, n in zip(low, entry.shape, strict=True)))
+    slow = [
+        (layout.file_of(shard), piece.box, shared)
+        for shard in range(layout.num_shards)
+        for piece in layout.pieces(shard)
+        if piece.entry is entry and (shared := intersection(piece.box, wanted)) is not None
+    ]
+    assert sorted(layout.overlapping(entry, wanted)) == sorted(slow)
+    assert sum(math.prod(shared[1]) for *_, shared in slow) == math.prod(wanted[1])
+    again = layout_from_json(json.loads(json.dumps(layout_to_json(layout))), 100)
+    assert again == layout
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 5)])
+def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel())
+    for low in range(len(numbers) + 1):
+        for high in range(low, len(numbers) + 1):
+            boxes = list(boxes_of(shape, low, high))
+            assert len(boxes) <= 2 * len(shape) - 1
+            pieces = [
+                numbers.view(shape)[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))].flatten()
+                for offsets, sizes in boxes
+            ]
+            assert torch.equal(torch.cat(pieces or [numbers[:0]]), numbers[low:high])
+
+
+def test_states_of_a_checkpoint_are_named(tmp_path: Path) -> None:
+    save(MeshShape(1), tmp_path, 1)
+    manifest = read_manifest(LocalFolder(tmp_path / "step-000001"))
+    assert tuple(manifest.states) == STATES
+    assert tensor_file.BLOCK_BYTES % 8 == 0

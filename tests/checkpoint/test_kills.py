@@ -1,0 +1,166 @@
+"""A process that is killed before any of its operations on the disk: the newest complete checkpoint loads, bit for bit.
+
+The operations are counted in a first run. Then the same run ends before the first of them, before the second, and so
+on. A killed process changes nothing more on the disk, and that is how the quick version does it: its disk is dead from
+then on. The exhaustive version sends SIGKILL to a process with several ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
+from bytescale.checkpoint.folders import LocalFolder
+from bytescale.checkpoint.verify import problems_of
+from bytescale.common.errors import CheckpointError
+from bytescale.config import CheckpointConfig
+from bytescale.runtime import MeshShape
+from tests.checkpoint.meshes import restore, run_state, save, set_states, with_checkpointer
+from tests.helpers.forks import run_forked
+
+ALONE = MeshShape(1)
+HISTORIES = {"grow and prune": (1, 2, 3), "the same step again": (2, 2)}
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class MortalDisk(Disk):
+    """Dies before the operation number ``last``, counted from 0; -1: never."""
+
+    def __init__(self, last: int = -1) -> None:
+        self.last = last
+        self.operations: list[str] = []
+        self._lock = threading.Lock()
+
+    def before(self, operation: str, path: Path) -> None:
+        with self._lock:
+            self.operations.append(operation)
+            if 0 <= self.last < len(self.operations):
+                self.die()
+
+    def die(self) -> None:
+        raise Killed
+
+
+class KilledDisk(MortalDisk):
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FullDisk(MortalDisk):
+    """Takes nothing more from the operation ``last`` on, but deletes."""
+
+    def before(self, operation: str, path: Path) -> None:
+        self.operations.append(operation)
+        if 0 <= self.last < len(self.operations) and operation in ("write", "make folder", "create", "sync"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def run_until(folder: Path, steps: tuple[int, ...], disk: Disk, mesh: MeshShape = ALONE) -> None:
+    save(mesh, folder, *steps, disk=disk, keep=1)
+
+
+def assert_usable(folder: Path, steps: tuple[int, ...], num_published: int) -> None:
+    """What is named as a checkpoint is whole, the newest one is restored, and the run can save again."""
+    for path in complete_checkpoints(folder):
+        assert problems_of(LocalFolder(path)) == []
+    if num_published:
+        assert restore(MeshShape(1), folder) in steps[num_published - 1 : num_published + 1]
+    save(MeshShape(1), folder, 9, keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000009"], "what was half written is gone"
+
+
+@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
+def test_killed_before_every_operation(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    counted = MortalDisk()
+    run_until(tmp_path / "whole", steps, counted)
+    kinds = {"make folder", "create", "write", "sync", "rename", "sync folder", "remove", "remove folder"}
+    assert set(counted.operations) == kinds
+    ends = [n for n, operation in enumerate(counted.operations) if operation == "rename"]
+    published = ends[:1] + (ends[2::2] if len(set(steps)) == 1 else ends[1::2])
+    # Of the many writes of tensors in one file, the first, one in the middle and the last stand for the others.
+    points = [
+        n
+        for n, operation in enumerate(counted.operations)
+        if operation != "write" or "write" not in counted.operations[n - 1 : n + 2 : 2] or n % 20 == 0
+    ]
+    for point in points:
+        folder = tmp_path / str(point)
+        with pytest.raises((AssertionError, CheckpointError), match="Killed"):
+            run_until(folder, steps, MortalDisk(point))
+        assert_usable(folder, steps, sum(point > end for end in published))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
+def test_sigkill_before_every_operation_of_several_ranks(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    counted = MortalDisk()
+    run_until(tmp_path / "whole", steps, counted, MeshShape(2, tp=2))
+    for point in range(len(counted.operations)):
+        folder = tmp_path / str(point)
+        with pytest.raises(AssertionError, match="died without an answer"):
+            run_forked(1, lambda _, f=folder, p=point: run_until(f, steps, KilledDisk(p), MeshShape(2, tp=2)))
+        before = complete_checkpoints(folder)
+        for path in before:
+            assert problems_of(LocalFolder(path)) == []
+        if before:
+            assert restore(MeshShape(2), folder) == int(before[-1].name.removeprefix("step-"))
+
+
+def test_a_disk_that_fills_up_costs_the_new_checkpoint_alone(tmp_path: Path) -> None:
+    """From any operation of the second checkpoint on: the run goes on, and the first checkpoint is kept."""
+    counted = FullDisk()
+    save(MeshShape(2), tmp_path / "first", 1, disk=counted)
+    first = len(counted.operations)
+    save(MeshShape(2), tmp_path / "first", 2, disk=counted)
+    for point in range(first, len(counted.operations), 13):
+        folder, disk = tmp_path / str(point), FullDisk(point)
+
+        def work(checkpoints, optimizer, disk=disk) -> None:  # type: ignore[no-untyped-def]
+            for step in (1, 2):
+                set_states(optimizer, step)
+                checkpoints.save(run_state(step), optimizer)
+            with pytest.raises(CheckpointError, match=r"could not be written .*No space left .*before it are whole"):
+                checkpoints.finish()
+            disk.last = -1
+            set_states(optimizer, 3)
+            checkpoints.save(run_state(3), optimizer)
+            checkpoints.finish()
+
+        with_checkpointer(MeshShape(2), folder, work, disk=disk)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000003"]
+        assert restore(MeshShape(1), folder) == 3
+        assert restore(MeshShape(1), folder, name="step-000001") == 1
+
+
+def test_space_is_looked_at_before_anything_is_written(tmp_path: Path) -> None:
+    class SmallDisk(MortalDisk):
+        free = 10**9
+
+        def free_bytes(self, folder: Path) -> int:
+            return self.free
+
+    disk = SmallDisk()
+    save(MeshShape(2), tmp_path, 1, disk=disk)
+    disk.free, disk.operations = 2**20 + 100, []
+    with pytest.raises(AssertionError, match=r"has 1.* free, and a checkpoint takes .* Nothing was written"):
+        save(MeshShape(2), tmp_path, 2, disk=disk)
+    assert set(disk.operations) == {"make folder", "remove folder"}
+    assert restore(MeshShape(1), tmp_path) == 1
+
+
+def test_which_checkpoints_are_kept() -> None:
+    config = CheckpointConfig(keep=2, keep_every=30)
+    assert to_delete([10, 20, 30, 40, 50], config) == [10, 20]
+    assert to_delete([10, 20, 30, 40, 50], config, in_use=[10]) == [20]
+    assert to_delete([30, 60], CheckpointConfig(keep=1)) == [30]
+    assert to_delete([], config) == []
