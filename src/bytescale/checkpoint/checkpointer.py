@@ -77,7 +77,7 @@ class Checkpointer:
         self._say = say
         self._disk = disk or Disk()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: tuple[int, Future[None]] | None = None  # with its step
         self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
         self._export = export
         self._exporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-export")
@@ -93,13 +93,13 @@ class Checkpointer:
         the checkpoints before it are kept. ``finish`` raises if that was the last one.
         """
         self._settle()
-        self._pending = self._thread.submit(self._write, state, Snapshot.of(optimizer))
+        self._pending = state.step, self._thread.submit(self._write, state, Snapshot.of(optimizer))
         if not self.config.background:
             self._settle()
 
     def poll(self) -> None:
         """Look whether the checkpoint under way is complete. Cheap; call once a step."""
-        if self._pending is not None and self._pending.done():
+        if self._pending is not None and self._pending[1].done():
             self._settle()
         self._tell_exports(wait=False)
 
@@ -257,28 +257,27 @@ class Checkpointer:
         """Wait for the checkpoint under way, and tell what became of it."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        (step, future), self._pending = self._pending, None
         try:
-            pending.result()
+            future.result()
             self._failure = None
         except (OSError, DiskFullError, CheckpointError) as error:
-            self._failure = CheckpointError(
-                problem(
-                    f"a checkpoint could not be written ({_reason(error)})",
-                    so="the checkpoints before it are whole",
-                    fix=f"look at the disk that holds {self.folder}, then resume",
-                )
-            )
-            self._failure.__cause__ = error
+            self._failure = self._not_written(step, error)
             self._say(f"warning {self._failure}")
         except Exception as error:  # another rank is gone, or a mistake of ours
-            raise CheckpointError(
-                problem(
-                    f"a checkpoint could not be written ({type(error).__name__}: {_reason(error)})",
-                    so="the checkpoints before it are whole",
-                    fix="mend the cause, then resume",
-                )
-            ) from error
+            raise self._not_written(step, error) from error
+
+    def _not_written(self, step: int, error: Exception) -> CheckpointError:
+        kind = "" if isinstance(error, (OSError, BytescaleError)) else f"{type(error).__name__}: "
+        failure = CheckpointError(
+            problem(
+                f"the checkpoint {step_name(step)} could not be written ({kind}{_reason(error)})",
+                so="the checkpoints before it are whole",
+                fix=f"look at the disk that holds {self.folder}, then resume",
+            )
+        )
+        failure.__cause__ = error
+        return failure
 
     def _with_older(self, damage: CheckpointDamage, path: Path) -> CheckpointDamage:
         """The error with the newest older checkpoint that is whole; each rank checks a part of its files."""
@@ -299,4 +298,5 @@ class Checkpointer:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).strip().removesuffix(".")
+    """What happened, without what to do about it."""
+    return str(error).split(" To fix:")[0].strip().removesuffix(".")

@@ -108,12 +108,12 @@ class Disk:
 
 
 def check_room(disk: Disk, folder: Path, num_bytes: int) -> None:
-    """Raise ``DiskFullError`` unless ``num_bytes`` fit, with room for the run's logs beside them."""
+    """Raise ``DiskFullError`` unless a checkpoint of ``num_bytes``, and the run's logs beside it, fit on the disk."""
     free = disk.free_bytes(folder)
     if free < num_bytes + _ROOM_FOR_LOGS:
         raise DiskFullError(
             problem(
-                f"the disk that holds {folder} has {format_bytes(free)} free, and a checkpoint takes "
+                f"the disk that holds {folder.parent} has {format_bytes(free)} free, and a checkpoint takes "
                 f"{format_bytes(num_bytes)}",
                 so="nothing was written",
                 fix="free some space, or lower checkpoint.keep",

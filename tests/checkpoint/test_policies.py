@@ -1,0 +1,53 @@
+"""Settings of ``[checkpoint]`` in whole runs: what is kept, exported, and put elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bytescale.checkpoint.export import export_checkpoint
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config, load_config
+from bytescale.train import train
+from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
+
+
+def with_checkpoints(config: Config, **changes: object) -> Config:
+    return replace(config, checkpoint=replace(config.checkpoint, **changes))
+
+
+def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
+    """A checkpoint every step; every third is kept, and every second becomes a Hugging Face folder."""
+    config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=7), 2)
+    run(with_checkpoints(config, every=1, keep=1, keep_every=3, export_every=2))
+    folder = tmp_path / "run"
+    names = ["step-000003", "step-000006", "step-000007"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
+    exports = sorted(path.name for path in (folder / "exports").iterdir())
+    assert exports == ["step-000002", "step-000004", "step-000006"]
+    run_config = load_config(folder / "config.toml")
+    export_checkpoint(folder / "checkpoints" / "step-000006", tmp_path / "later", run_config=run_config)
+    ours, later = (
+        load_file(path / "model.safetensors") for path in (folder / "exports" / "step-000006", tmp_path / "later")
+    )
+    assert ours.keys() == later.keys()
+    assert all(torch.equal(ours[name], later[name]) for name in ours)
+    assert (folder / "exports" / "step-000002" / "config.json").is_file()
+
+
+def test_checkpoints_in_another_folder(tmp_path: Path) -> None:
+    """The run goes on from there; another run is refused, before it has changed anything."""
+    config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=2), 2)
+    config = with_checkpoints(config, folder=str(tmp_path / "elsewhere"))
+    run(config)
+    assert (tmp_path / "elsewhere" / "step-000002").is_dir()
+    assert len(run(with_trainer(config, resume=True, steps=4))) == 4
+    before = sorted((tmp_path / "elsewhere").rglob("*"))
+    other = on_ranks(with_trainer(config, run_dir=str(tmp_path / "other")), 1)
+    with pytest.raises(ConfigError, match="Another run writes its checkpoints into"):
+        train(other, print_line=lambda line: None)
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == before
