@@ -62,7 +62,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     fsspec.filesystem("s3").__class__.clear_instance_cache()
 
 
-def save_and_upload(mesh: MeshShape, folder: Path, *steps: int, **config: object) -> None:
+def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: object) -> None:
     def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
         for step in steps:
             set_states(optimizer, step)

@@ -18,7 +18,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import write_atomically
 from bytescale.data.sources.source_file import SourceFile, fingerprint_files
 from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path
-from bytescale.data.tokens.progress import Progress, ProgressCallback
+from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
 
 _SCAN_TOKENS = 1 << 24
@@ -123,6 +123,11 @@ def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progres
     cached.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(cached, facts.to_json())
     return facts
+
+
+def is_as_written(dataset: IndexedDataset, facts: TokenFacts, progress: ProgressCallback = ignore_progress) -> bool:
+    """Read a pair through, and return whether it holds the tokens and lengths of which ``facts`` were gathered."""
+    return facts.describes(dataset.index) and _scan(dataset, progress).content_hash == facts.content_hash
 
 
 def load_facts(prefix: Path) -> TokenFacts | None:

@@ -13,18 +13,19 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
+from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.readers import WorkUnit, plan_units, too_many_corrupt_records
 from bytescale.data.sources.retry import unreadable, with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
 from bytescale.data.sources.urls import UrlPath, local_index, local_pair
-from bytescale.data.tokens.facts import TokenFacts, facts_of, load_facts
+from bytescale.data.tokens.facts import TokenFacts, facts_of, is_as_written, load_facts
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, read_index
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
 from bytescale.data.tokens.remote_tokens import RemoteTokens
@@ -86,6 +87,10 @@ class ShardReader:
     cache_dir: Path
     max_corrupt_records: int = 0
     read_retries: int = 0
+    verify: bool = False
+    """Whether every pair is read through and compared with its hash before it is used for the first time."""
+    verified: set[str] = field(default_factory=set, compare=False)
+    """Names of the shards whose pairs were found to be right."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
@@ -96,6 +101,7 @@ class ShardReader:
             cache_dir=Path(config.cache_dir).expanduser(),
             max_corrupt_records=config.max_corrupt_records,
             read_retries=config.read_retries,
+            verify=config.verify,
         )
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
@@ -139,7 +145,7 @@ class ShardReader:
                     deque(own, maxlen=0)
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return those of ``shards`` that have to be tokenised."""
+        """Return those of ``shards`` that have to be tokenised: with ``verify``, those whose pair has rotted too."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
@@ -158,6 +164,7 @@ class ShardReader:
             file = with_retries(partial(fetched, shard.file, self.cache_dir), self.read_retries)
             dataset = IndexedDataset.open(local_path(file))
             opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
+            self._check_pair(f"{shard.file.path}", opened, progress)
         check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
         return opened
 
@@ -195,7 +202,32 @@ class ShardReader:
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
-        return prefix.with_suffix(".idx").exists() and load_facts(prefix) is not None
+        facts = load_facts(prefix) if prefix.with_suffix(".idx").exists() else None
+        if facts is None or not self.verify or shard.name in self.verified:
+            return facts is not None
+        try:
+            is_right = is_as_written(IndexedDataset.open(prefix), facts)
+        except DataError:  # a file of the pair is missing or truncated
+            is_right = False
+        if is_right:
+            self.verified.add(shard.name)
+        else:
+            logger.warning("%s.bin is not what was written: its source is tokenised again", prefix)
+        return is_right
+
+    def _check_pair(self, place: str, opened: OpenShard, progress: ProgressCallback) -> None:
+        """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its facts were gathered of."""
+        if not self.verify or place in self.verified:
+            return
+        if not is_as_written(opened.dataset, opened.facts, progress):
+            raise DataError(
+                problem(
+                    f"{place} holds other tokens than when it was made",
+                    so="it is damaged, or it was replaced without its .meta.json",
+                    fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
+                )
+            )
+        self.verified.add(place)
 
     def _prefix(self, shard: Shard) -> Path:
         return self.cache_dir / "tokens" / shard.name[:2] / shard.name
