@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.checkpoint import Checkpointer, RunState
-from bytescale.checkpoint.checkpointer import complete_checkpoints, read_run_state
+from bytescale.checkpoint.folder_of_run import complete_checkpoints
+from bytescale.checkpoint.restoring import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import RankGroup, ShardedAdamW, ShardedOptimizer
