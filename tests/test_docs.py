@@ -55,7 +55,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 def check_command(arguments: list[str]) -> None:
     """Let the command's own parser read the arguments. Raises ``SystemExit`` or ``ConfigError`` where it refuses."""
-    name = " ".join(arguments[:2]) if arguments[0] == "data" else arguments[0]
+    name = " ".join(arguments[:2]) if arguments[0] in ("data", "checkpoint") else arguments[0]
     rest = arguments[len(name.split()) :]
     if "--help" in rest or rest == ["--version"]:
         return

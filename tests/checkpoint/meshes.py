@@ -136,7 +136,7 @@ def restore(mesh: MeshShape, folder: Path, shape: Architecture = SHAPE, name: st
     """The newest checkpoint (or ``name``) on every rank of a mesh, compared bit for bit. Returns its step."""
 
     def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> int:
-        path = folder / name if name else checkpoints.latest()
+        path = folder / name if name else checkpoints.newest()
         assert path is not None, "there is a checkpoint"
         state = checkpoints.restore(path, optimizer, shape.as_dict())
         assert state.sampler == {"place": state.step * 7}

@@ -60,7 +60,7 @@ def test_a_kill_during_an_upgrade_loses_nothing(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "first", tmp_path / "whole")
     upgrade(tmp_path / "whole" / "step-000005", counted)
     renames = [n for n, operation in enumerate(counted.operations) if operation == "rename"]
-    for point in (0, 1, 5, *(n + more for n in renames for more in (0, 1)), len(counted.operations) - 1):
+    for point in sorted({0, 1, 5, *renames, *(n + 1 for n in renames), len(counted.operations) - 1}):
         folder = tmp_path / str(point)
         shutil.copytree(tmp_path / "first", folder)
         with pytest.raises(Killed):

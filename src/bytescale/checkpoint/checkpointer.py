@@ -57,7 +57,7 @@ class Checkpointer:
         export: Callable[[Path], Path] | None = None,
         disk: Disk | None = None,
     ) -> None:
-        """Find out what there is, and delete what a killed run has left half written.
+        """Claim ``config.folder``. Nothing is written or deleted in a folder that is only read from.
 
         Args:
             folder: the run's own, on this machine's file system: for its checkpoints, or for copies if
@@ -79,6 +79,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None  # with its step
         self._failure: CheckpointError | None = None  # of the newest checkpoint, where it could not be written
+        self._is_clean = False
         self._export = export
         self._exporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-export")
         self._exporting: dict[int, Future[Path]] = {}  # by step, on the first rank
@@ -135,7 +136,9 @@ class Checkpointer:
 
         A copy here counts only if all ranks see it: the nodes may have disks of their own.
         """
-        group, own = self.ranks.checkpoint_group, self.latest()
+        group = self.ranks.checkpoint_group
+        settle(attempt(self._clean_once), group)
+        own = self.latest()
         name = share_text(own.name if own is not None else "", group)
         local = self.folder / name if name else None
         if self._uploader is None:
@@ -165,6 +168,7 @@ class Checkpointer:
     def _write(self, state: RunState, snapshot: Snapshot) -> None:
         """In the background thread, on every rank: write, publish, prune."""
         group, hidden = self.ranks.checkpoint_group, hidden_folder(self.folder, state.step)
+        settle(attempt(self._clean_once), group)
         try:
             write_checkpoint(self._disk, hidden, state, snapshot, group)
         except BaseException:
@@ -184,8 +188,14 @@ class Checkpointer:
         if self._uploader is not None:
             self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
 
+    def _clean_once(self) -> None:
+        """On the first rank, before this run uses its folder: delete what a killed run has left half written."""
+        if self.ranks.is_first and not self._is_clean:
+            clean(self._disk, self.folder)
+        self._is_clean = True
+
     def _open(self, own_folder: Path) -> None:
-        """Each rank at the start. The first one claims ``config.folder``, and cleans up."""
+        """Each rank at the start. The first one claims ``config.folder``."""
         is_first, run_id = self.ranks.is_first, ""
         try:
             store = Store(self.config.folder) if is_url(self.config.folder) else None
@@ -196,8 +206,6 @@ class Checkpointer:
                 store.clean()
         except OSError as error:
             raise unreachable(error, self.config.folder) from error
-        if is_first:
-            clean(self._disk, self.folder)
         if store is not None:
             self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, is_first=is_first, say=self._say)
 
