@@ -221,9 +221,11 @@ def _in_a_thread(action: Callable[[], None]) -> Future[None]:
 
     def work() -> None:
         try:
-            future.set_result(action())
+            action()
         except BaseException as error:  # raised by `future.result()`
             future.set_exception(error)
+        else:
+            future.set_result(None)
 
     threading.Thread(target=work, name="bytescale-upload", daemon=True).start()
     return future
