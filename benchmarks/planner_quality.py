@@ -1,6 +1,6 @@
 """Compares the adaptive planner with bounds, rivals and an exact solver, on random batches with modelled links.
 
-    python benchmarks/planner_quality.py rivals [--count 1000]     against greedy, the fewest ranks and the mesh
+    python benchmarks/planner_quality.py rivals [--count 1000]     against greedy, fewest ranks, paper and mesh
     python benchmarks/planner_quality.py exact [--count 500]       against OR-tools CP-SAT (pip install ortools)
     python benchmarks/planner_quality.py hang [--count 10000]      every planner's plans, verified for 1 to 8 stages
     python benchmarks/planner_quality.py fewest [--count 40]       traffic against that of the fewest ranks, ideal links
@@ -34,12 +34,17 @@ from bytescale.common.arrays import IntArray
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, static_plan
-from bytescale.planner.adaptive.trial import Batch
-from planners import cost_model, sample
+from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, paper_plan, static_plan
+from bytescale.planner.adaptive.target import Batch
+from planner_batches import cost_model, random_batch, random_small_batch, sample
 
 NUM_TOKENS, CAPACITY, MOST_TRAFFIC, MOST_END, WIDE = 2**25, 8192, 1.05, 1.01, 55
-RIVALS = {"greedy": greedy_plan, "fewest": partial(greedy_plan, num_buckets=1), "static": static_plan}
+RIVALS = {
+    "greedy": greedy_plan,
+    "fewest": partial(greedy_plan, num_buckets=1),
+    "paper": paper_plan,
+    "static": static_plan,
+}
 
 
 def main() -> None:
@@ -179,46 +184,6 @@ def verify_pipelines(first_seed: int, count: int) -> None:
         f"{count} batches, 1 to 8 stages, {num_plans} plans of {', '.join(configs)} with {num_shared} shared groups: "
         f"every rule of verify holds, none can hang ({time.perf_counter() - began:.0f} s)"
     )
-
-
-def random_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:
-    random = np.random.default_rng(10_000 + seed)
-    num_ranks = int(np.exp(random.uniform(0, np.log(300))))
-    count = int(np.exp(random.uniform(0, np.log(3000))))
-    capacity = int(random.choice([512, 2048, 8192]))
-    room = num_ranks * capacity
-    kinds = (
-        lambda: np.exp(random.uniform(np.log(16), np.log(room), count)),
-        lambda: capacity / 8 * (1 + random.pareto(1.0 + random.random(), count)),
-        lambda: random.integers(1, random.integers(2, 2 * capacity + 2), count),
-    )
-    lengths = np.clip(kinds[random.integers(3)](), 1, room).astype(np.int64)
-    return lengths, *_cluster_and_cost(random, num_ranks, capacity, (0.1, 0.25, 0.5, 1.0, 2.0))
-
-
-def random_small_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:
-    random = np.random.default_rng(seed)
-    num_ranks, count, capacity = int(random.integers(2, 9)), int(random.integers(2, 13)), 1024
-    lengths = np.exp(random.uniform(np.log(64), np.log(num_ranks * capacity), count)).astype(np.int64)
-    return lengths, *_cluster_and_cost(random, num_ranks, capacity, (0.0, 0.25, 0.5, 1.0, 2.0))
-
-
-def _cluster_and_cost(
-    random: np.random.Generator, num_ranks: int, capacity: int, ring_over_block: tuple[float, ...]
-) -> tuple[Cluster, CostModel]:
-    """Return a cost model. A full rank's attention block takes C^2 and the rest 3 C^2; a transfer is a multiple."""
-    node = int(random.choice([2, 4, 8]))
-    cost = CostModel(
-        attention_seconds_per_pair=1.0,
-        token_seconds=3.0 * capacity,
-        micro_batch_seconds=float(random.choice([0, 0.005, 0.02])) * 4 * capacity**2,
-        ring_bytes_per_token=float(random.choice(ring_over_block)) * capacity,
-        ring_step_seconds=float(random.choice([0, 0.005, 0.02])) * capacity**2,
-        intra_node_bytes_per_second=float(random.choice([1, 4, 10])),
-        inter_node_bytes_per_second=1.0,
-        ranks_per_node=node,
-    )
-    return Cluster.uniform(num_ranks, capacity), cost
 
 
 def exact_end(

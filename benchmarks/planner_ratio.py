@@ -17,8 +17,8 @@ from typing import Any
 
 from bytescale.cost import Cluster
 from bytescale.planner import adaptive_plan
+from planner_batches import cost_model, sample
 from planner_peers import load_megatron, megatron_end
-from planners import cost_model, sample
 
 NUM_TOKENS, CAPACITY, REPEATS = 2**25, 8192, 15
 

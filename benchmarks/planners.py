@@ -25,10 +25,10 @@ from typing import Any
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import parse_count
-from bytescale.cost import Cluster, CostModel, load_profile
-from bytescale.data.length_distributions import sample_lengths
+from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, greedy_plan, naive_plan, paper_plan, static_plan
+from planner_batches import cost_model, sample
 from planner_peers import karmarkar_karp_end, load_megatron, megatron_end
 
 PLANNERS = {
@@ -38,7 +38,6 @@ PLANNERS = {
     "naive": naive_plan,
     "static": static_plan,
 }
-RANKS_PER_NODE = 8
 
 
 def main() -> None:
@@ -106,21 +105,9 @@ def measure(data: str, num_ranks: int, arguments: argparse.Namespace, megatron: 
     return rows
 
 
-def sample(data: str, num_tokens: int, seed: int, max_length: int) -> IntArray:
-    """Draw lengths from the distribution ``NAME`` or ``NAME@LOWEST EDGE``."""
-    name, _, edge = data.partition("@")
-    return sample_lengths(name, num_tokens, seed, max_length, lowest_edge=int(edge) if edge else None)
-
-
 def megatron_runs(num_ranks: int, most: int) -> bool:
     """Return whether Megatron-Core can plan. It rounds to powers of two and can fail for other numbers of ranks."""
     return num_ranks <= most and num_ranks & (num_ranks - 1) == 0
-
-
-def cost_model(name: str) -> CostModel:
-    if name == "ideal":
-        return CostModel.from_work()
-    return load_profile(name).cost_model(ranks_per_node=RANKS_PER_NODE)
 
 
 def _run(planner: Callable[..., Any], lengths: IntArray, cluster: Cluster, cost: CostModel) -> dict[str, float]:

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
-from bytescale.planner.adaptive.assignment import Reservation, assign
-from bytescale.planner.adaptive.backfill import backfill
-from bytescale.planner.adaptive.blocks import place_blocks, timer
-from bytescale.planner.adaptive.fill import deal, into_holes, micro_batches
-from bytescale.planner.adaptive.mixed import shares
-from bytescale.planner.adaptive.placement import Placement
-from bytescale.planner.adaptive.target import block_seconds, degrees_within, target_seconds
-from bytescale.planner.adaptive.trial import Batch
+from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, equal_blocks, timer
+from bytescale.planner.adaptive.fill import deal, fill_low_gaps, into_holes
+from bytescale.planner.adaptive.place import Placement, place
+from bytescale.planner.adaptive.reserve import reserve
+from bytescale.planner.adaptive.target import Batch, target_seconds
+from bytescale.planner.adaptive.unequal import shares
 from bytescale.planner.batch import longest_first
 from bytescale.planner.order import rising
-from bytescale.planner.packing import best_fit
+from bytescale.planner.packing import best_fit, micro_batches
 from tests.helpers.effort import examples
 from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
 
@@ -62,6 +60,18 @@ def members_of(placement: Placement) -> list[np.ndarray]:
     return np.split(placement.ranks, placement.degrees.cumsum()[:-1])
 
 
+def blocks_of(lengths: np.ndarray, degrees: np.ndarray, cost: CostModel, num_ranks: int) -> Rectangles:
+    """Groups of these lengths, each on at least so many ranks, descending."""
+    return equal_blocks(lengths, degrees, num_ranks, cost, np.inf)
+
+
+def reserved(
+    lengths: np.ndarray, degrees: np.ndarray, cost: CostModel, num_ranks: int, target: float, whole: np.ndarray
+) -> Placement:
+    blocks = blocks_of(lengths, degrees, cost, num_ranks)
+    return reserve(blocks, lengths, num_ranks=num_ranks, target=target, whole_seconds=whole)
+
+
 def earliest_start(placed: list[tuple[float, float, int]], num_ranks: int, degree: int, seconds: float) -> float:
     """The slow twin of reservations: try every moment at which a group starts or ends, look at every other moment."""
     moments = sorted({0.0, *(start for start, _, _ in placed), *(end for _, end, _ in placed)})
@@ -88,17 +98,15 @@ def test_backfilled_groups_start_at_the_first_moment_with_room(items: list[tuple
     degrees = np.sort(np.minimum([degree for degree, _ in items], num_ranks))[::-1].copy()
     lengths = np.array([length for _, length in items])
     seconds = block_seconds(IDEAL, lengths, degrees)
-    found = backfill(
-        lengths, degrees, cost=IDEAL, num_ranks=num_ranks, target=float(seconds.sum()) * 2, whole_seconds=np.zeros(0)
-    )
-    assert np.array_equal(found.placement.degrees, degrees[found.items])
+    found = reserved(lengths, degrees, IDEAL, num_ranks, float(seconds.sum()) * 2, np.zeros(0))
+    assert np.array_equal(found.degrees, degrees[found.groups])
     ends, replayed = np.zeros(num_ranks), {}
-    for item, ranks in zip(found.items.tolist(), members_of(found.placement), strict=True):
+    for item, ranks in zip(found.groups.tolist(), members_of(found), strict=True):
         assert len(set(ranks.tolist())) == degrees[item]
         replayed[item] = start = ends[ranks].max()
         ends[ranks] = start + seconds[item]
     assert sorted(replayed) == list(range(len(lengths)))
-    assert np.allclose(ends, found.placement.free_at)
+    assert np.allclose(ends, found.free_at)
     placed: list[tuple[float, float, int]] = []
     for item, (degree, height) in enumerate(zip(degrees.tolist(), seconds.tolist(), strict=True)):
         start = earliest_start(placed, num_ranks, degree, height)
@@ -107,30 +115,30 @@ def test_backfilled_groups_start_at_the_first_moment_with_room(items: list[tuple
 
 
 def test_backfilling_takes_ranks_that_are_no_neighbours() -> None:
-    """The picture in ``backfill``: of two ranks that c leaves and one that a leaves, d takes all three at once."""
+    """The picture in ``reserve``: of two ranks that c leaves and one that a leaves, d takes all three at once."""
     degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
-    found = backfill(degrees * seconds, degrees, cost=LINEAR, num_ranks=7, target=20.0, whole_seconds=np.full(10, 1.0))
-    members = dict(zip(found.items.tolist(), members_of(found.placement), strict=True))
+    found = reserved(degrees * seconds, degrees, LINEAR, 7, 20.0, np.full(10, 1.0))
+    members = dict(zip(found.groups.tolist(), members_of(found), strict=True))
     assert sorted(len(ranks) for ranks in members.values()) == [2, 2, 3, 3, 5]
     assert not set(members[1].tolist()) & set(members[2].tolist())
-    assert found.placement.free_at.max() == pytest.approx(20.0)
+    assert found.free_at.max() == pytest.approx(20.0)
 
 
 def test_whole_sequences_fill_holes_before_groups_where_they_would_be_late() -> None:
     """The picture again: a second before d is needed once the whole sequences take 16 s, of 15 behind the groups."""
     degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
     for count in (15, 16, 17):
-        found = backfill(
-            degrees * seconds, degrees, cost=LINEAR, num_ranks=7, target=20.0, whole_seconds=np.ones(count)
-        )
+        found = reserved(degrees * seconds, degrees, LINEAR, 7, 20.0, np.ones(count))
         if count == 15:
-            assert found.in_holes is None
+            assert found.gap_ranks is None
         if count == 16:
-            assert found.in_holes is not None
-            (hole,) = found.in_holes[found.in_holes >= 0].tolist()
-            assert found.items[np.repeat(np.arange(5), found.placement.degrees)[hole]] == 2
+            assert found.gap_ranks is not None
+            assert found.gap_before is not None
+            (filled,) = np.flatnonzero(found.gap_ranks >= 0).tolist()
+            assert found.groups[found.gap_before[filled]] == 2
+            assert found.gap_ranks[filled] in members_of(found)[found.gap_before[filled]]
         if count == 17:  # late whatever is done: nothing is moved
-            assert found.in_holes is None
+            assert found.gap_ranks is None
 
 
 @given(seconds=st.lists(st.integers(1, 100), max_size=60), holes=st.lists(st.integers(0, 120), min_size=1, max_size=30))
@@ -144,9 +152,9 @@ def test_no_hole_is_overfull_and_none_has_room_for_what_is_left(seconds: list[in
 
 def test_backfilling_grows_what_is_late_and_no_more() -> None:
     """Three groups of 4 of 10 ranks, 6 s each, and 10 s: two side by side, and the third on 6 ranks for its 4 s."""
-    found = backfill(np.full(3, 24), np.full(3, 4), cost=LINEAR, num_ranks=10, target=10.0, whole_seconds=np.zeros(0))
-    assert found.placement.degrees.tolist() == [4, 4, 6]
-    assert found.placement.free_at.max() == pytest.approx(10.0)
+    found = reserved(np.full(3, 24), np.full(3, 4), LINEAR, 10, 10.0, np.zeros(0))
+    assert found.degrees.tolist() == [4, 4, 6]
+    assert found.free_at.max() == pytest.approx(10.0)
 
 
 @examples(20, 60)
@@ -161,56 +169,60 @@ def test_backfilled_narrow_groups_stay_inside_nodes(items: list[tuple[int, int]]
     degrees = np.sort(np.minimum([degree for degree, _ in items], num_ranks))[::-1].copy()
     lengths = np.array([length for _, length in items])
     target = slack * float((block_seconds(LINKS, lengths, degrees) * degrees).sum()) / num_ranks
-    found = backfill(
-        lengths, degrees, cost=LINKS, num_ranks=num_ranks, target=target, whole_seconds=np.full(3, 0.01 * target)
-    )
-    assert sorted(found.items.tolist()) == list(range(len(lengths)))
-    assert (found.placement.degrees >= degrees[found.items]).all()
+    found = reserved(lengths, degrees, LINKS, num_ranks, target, np.full(3, 0.01 * target))
+    assert sorted(found.groups.tolist()) == list(range(len(lengths)))
+    assert (found.degrees >= degrees[found.groups]).all()
     ends = np.zeros(num_ranks)
-    for item, ranks in zip(found.items, members_of(found.placement), strict=True):
+    for item, ranks in zip(found.groups, members_of(found), strict=True):
         assert (np.diff(ranks) > 0).all()
         if len(ranks) <= node:
             assert ranks[0] // node == ranks[-1] // node
         seconds = float(block_seconds(LINKS, lengths[item : item + 1], np.array([len(ranks)]))[0])
         ends[ranks] = ends[ranks].max() + seconds
-    assert np.allclose(ends, found.placement.free_at, rtol=1e-9)
+    assert np.allclose(ends, found.free_at, rtol=1e-9)
 
 
 def test_narrow_groups_fill_what_wide_ones_leave_of_nodes() -> None:
     """Nodes of 4: a on five ranks and b on three, then c on all. A group of 4 fits before c, one of 3 does not."""
-    wide = [Reservation(0.0, 5.0, 0, 5), Reservation(0.0, 8.0, 1, 3), Reservation(8.0, 4.0, 2, 8)]
-    narrow = [Reservation(0.0, 3.0, 3, 4), Reservation(0.0, 3.0, 4, 3), Reservation(0.0, 9.0, 5, 2)]
-    found = assign(wide, narrow, num_ranks=8, node=4, target=20.0, same=1e-9)
-    groups = zip(found.items.tolist(), members_of(found.placement), strict=True)
-    members = {item: ranks.tolist() for item, ranks in groups}
-    assert found.items.tolist() == [0, 1, 3, 2, 4, 5]
-    assert members == {
-        0: [0, 1, 2, 3, 4],
-        1: [5, 6, 7],
-        2: list(range(8)),
-        3: [0, 1, 2, 3],
-        4: [0, 1, 2],
-        5: [4, 5],  # late: where two ranks of a node are free first
-    }
-    assert found.holes.sum() == pytest.approx(3.0)  # of rank 4, from a's end until c
-    assert found.placement.free_at.tolist() == [15.0] * 3 + [12.0] + [21.0] * 2 + [12.0] * 2
+    degrees, seconds = np.array([8, 5, 5, 4, 3, 2]), np.array([4, 8, 8, 3, 3, 1])
+    blocks = blocks_of(degrees * seconds, degrees, LINEAR, 8)._replace(node=4)
+    found = reserve(blocks, degrees * seconds, num_ranks=8, target=23.0, whole_seconds=np.zeros(0))
+    members = dict(zip(found.groups.tolist(), members_of(found), strict=True))
+    assert sorted(members) == list(range(6))
+    for group in (3, 4, 5):
+        assert members[group][0] // 4 == members[group][-1] // 4
+    assert len(members[4]) == 3
+    assert found.free_at.max() <= 23.0
+
+
+@given(
+    seconds=st.lists(st.integers(20, 100), min_size=1, max_size=40),
+    plateaus=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 120)), min_size=1, max_size=12),
+)
+def test_low_gaps_get_a_sequence_each_that_ends_in_time(seconds: list[int], plateaus: list[tuple[int, int]]) -> None:
+    falling = np.sort(np.array(seconds))[::-1].copy()
+    free_at = np.repeat([float(time) for _, time in plateaus], [width for width, _ in plateaus])
+    filled = fill_low_gaps(falling, falling.astype(float), free_at, 100.0, LINEAR)
+    assert len(set(filled.places.tolist())) == len(filled.places)
+    ends = free_at.copy()
+    for place_, ranks in zip(filled.places.tolist(), np.split(filled.ranks, filled.widths.cumsum())[:-1], strict=True):
+        assert len(set(free_at[ranks].tolist())) == 1
+        ends[ranks] += falling[place_] / len(ranks)
+    assert np.allclose(ends, filled.free_at)
+    assert (ends <= np.maximum(free_at, 100.0) + 1e-6).all()
 
 
 def test_groups_that_take_next_to_no_time_are_placed() -> None:
     """Shorter than what counts as the same moment: they still take their ranks, one after the other."""
-    found = backfill(
-        np.array([10**9, 2, 2]), np.array([4, 2, 2]), cost=LINEAR, num_ranks=4, target=1e12, whole_seconds=np.zeros(0)
-    )
-    assert sorted(found.items.tolist()) == [0, 1, 2]
-    assert found.placement.free_at.max() == pytest.approx(2.5e8)
+    found = reserved(np.array([10**9, 2, 2]), np.array([4, 2, 2]), LINEAR, 4, 1e12, np.zeros(0))
+    assert sorted(found.groups.tolist()) == [0, 1, 2]
+    assert found.free_at.max() == pytest.approx(2.5e8)
 
 
 def test_what_cannot_be_in_time_is_placed_all_the_same() -> None:
-    found = backfill(
-        np.array([4000, 4000]), np.array([2, 2]), cost=IDEAL, num_ranks=2, target=1.0, whole_seconds=np.zeros(0)
-    )
-    assert sorted(found.items.tolist()) == [0, 1]
-    assert found.placement.ranks.tolist() == [0, 1, 0, 1]
+    found = reserved(np.array([4000, 4000]), np.array([2, 2]), IDEAL, 2, 1.0, np.zeros(0))
+    assert sorted(found.groups.tolist()) == [0, 1]
+    assert found.ranks.tolist() == [0, 1, 0, 1]
 
 
 @given(keys=st.lists(st.integers(0, 2**40), max_size=200))
@@ -277,15 +289,8 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
     lengths = np.sort(random.integers(1, 5000, count))[::-1].copy()
     degrees = np.sort(random.integers(1, num_ranks + 1, count))[::-1].copy()
     target = float(cost.work_seconds(lengths).sum() / num_ranks * random.uniform(0.5, 2))
-    blocks = place_blocks(
-        lengths,
-        degrees,
-        cost=cost,
-        num_ranks=num_ranks,
-        target=target,
-        snap=snap,
-        narrow_work=np.zeros(num_ranks + 2),
-    )
+    asked = blocks_of(lengths, degrees, cost, num_ranks)
+    blocks = place(asked, num_ranks, target=target, snap=snap)
     free_at = np.zeros(num_ranks)
     assert (blocks.degrees >= degrees).all()
     for length, ranks in zip(lengths, members_of(blocks), strict=True):

@@ -19,8 +19,9 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
-from bytescale.planner.adaptive.blocks import place_blocks
+from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, is_ideal
 from bytescale.planner.adaptive.fill import deal
+from bytescale.planner.adaptive.place import place
 from bytescale.planner.draft import Draft, assemble
 
 
@@ -46,10 +47,14 @@ def aligned(planner: Callable[..., Plan]) -> Callable[..., Plan]:
     return plan
 
 
+def _never_grows(group: int, first: int, most: int, room: float) -> tuple[int, float]:
+    raise AssertionError(f"group {group} is late for no target: first {first}, most {most}, room {room}")
+
+
 def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     """Return ``plan`` if it is aligned, else a plan with the same groups on other ranks.
 
-    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``blocks``). A block stands on a single
+    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``place``). A block stands on a single
        other block, or on none. So all its ranks have the same groups below it, and hence the same number of them.
     2. Local groups follow, longest first, each on the rank that is free first. Each is a micro-batch.
 
@@ -65,24 +70,20 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     shared, local = np.flatnonzero(plan.group_sizes > 1), np.flatnonzero(plan.group_sizes == 1)
     shared = shared[np.lexsort((-plan.group_tokens[shared], -plan.group_sizes[shared]))]
     degrees = plan.group_sizes[shared]
-    blocks = place_blocks(
-        plan.group_tokens[shared],
-        degrees,
-        cost=cost,
-        num_ranks=plan.num_ranks,
-        target=np.inf,
-        snap=0.0,
-    )
+    node = 1 if is_ideal(cost) else cost.ranks_per_node
+    taken = block_seconds(cost, plan.group_tokens[shared], degrees)
+    blocks = Rectangles(np.arange(len(shared)), degrees, taken, _never_grows, (), node)
+    placed = place(blocks, plan.num_ranks, target=np.inf)
     seconds = cost.compute_seconds(plan.group_tokens[local], squares[local]) + cost.micro_batch_seconds
     longest_first = np.argsort(-seconds, kind="stable")
     local = local[longest_first]
-    local_ranks, _ = deal(seconds[longest_first], blocks.free_at)
+    local_ranks, _ = deal(seconds[longest_first], placed.free_at)
     groups = np.concatenate((shared, local))
     offsets = plan.group_sequence_offsets
     draft = Draft(
         sequences=plan.group_sequences[concatenated_ranges(offsets[groups], offsets[groups + 1])],
         sequence_counts=np.diff(offsets)[groups],
-        ranks=np.concatenate((blocks.ranks, local_ranks)),
+        ranks=np.concatenate((placed.ranks, local_ranks)),
         degrees=plan.group_sizes[groups],
         slots=np.arange(len(groups)),
     )

@@ -1,133 +1,63 @@
 """Our planner: degrees adapt to the cluster and the batch, so that no rank waits and all ranks end together.
 
     1. Target    the time at which all ranks would end if all work were spread evenly (``target``)
-    2. Degrees   each sequence takes the fewest ranks that hold it and end it within the target
-    3. Blocks    shared sequences go to consecutive ranks that are free at the same moment, widest first (``blocks``)
+    2. Degrees   each sequence takes the fewest ranks that hold it and end it in time (``degrees``)
+    3. Place     shared sequences go to ranks, widest first: to consecutive ranks that are free at the same moment
+                 (``place``) or, if one of them is late there, to any ranks that are (``reserve``)
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
-    5. Again     while the makespan is not close to the target, try other settings of steps 2 to 4, those with the least
-                 traffic first. One setting fills low gaps with shared short sequences (``gaps``). Another one schedules
-                 the shared sequences in time first, and then on ranks that need not be consecutive (``backfill``)
-    6. Small     with few sequences on few ranks: local search over the degrees (``small``)
-    7. Rivals    a plan that is still not close to the target is replaced by the best plan of the other planners, if
-                 that is better: Algorithm 2 with our step 3 (``greedy``), with one bucket and with several, and the
-                 static mesh
+    5. Again     while the makespan is not close to the target: steps 2 to 4 with a later makespan T to aim at, and with
+                 a shorter longest block, which has more traffic
+    6. Rivals    a plan that is still not close to the target is replaced by the best plan of the baselines, if that is
+                 better
 
-In a pipeline, steps 2 to 4 run for several longest stage times and sizes of packs (``pipeline``), and steps 5 and 6 are
-left out. For ranks that differ in speed or capacity, ``mixed`` takes the same steps without 6 and 7.
+In a pipeline, the longest block costs most. Several are tried, and several sizes of packs. Ranks that differ in speed
+or capacity take the same steps (``unequal``).
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
-from bytescale.planner.adaptive import small
 from bytescale.planner.adaptive.aligned import align, is_aligned
-from bytescale.planner.adaptive.backfill import backfill
-from bytescale.planner.adaptive.blocks import place_blocks
-from bytescale.planner.adaptive.fill import deal
-from bytescale.planner.adaptive.gaps import fill_gaps
-from bytescale.planner.adaptive.mixed import mixed_batch, mixed_search
-from bytescale.planner.adaptive.pipeline import levels, pack_seconds, pack_sizes
-from bytescale.planner.adaptive.placement import Placement
-from bytescale.planner.adaptive.target import degrees_within, is_ideal
-from bytescale.planner.adaptive.trial import Batch, Trial, num_shared, trial_plan
+from bytescale.planner.adaptive.degrees import Rectangles, equal_blocks, is_ideal
+from bytescale.planner.adaptive.fill import deal, fill_low_gaps
+from bytescale.planner.adaptive.place import Placement, place
+from bytescale.planner.adaptive.reserve import reserve
+from bytescale.planner.adaptive.target import FEW, Batch
+from bytescale.planner.adaptive.trial import Trial, trial_plan
+from bytescale.planner.adaptive.unequal import unequal_blocks, weights
 from bytescale.planner.baselines.greedy import greedy_plan
+from bytescale.planner.baselines.paper import paper_plan
 from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.draft import consecutive
 from bytescale.planner.evaluate import evaluate
-from bytescale.planner.order import rising
-
-FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 1.009
 """A makespan within this factor of the target ends the search."""
-GOOD_ENOUGH_MIXED = 1.015
+GOOD_ENOUGH_UNEQUAL = 1.015
 """The same factor for ranks that differ, where an attempt takes ten times as long."""
 CLEARLY_BETTER = 0.998
-"""An attempt replaces an earlier one only if it is better by this factor."""
-MAX_RIVAL_SEQUENCES = 4096
-"""Up to this batch size the plan is compared with the other planners', which take 2 to 10 microseconds a sequence."""
-
-
-class Attempt(NamedTuple):
-    """Settings of one pass through steps 2 to 4."""
-
-    slack: float  # target over the ideal one
-    snap: float = 0.0  # how readily a group takes a whole plateau (``blocks``)
-    floors: float = 1.0  # degrees are such that this many of the longest sequences fit one after another
-    fills: bool = False  # whether low gaps are filled with shared short sequences (``gaps``)
-    backfills: bool = False  # whether shared sequences are scheduled by ``backfill``, not as blocks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Steps 2 and 3 of an attempt. Step 4 is computed on demand: late shared groups make it unnecessary."""
-
-    batch: Batch
-    attempt: Attempt
-    shared: IntArray  # [G] places in the batch, in the order in which ranks run them
-    placed: Placement  # of the shared sequences, up to the first late one
-    local: IntArray  # [S - G] places of the others, longest first
-    before: IntArray | None = None  # [S - G] member, of all groups, that runs each before its group; -1, or None: none
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all shared groups were placed, because none was late."""
-        return len(self.placed.degrees) == len(self.shared)
-
-    @cached_property
-    def shared_end(self) -> float:
-        """Seconds at which the last shared group ends; a lower bound if not all groups were placed."""
-        return float(self.placed.free_at.max())
-
-    def ends_by(self, latest: float) -> bool:
-        """Whether the whole layout ends by ``latest``. Step 4 is computed only if the shared groups do."""
-        return self.shared_end <= latest and self.trial.end <= latest
-
-    @cached_property
-    def trial(self) -> Trial:
-        """Step 4."""
-        batch = self.batch
-        # Ranks with short micro-batches only have the bubbles of these.
-        bubbles = 0.0 if batch.num_stages == 1 else (batch.num_stages - 1) * pack_seconds(batch)
-        seconds, free_at = batch.local_seconds[self.local], np.maximum(self.placed.free_at, bubbles)
-        if self.before is None:
-            local_ranks, free_at = deal(seconds, free_at)
-            return Trial(self.shared, self.placed, self.local, local_ranks, float(free_at.max()))
-        behind = np.flatnonzero(self.before < 0)
-        local_ranks = self.placed.ranks[self.before]
-        local_ranks[behind], free_at = deal(seconds[behind], free_at)
-        groups = np.repeat(np.arange(len(self.shared)), self.placed.degrees)
-        local_before = np.where(self.before < 0, len(self.shared), groups[self.before])
-        return Trial(self.shared, self.placed, self.local, local_ranks, float(free_at.max()), local_before)
-
-
-FIRST = Attempt(1.004)
-BACKFILLED = tuple(Attempt(slack, backfills=True) for slack in (1.0085, 1.02, 1.05, 1.1, 1.25))
-ATTEMPTS = (
-    Attempt(1.009),
-    Attempt(1.009, fills=True),
-    *BACKFILLED,
-    *(Attempt(1.004, snap) for snap in (0.2, 0.4)),
-    *(Attempt(1.01, snap, floors) for floors in (2, 8, 64) for snap in (0.3, 0.6)),
-)
-"""Attempts after ``FIRST``, on clusters of less than ``LARGE`` ranks."""
-SLACK_IN_PIPELINE = 1.01
-LARGE = 512
-"""From this many ranks on, fewer attempts are made: those below, chosen by what was late in the first attempt."""
-LATE_BLOCKS = (Attempt(1.004, 0.4), Attempt(1.01, 0.3, 8), *BACKFILLED)
-LATE_WHOLE = (Attempt(1.009), Attempt(1.009, fills=True), *BACKFILLED)
+"""A trial replaces an earlier one, which has less traffic, only if it is better by this factor."""
+CLOSE = 1.002
+"""Makespans within this factor of each other count as equal."""
+FIRST, LATER = 1.004, 1.008
+"""Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
+BISECTIONS = 4
+"""Makespans that reservations aim at, after the first one."""
+SNAPS = (0.0, 0.3, 0.6)
+"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``)."""
+MIN_PACK = 8192
+"""Tokens; in a pipeline, packs are halved down to this size."""
 
 
 def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Plan:
@@ -144,119 +74,137 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     """
     lengths = checked_lengths(lengths, cluster=cluster)
     order = longest_first(lengths)
+    flat = Batch.of(lengths[order], cluster, cost)
+    plan = trial_plan(flat, search(flat), order, lengths, "balanced/adaptive")
     if not cluster.is_uniform:
-        batch = mixed_batch(lengths[order], cluster, cost)
-        plan = trial_plan(batch, mixed_search(batch, GOOD_ENOUGH_MIXED), order, lengths, "balanced/adaptive")
         if num_stages == 1 or is_aligned(plan):
             return plan
         return align(greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1), cluster=cluster, cost=cost)
-    batch = Batch.of(lengths[order], cluster, cost, num_stages)
-    if num_stages > 1:
-        return _plan_in_pipeline(batch, order, lengths)
-    trial = _search(batch)
-    if len(order) <= small.MAX_SEQUENCES and cluster.num_ranks <= small.MAX_RANKS:
-        trial = small.improve(batch, trial, GOOD_ENOUGH * batch.target)
-    return _best_of_rivals(trial_plan(batch, trial, order, lengths, "balanced/adaptive"), batch)
-
-
-def _search(batch: Batch) -> Trial:
-    """Steps 2 to 5. Returns the best trial."""
-    enough = GOOD_ENOUGH * batch.target
-    is_large = batch.cluster.num_ranks >= LARGE
-    limit = enough if is_large else np.inf  # few attempts on a large cluster: those cut short can be repeated below
-    laid = [_lay_out(batch, FIRST, limit)]
-    attempts = ATTEMPTS
-    if is_large:
-        attempts = LATE_BLOCKS if laid[0].shared_end > enough else LATE_WHOLE
-    for attempt in attempts:
-        if laid[-1].ends_by(enough):
-            break
-        laid.append(_lay_out(batch, attempt, limit))
-    if laid[-1].ends_by(enough):
-        return laid[-1].trial
-    laid = [layout if layout.is_whole else _lay_out(batch, layout.attempt) for layout in laid]
-    chosen = laid[0]
-    for layout in laid:
-        if layout.ends_by(CLEARLY_BETTER * chosen.trial.end):
-            chosen = layout
-    return chosen.trial
-
-
-def _plan_in_pipeline(batch: Batch, order: IntArray, lengths: IntArray) -> Plan:
-    """The best of several plans: one per size of packs, and one made as if there were no pipeline."""
-    cluster, cost = batch.cluster, batch.cost
-    plans = [adaptive_plan(lengths, cluster=cluster, cost=cost)]  # the best one where rings cost more than bubbles
-    for pack_tokens in pack_sizes(int(cluster.capacity_tokens.min())):
-        sized = batch
-        if pack_tokens is not None:
-            sized = Batch.of(batch.lengths, cluster, cost, batch.num_stages, pack_tokens)
-        plans.append(trial_plan(sized, _search_in_pipeline(sized), order, lengths, "balanced/adaptive"))
+    if num_stages == 1:
+        return _best_of_rivals(plan, flat)
+    plans = [_best_of_rivals(plan, flat)]  # the best one where rings cost more than bubbles
+    for pack_tokens in pack_sizes(flat.pack_tokens):
+        batch = replace(flat, num_stages=num_stages, pack_tokens=pack_tokens)
+        plans.append(trial_plan(batch, search(batch), order, lengths, "balanced/adaptive"))
     aligned = [align(plan, cluster=cluster, cost=cost) for plan in plans]
+    batch = replace(flat, num_stages=num_stages)
     return _best_of_rivals(min(aligned, key=partial(_end, batch)), batch)
 
 
-def _search_in_pipeline(batch: Batch) -> Trial:
-    """Steps 2 to 4 for the most promising of the longest stage times (``pipeline``)."""
-    attempts = (
-        Attempt(SLACK_IN_PIPELINE * level.end / batch.target, snap, level.end / level.longest)
-        for level in levels(batch, batch.num_stages)
-        for snap in (0.0, 0.3)
-    )
-    return min((_lay_out(batch, attempt).trial for attempt in attempts), key=lambda trial: trial.end)
+def pack_sizes(capacity: int) -> list[int]:
+    """Sizes of packs of whole sequences that are tried in a pipeline, in tokens: ``capacity``, and repeated halves.
+
+    Smaller packs fill and drain a pipeline in less time, at the cost of more launches. Packs below ``MIN_PACK`` tokens
+    are not tried.
+    """
+    return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / MIN_PACK))) + 1)]
 
 
-def _lay_out(batch: Batch, attempt: Attempt, limit: float = np.inf) -> Layout:
-    """Steps 2 and 3. Step 3 stops at the first group that ends after ``limit`` seconds."""
-    target, num_ranks = attempt.slack * batch.target, batch.cluster.num_ranks
-    count = num_shared(batch.fewest, batch.local_seconds, target / attempt.floors)
-    degrees, seconds = degrees_within(
-        batch.cost, batch.lengths[:count], batch.fewest[:count], num_ranks, target / attempt.floors
+def search(batch: Batch) -> Trial:
+    """Steps 2 to 5. Returns the best trial."""
+    enough = (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target
+    trials = _trials(batch)
+    best = next(trials)
+    while best.end > enough:
+        trial = next(trials, None)
+        if trial is None:
+            break
+        if trial.end < CLEARLY_BETTER * best.end or trial.end <= enough:
+            best = trial
+    return best
+
+
+def _trials(batch: Batch) -> Iterator[Trial]:
+    """Trials of steps 2 to 4, roughly in the order of their traffic and of the time that they take."""
+    is_flat = batch.num_stages == 1 and batch.cluster.is_uniform
+    early = aim = LATER * batch.target
+    late = np.inf
+    if is_flat:
+        yield _stacked(batch, FIRST * batch.target)
+        yield _stacked(batch, GOOD_ENOUGH * batch.target)
+        yield _stacked(batch, GOOD_ENOUGH * batch.target, fills=True)
+        yield _reserved(batch, aim)
+    for makespan, longest in batch.levels():
+        for snap in SNAPS:
+            trial = _stacked(batch, LATER * makespan, LATER * longest, snap=snap)
+            late = min(late, trial.end)
+            yield trial
+    # Bisection: reservations end by ``late``, and not by ``early``.
+    for _ in range(BISECTIONS if is_flat else 0):
+        aim = math.sqrt(early * late)
+        if late < CLOSE * early:
+            break
+        trial = _reserved(batch, aim)
+        early = aim if trial.end > CLOSE * aim else early
+        late = min(late, trial.end)
+        yield trial
+
+
+def _reserved(batch: Batch, makespan: float) -> Trial:
+    """A trial with reservations."""
+    blocks, count = _blocks(batch, makespan)
+    placed = reserve(
+        blocks,
+        batch.lengths[blocks.items],
+        num_ranks=batch.cluster.num_ranks,
+        target=makespan,
+        whole_seconds=batch.work_seconds[count:],
+        launch_seconds=batch.cost.micro_batch_seconds,
     )
-    shared, local = rising(degrees.max(initial=1) - degrees), np.arange(count, len(batch.lengths))
-    if attempt.backfills:
-        found = backfill(
-            batch.lengths[shared],
-            degrees[shared],
-            cost=batch.cost,
-            num_ranks=num_ranks,
-            target=target,
-            whole_seconds=batch.local_seconds[count:],
-        )
-        return Layout(
-            batch=batch,
-            attempt=attempt,
-            shared=shared[found.items],
-            placed=found.placement,
-            local=local,
-            before=found.in_holes,
-        )
-    placed = place_blocks(
-        batch.lengths[shared],
-        degrees[shared],
-        cost=batch.cost,
-        num_ranks=num_ranks,
-        target=target,
-        snap=attempt.snap,
-        narrow_work=_narrow_work(batch, degrees, seconds) if attempt.snap > 0 else None,
-        num_stages=batch.num_stages,
-        limit=limit,
-    )
-    if attempt.fills and len(placed.degrees) == len(shared):
-        fillers = fill_gaps(batch, count, placed.free_at, target)
-        shared, local = np.append(shared, local[fillers.places]), np.delete(local, fillers.places)
+    return _filled(batch, blocks, placed, np.arange(count, len(batch.lengths)))
+
+
+def _stacked(
+    batch: Batch, makespan: float, longest: float | None = None, *, snap: float = 0.0, fills: bool = False
+) -> Trial:
+    """A trial with blocks of consecutive ranks."""
+    blocks, count = _blocks(batch, longest or makespan)
+    placed = place(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
+    whole = np.arange(count, len(batch.lengths))
+    if fills and len(whole):
+        low = fill_low_gaps(batch.lengths[whole], batch.work_seconds[whole], placed.free_at, makespan, batch.cost)
+        blocks = blocks._replace(items=np.append(blocks.items, whole[low.places]))
         placed = Placement(
-            ranks=np.append(placed.ranks, consecutive(fillers.first, fillers.degrees)),
-            degrees=np.append(placed.degrees, fillers.degrees),
-            free_at=fillers.free_at,
+            groups=np.arange(len(blocks.items)),
+            ranks=np.append(placed.ranks, low.ranks),
+            degrees=np.append(placed.degrees, low.widths),
+            free_at=low.free_at,
         )
-    return Layout(batch=batch, attempt=attempt, shared=shared, placed=placed, local=local)
+        whole = np.delete(whole, low.places)
+    return _filled(batch, blocks, placed, whole)
 
 
-def _narrow_work(batch: Batch, degrees: IntArray, seconds: FloatArray) -> FloatArray:
-    """``[max degree + 1]`` for each degree, the rank-seconds of all sequences of at most this degree."""
-    work = np.bincount(degrees, weights=degrees * seconds, minlength=2)
-    work[1] += batch.local_seconds[len(degrees) :].sum()
-    return np.cumsum(work)
+def _blocks(batch: Batch, longest: float) -> tuple[Rectangles, int]:
+    """Step 2, and the number of sequences that are shared."""
+    cluster, cost, count = batch.cluster, batch.cost, batch.num_shared(longest)
+    lengths, fewest = batch.lengths[:count], batch.fewest[:count]
+    if cluster.is_uniform:
+        return equal_blocks(lengths, fewest, cluster.num_ranks, cost, longest), count
+    return unequal_blocks(lengths, fewest, cluster, cost, longest), count
+
+
+def _filled(batch: Batch, blocks: Rectangles, placed: Placement, whole: IntArray) -> Trial:
+    """Step 4. ``whole`` are the places of the sequences that stay whole, longest first."""
+    cluster, count = batch.cluster, len(placed.groups)
+    # Ranks with short micro-batches only have the bubbles of these.
+    bubbles = (batch.num_stages - 1) * batch.pack_seconds if batch.num_stages > 1 and len(whole) else 0.0
+    ranks = np.full(len(whole), -1) if placed.gap_ranks is None else placed.gap_ranks.copy()
+    behind = np.flatnonzero(ranks < 0)
+    ranks[behind], free_at = deal(
+        batch.work_seconds[whole[behind]],
+        np.maximum(placed.free_at, bubbles),
+        speeds=None if cluster.is_uniform else cluster.speeds,
+        lengths=None if cluster.is_uniform else batch.lengths[whole],
+        capacity=None if cluster.is_uniform else cluster.capacity_tokens,
+    )
+    return Trial(
+        shared=blocks.items[placed.groups],
+        placed=placed,
+        whole=whole,
+        whole_ranks=ranks,
+        end=float(free_at.max()),
+        weights=None if cluster.is_uniform else weights(batch.lengths[:count], placed, cluster),
+    )
 
 
 def _end(batch: Batch, plan: Plan) -> float:
@@ -264,18 +212,19 @@ def _end(batch: Batch, plan: Plan) -> float:
 
 
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
-    """Step 7: the best of ``plan`` and the plans of other planners, until one is good enough.
+    """Step 6: the best of ``plan`` and the baselines' plans, until one is good enough.
 
     With free communication, a static mesh balances every batch at no cost. A plan close to the target is then good
     enough; otherwise it has to reach the target.
     """
-    if plan.num_sequences > MAX_RIVAL_SEQUENCES:
+    if plan.num_sequences > FEW:
         return plan
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
-    rivals: list[Callable[..., Plan]] = [partial(greedy_plan, num_buckets=1), greedy_plan]
+    paper = partial(paper_plan, pipeline=batch.num_stages > 1)
+    rivals: list[Callable[..., Plan]] = [partial(greedy_plan, num_buckets=1), greedy_plan, paper]
     for planner in rivals + [static_plan] * mesh_holds:  # the mesh does not offload
         if end <= enough:
             break

@@ -1,106 +1,149 @@
-"""The target: the time at which all ranks could end together. Also the degrees that a given time requires.
+"""The batch that is planned, the time at which all ranks could end together, and the two numbers that are searched.
 
-Shape letter: L sequences that may have to be shared, longest first.
+Shape letters: S sequences, longest first; L of them may have to be shared; R ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import CostModel
+from bytescale.cost import Cluster, CostModel
+from bytescale.planner.adaptive.degrees import block_seconds, degrees_within, is_ideal
 
 FloatArray = NDArray[np.float64]
 
 PRECISION = 1.002
 """The target's lower and upper bound differ by at most this factor."""
-
-GRID = 96
-"""Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
-
-
-def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:
-    """``[L]`` seconds of each sequence on ``degrees`` consecutive ranks. Groups that fit into a node stay in one."""
-    lengths = np.asarray(lengths, dtype=np.float64)
-    return cost.group_seconds(lengths, lengths * lengths, degrees, np.asarray(degrees) > cost.ranks_per_node)
-
-
-def degrees_within(
-    cost: CostModel, lengths: IntArray, fewest: IntArray, num_ranks: int, seconds: float
-) -> tuple[IntArray, FloatArray]:
-    """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
-
-    Compute time falls with the degree, but exposed communication does not. So start from the degree that compute alone
-    requires, and add ranks for the ring's exposed time. If that finds no degree, try a grid of degrees. A sequence that
-    no degree ends in time takes its fastest degree.
-
-    Args:
-        cost: tells the time of a group.
-        lengths: ``[L]`` tokens.
-        fewest: ``[L]`` ranks that hold each sequence.
-        num_ranks: R, the most that any may have.
-        seconds: the time limit.
-    """
-    work = cost.work_seconds(lengths)
-    room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
-    degrees = np.clip(np.ceil(work / room * (1 - 1e-12)), fewest, num_ranks).astype(np.int64)
-    if is_ideal(cost):
-        return degrees, work / degrees + cost.micro_batch_seconds
-    limit = seconds * (1 + 1e-9)
-    taken = block_seconds(cost, lengths, degrees)
-    for _ in range(4):
-        if (taken <= limit).all():
-            return degrees, taken
-        left = np.maximum(room - (taken - cost.micro_batch_seconds - work / degrees), 0.05 * room)
-        asked = np.maximum(np.ceil(work / left), degrees + 1)
-        degrees = np.where(taken > limit, np.minimum(asked, num_ranks), degrees).astype(np.int64)
-        taken = block_seconds(cost, lengths, degrees)
-    late = np.flatnonzero(taken > limit)
-    degrees[late], taken[late] = _best_on_grid(cost, lengths[late], fewest[late], num_ranks, seconds)
-    return degrees, taken
+FEW = 4096
+"""Batches of up to this many sequences are planned with more effort: each sequence matters, and takes little time."""
+PARTS = (1, 4, 16, 64)
+"""The target over the longest blocks tried without a pipeline, where there are few sequences or ranks differ."""
+LAID_OUT = 5
+"""Longest blocks tried in a pipeline."""
+LEVELS = 32
+"""Longest blocks estimated, in geometric steps from the target down to the time of one pack of whole sequences."""
 
 
-def _best_on_grid(
-    cost: CostModel, lengths: IntArray, fewest: IntArray, num_ranks: int, seconds: float
-) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` for sequences near their shortest possible time: try ``GRID`` degrees from fewest to all."""
-    steps = (num_ranks / fewest[:, None]) ** (np.arange(GRID) / (GRID - 1))
-    degrees = np.minimum(np.round(fewest[:, None] * steps), num_ranks).astype(np.int64)  # [L, GRID]
-    taken = block_seconds(cost, lengths[:, None], degrees)
-    chosen = np.where((taken <= seconds).any(axis=1), (taken <= seconds).argmax(axis=1), taken.argmin(axis=1))
-    rows = np.arange(len(lengths))
-    return degrees[rows, chosen], taken[rows, chosen]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The data that all trials of a batch share."""
 
+    lengths: IntArray  # [S] longest first
+    cluster: Cluster
+    cost: CostModel
+    num_stages: int
+    pack_tokens: int  # most tokens of whole sequences in one micro-batch
 
-def is_ideal(cost: CostModel) -> bool:
-    """Whether communication is free."""
-    return cost.ring_step_seconds == cost.ring_message_seconds == 0 and (
-        cost.ring_bytes_per_token == 0
-        or (np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second))
-    )
+    @staticmethod
+    def of(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
+        """The batch of ``lengths`` ``[S]``, longest first, without a pipeline and with packs as large as ranks hold."""
+        capacity = int(cluster.capacity_tokens.min() if cluster.is_uniform else cluster.capacity_tokens.max())
+        return Batch(lengths=lengths, cluster=cluster, cost=cost, num_stages=1, pack_tokens=capacity)
+
+    @cached_property
+    def fewest(self) -> IntArray:
+        """``[S]`` a lower bound of the ranks that hold each; on equal ranks, the fewest that do."""
+        if self.cluster.is_uniform:
+            return self.cluster.fewest_ranks(self.lengths)
+        return -(-self.lengths // int(self.cluster.capacity_tokens.max()))
+
+    @cached_property
+    def work_seconds(self) -> FloatArray:
+        """``[S]`` time on one rank of speed 1, with a share of g, the fixed time of a micro-batch."""
+        tokens = min(float(self.cluster.capacity_tokens.mean()), self.pack_tokens)
+        return self.cost.work_seconds(self.lengths) + self.lengths * (self.cost.micro_batch_seconds / tokens)
+
+    @cached_property
+    def local_seconds(self) -> FloatArray:
+        """``[S]`` time of each sequence on the fastest rank that holds it."""
+        if self.cluster.is_uniform:
+            return self.work_seconds
+        by_capacity = np.argsort(-self.cluster.capacity_tokens, kind="stable")
+        fastest = np.maximum.accumulate(self.cluster.speeds[by_capacity])
+        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.lengths, side="right")
+        return self.work_seconds / np.where(holding > 0, fastest[np.maximum(holding, 1) - 1], 1.0)
+
+    @cached_property
+    def target(self) -> float:
+        """Seconds; when all ranks could end together, without the bubbles of a pipeline."""
+        if not self.cluster.is_uniform:
+            return float(self.work_seconds.sum() / self.cluster.speeds.sum())
+        count = self.num_shared(float(self.work_seconds.sum()) / self.cluster.num_ranks)
+        rest = float(self.work_seconds[count:].sum())
+        return target_seconds(self.cost, self.lengths[:count], self.fewest[:count], rest, self.cluster.num_ranks)
+
+    @cached_property
+    def pack_seconds(self) -> float:
+        """Mean time of a full micro-batch of whole sequences, in seconds, weighted by tokens."""
+        whole = self.fewest == 1
+        tokens = self.lengths[whole].sum()
+        return float(self.local_seconds[whole].sum() / max(tokens, 1) * min(self.pack_tokens, tokens))
+
+    def num_shared(self, limit: float) -> int:
+        """Number of the longest sequences that no rank can hold, or that no rank ends within ``limit`` seconds."""
+        too_long = np.searchsorted(-self.fewest, -1)
+        return max(int(too_long), int(np.searchsorted(-self.local_seconds, -limit)))
+
+    def levels(self) -> Iterator[tuple[float, float]]:
+        """Pairs of a makespan and the longest block that leads to it, both in seconds, most promising first.
+
+        The longest micro-batch of a rank in a pipeline of p stages costs p times its time, not once (``evaluate``).
+        So with a longest block tau, the makespan is about
+
+            T(tau) = ( sum of D t  +  whole  +  (p - 1) * sum over R ranks of the longest t on each ) / R
+
+        Here every long sequence is on the fewest ranks that end it within tau. Long groups are stacked on long groups,
+        so the groups with the largest t cover every rank once, and each rank pays for one of them. Without a pipeline
+        T differs little, and the longest tau, which has the least traffic, comes first.
+        """
+        if self.num_stages == 1:
+            parts = PARTS if len(self.lengths) <= FEW or not self.cluster.is_uniform else (1,)
+            yield from ((self.target, self.target / number) for number in parts)
+            return
+        shortest = min(max(self.pack_seconds / 8, 1e-3 * self.target), self.target)
+        grid = np.geomspace(self.target, shortest, LEVELS).tolist()
+        # Those that give all sequences the same degrees have the same estimate.
+        yield from sorted(dict(self._level(longest) for longest in grid).items())[:LAID_OUT]
+
+    def _level(self, longest: float) -> tuple[float, float]:
+        num_ranks, count = self.cluster.num_ranks, self.num_shared(longest)
+        degrees, seconds = degrees_within(self.cost, self.lengths[:count], self.fewest[:count], num_ranks, longest)
+        by_time = np.argsort(-seconds, kind="stable")
+        paying = np.diff(np.minimum(np.cumsum(degrees[by_time]), num_ranks), prepend=0)
+        bubbles = float((paying * seconds[by_time]).sum())
+        if count < len(self.lengths):
+            bubbles += (num_ranks - int(paying.sum())) * self.pack_seconds
+        work = float((degrees * seconds).sum() + self.local_seconds[count:].sum())
+        slowest = float(seconds.max(initial=0.0))
+        end = max((work + (self.num_stages - 1) * bubbles) / num_ranks, self.num_stages * slowest)
+        return end, max(slowest, longest)
 
 
 def target_seconds(
-    cost: CostModel, long_lengths: IntArray, fewest: IntArray, local_seconds: float, num_ranks: int
+    cost: CostModel, long_lengths: IntArray, fewest: IntArray, whole_seconds: float, num_ranks: int
 ) -> float:
     """The earliest makespan if all work could be spread evenly, exposed communication included.
 
-    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take. Local sequences take
-    ``local_seconds`` in sum; each other one takes its degree times its time, on the degree that T requires. T is never
+    It is the smallest T for which the time of all ranks, R T, is as much as all sequences take. Whole sequences take
+    ``whole_seconds`` in sum; each other one takes its degree times its time, on the degree that T requires. T is never
     less than the time of the longest sequence on its fastest degree.
 
     Args:
         cost: tells the time of a group.
         long_lengths: ``[L]`` sequences that may have to be shared.
         fewest: ``[L]`` ranks that hold each.
-        local_seconds: sum of the times of all other sequences.
+        whole_seconds: sum of the times of all other sequences.
         num_ranks: R.
     """
     work = float(cost.work_seconds(long_lengths).sum())
-    target = (work + local_seconds) / num_ranks
+    target = (work + whole_seconds) / num_ranks
     if len(long_lengths) == 0:
         return target
     if is_ideal(cost) and cost.micro_batch_seconds == 0:
@@ -110,7 +153,7 @@ def target_seconds(
 
     def needed(seconds: float) -> float:
         degrees, taken = degrees_within(cost, long_lengths, fewest, num_ranks, seconds)
-        return (float((degrees * taken).sum()) + local_seconds) / num_ranks
+        return (float((degrees * taken).sum()) + whole_seconds) / num_ranks
 
     too_early, enough = target, needed(target)
     while enough > PRECISION * too_early:

@@ -1,0 +1,88 @@
+"""Ranks that differ in speed and capacity: each member of a group gets tokens in proportion to its speed.
+
+A member never gets more than its capacity. The remaining tokens go to the other members, again in proportion to speed.
+These shares are the group's weights, so the runtime's chunks are exactly these tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.arrays import IntArray
+from bytescale.cost import Cluster, CostModel
+from bytescale.planner.adaptive.degrees import Rectangles
+from bytescale.planner.adaptive.place import Placement
+
+FloatArray = NDArray[np.float64]
+
+SHORT = 1e-9
+"""Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
+
+
+def unequal_blocks(
+    lengths: IntArray, fewest: IntArray, cluster: Cluster, cost: CostModel, longest: float
+) -> Rectangles:
+    """The groups of ``lengths`` ``[G]``, longest first, none of which takes more than ``longest`` seconds if possible.
+
+    ``fewest`` ``[G]`` is a lower bound of the ranks that hold each.
+    """
+    capacity, speed = (
+        np.concatenate(([0], np.cumsum(part))).tolist() for part in (cluster.capacity_tokens, cluster.speeds)
+    )
+    works, tokens = cost.work_seconds(lengths).tolist(), lengths.tolist()
+
+    def grow(group: int, first: int, most: int, room: float) -> tuple[int, float]:
+        work, length, stop = works[group], tokens[group], first + most
+        holding = bisect_left(capacity, capacity[first] + length)
+        if holding > stop:
+            return 0, float("inf")
+        room = max(min(room, longest) - cost.micro_batch_seconds, SHORT * longest)
+        in_time = bisect_left(speed, (speed[first] + work / room) * (1 - 1e-12))
+        end = min(max(holding, in_time), stop, first + length)  # every member gets a token
+        ranks = slice(first, end)
+        part = shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
+        compute = work * float((part / cluster.speeds[ranks]).max()) / length
+        leaves_node = cost.leaves_node(first, end - first)
+        exposed = float(cost.exposed_seconds(length, float(length) ** 2, end - first, leaves_node))
+        return end - first, compute + exposed + cost.micro_batch_seconds
+
+    return Rectangles(np.arange(len(lengths)), fewest, np.full(len(lengths), np.inf), grow, speed, node=1)
+
+
+def weights(lengths: IntArray, placed: Placement, cluster: Cluster) -> IntArray:
+    """``[E]`` tokens of each member."""
+    members = np.split(placed.ranks, np.cumsum(placed.degrees))[:-1]
+    parts = [
+        shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
+        for length, ranks in zip(lengths[placed.groups].tolist(), members, strict=True)
+    ]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
+    """``[N]`` tokens of each member, at least 1 where there are enough, summing to ``length``.
+
+    Tokens are in proportion to speed. Members whose capacity is below their share are filled, and the others share the
+    rest. ``length`` is at most the sum of the capacities.
+    """
+    ideal = np.zeros(len(speeds))
+    open_to = np.ones(len(speeds), dtype=bool)
+    while True:
+        rest = length - capacity[~open_to].sum()
+        ideal = np.where(open_to, speeds * rest / max(speeds[open_to].sum(), 1e-300), capacity)
+        full = open_to & (ideal > capacity)
+        if not full.any():
+            break
+        open_to &= ~full
+    tokens = np.minimum(np.maximum(np.floor(ideal + 1e-9).astype(np.int64), min(1, length // len(speeds))), capacity)
+    # Tokens that rounding left over go, one each, to the members furthest below their ideal share. (In the rare case of
+    # too many tokens, the members furthest above it give back one each.)
+    while missing := length - int(tokens.sum()):
+        step = 1 if missing > 0 else -1
+        may = tokens < capacity if step > 0 else tokens > 1
+        below = np.argsort(np.where(may, step * (tokens - ideal), np.inf), kind="stable")
+        tokens[below[: min(abs(missing), int(may.sum()))]] += step
+    return tokens
