@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import Cluster, Profile
 from bytescale.data import LocalFeed, prepare_corpus
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.order.mixture import make_sampler
@@ -41,7 +41,7 @@ _CONTEXT = 131072  # of the comparison of bytes
 
 
 def planner_for(num_ranks: int, capacity_tokens: int) -> VerifiedPlanner:
-    cost = CostModel.from_architecture(PRESETS["7b"], flops_per_second=1e14, bytes_per_element=2)
+    cost = Profile.from_flops(PRESETS["7b"], flops_per_second=1e14).cost_model()
     return VerifiedPlanner(PlannerConfig(), Cluster.uniform(num_ranks, capacity_tokens), cost)
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import PRESETS
-from bytescale.cost import Cluster, CostModel, flops
+from bytescale.cost import Cluster, CostModel
 
 MODEL = CostModel(
     attention_seconds_per_pair=2.0,
@@ -50,19 +49,6 @@ def test_work_units_of_peers() -> None:
     model = CostModel.from_work()
     assert model.work_seconds([4096]).tolist() == [4096**2 + 24576 * 4096]
     assert model.exposed_seconds(4096, 4096**2, 64, True) == 0
-
-
-def test_from_architecture_by_hand() -> None:
-    shape = PRESETS["7b"]
-    model = CostModel.from_architecture(
-        shape, flops_per_second=100e12, attention_flops_per_second=50e12, tensor_parallel=2, ring_latency_seconds=1e-5
-    )
-    assert model.attention_seconds_per_pair == pytest.approx(32 * 2 * 4096 * 3.5 / 100e12)
-    linear = 32 * flops.layer_linear_flops_per_token(shape) + 2 * 128256 * 4096
-    assert model.token_seconds == pytest.approx(3 * linear / 200e12)
-    # K and V of 8 x 128 elements: 4 KiB in bf16 forward, and 4 + 8 KiB backward, halved by TP.
-    assert model.ring_bytes_per_token == 32 * 16 * 1024 / 2
-    assert model.ring_step_seconds == pytest.approx(32 * 2e-5)
 
 
 def test_which_groups_leave_a_node() -> None:

@@ -1,6 +1,6 @@
 """Fits, profile files, and the shipped profiles against the published figures."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,8 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
-from bytescale.cost import CostModel
+from bytescale.cost import Links, flops
+from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import (
@@ -129,13 +130,17 @@ def test_a_profile_speaks_for_other_depths_and_vocabularies() -> None:
 
 
 def test_counted_profile_folds_into_the_planners_model() -> None:
-    shape = PRESETS["13b"]
-    folded = Profile.from_flops(shape, flops_per_second=2e14, attention_flops_per_second=1e14, tensor_parallel=4)
-    direct = CostModel.from_architecture(
-        shape, flops_per_second=2e14, attention_flops_per_second=1e14, tensor_parallel=4
-    )
-    for spec in fields(CostModel):
-        assert getattr(folded.cost_model(), spec.name) == pytest.approx(getattr(direct, spec.name)), spec.name
+    shape = PRESETS["7b"]
+    links = Links(latency_seconds=1e-5, inter_node_bytes_per_second=1e9)
+    rates = {"flops_per_second": 100e12, "attention_flops_per_second": 50e12}
+    model = Profile.from_flops(shape, tensor_parallel=2, links=links, **rates).cost_model(ranks_per_node=4)
+    assert model.attention_seconds_per_pair == pytest.approx(32 * 2 * 4096 * 3.5 / 100e12)
+    linear = 32 * flops.layer_linear_flops_per_token(shape) + 2 * 128256 * 4096
+    assert model.token_seconds == pytest.approx(3 * linear / 200e12)
+    # K and V of 8 x 128 elements: 4 KiB in bf16 forward, and 4 + 8 KiB backward, halved by TP.
+    assert model.ring_bytes_per_token == 32 * 16 * 1024 / 2
+    assert model.ring_step_seconds == pytest.approx(32 * 2e-5)
+    assert (model.inter_node_bytes_per_second, model.ranks_per_node, model.micro_batch_seconds) == (1e9, 4, 0.0)
 
 
 def test_scaling_a_counted_profile_is_counting_the_other_model() -> None:
@@ -164,7 +169,5 @@ def test_narrow_ring_gradients_change_the_bytes_of_backward_alone() -> None:
         numbers = profile.ring_forward_bytes_per_token / element_bytes
         assert narrow.ring_backward_bytes_per_token == expected * numbers
         assert narrow.with_ring_gradients("wide") == profile
-        cost = CostModel.from_architecture(
-            PRESETS["7b"], flops_per_second=1e12, bytes_per_element=element_bytes, ring_gradients="bf16"
-        )
+        cost = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=element_bytes, ring_gradients="bf16")
         assert cost.ring_bytes_per_token == narrow.cost_model().ring_bytes_per_token

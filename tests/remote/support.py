@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
-from bytescale.cost import Cluster, CostModel
+from bytescale.cost import Cluster, Profile
 from bytescale.data import Feed, LocalFeed, StepData, prepare_corpus
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.tokens.facts import FactsGatherer
@@ -50,7 +50,7 @@ def numbered_config(folder: Path, **settings: Any) -> DataConfig:
 
 
 def planner_for(num_ranks: int) -> VerifiedPlanner:
-    cost = CostModel.from_architecture(PRESETS["tiny"], flops_per_second=1e12, bytes_per_element=4)
+    cost = Profile.from_flops(PRESETS["tiny"], flops_per_second=1e12, bytes_per_element=4).cost_model()
     return VerifiedPlanner(PlannerConfig(verify="full"), Cluster.uniform(num_ranks, CAPACITY), cost)
 
 

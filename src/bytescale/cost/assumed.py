@@ -7,7 +7,7 @@ the ratio of compute to links, for which an order of magnitude is enough. A prof
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bytescale.config import Architecture, RingGradients
@@ -59,17 +59,9 @@ def assumed_cost(
     ring_gradients: RingGradients = "wide",
 ) -> CostModel:
     """The cost model of ``architecture`` on a device of ``ASSUMED``, without any measurement."""
-    assumed = ASSUMED[device]
-    return CostModel.from_architecture(
-        architecture,
-        flops_per_second=assumed.flops_per_second,
-        micro_batch_seconds=assumed.micro_batch_seconds,
-        bytes_per_element=bytes_per_element,
-        ring_latency_seconds=assumed.message_seconds,
-        intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
-        inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
-        ring_gradients=ring_gradients,
-    )
+    profile = assumed_profile(architecture, device=device, bytes_per_element=bytes_per_element)
+    cost = profile.with_ring_gradients(ring_gradients).cost_model()
+    return replace(cost, micro_batch_seconds=ASSUMED[device].micro_batch_seconds)
 
 
 def assumed_profile(architecture: Architecture, *, device: Literal["cpu", "cuda"], bytes_per_element: int) -> Profile:
@@ -80,6 +72,9 @@ def assumed_profile(architecture: Architecture, *, device: Literal["cpu", "cuda"
         flops_per_second=assumed.flops_per_second,
         bytes_per_element=bytes_per_element,
         links=Links(
+            intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
+            inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
+            latency_seconds=assumed.message_seconds,
             device_to_host_bytes_per_second=assumed.host_bytes_per_second,
             host_to_device_bytes_per_second=assumed.host_bytes_per_second,
         ),

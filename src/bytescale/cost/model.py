@@ -24,8 +24,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import Architecture, RingGradients
-from bytescale.cost import flops
 
 FloatArray = NDArray[np.float64]
 
@@ -119,56 +117,6 @@ class CostModel:
             1.0 / self.intra_node_bytes_per_second,
         )
         return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + self.ring_step_seconds
-
-    @staticmethod
-    def from_architecture(
-        architecture: Architecture,
-        *,
-        flops_per_second: float,
-        attention_flops_per_second: float | None = None,
-        micro_batch_seconds: float = 0.0,
-        bytes_per_element: int = 2,
-        ring_latency_seconds: float = 0.0,
-        intra_node_bytes_per_second: float = math.inf,
-        inter_node_bytes_per_second: float = math.inf,
-        ranks_per_node: int = 8,
-        tensor_parallel: int = 1,
-        ring_gradients: RingGradients = "wide",
-    ) -> CostModel:
-        """A cost model from a FLOP count, which planning uses without measurements.
-
-        Args:
-            architecture: the model's shape.
-            flops_per_second: of one device on matrix products.
-            attention_flops_per_second: of one device on attention; the same when None.
-            micro_batch_seconds: g.
-            bytes_per_element: of activations (2: bf16).
-            ring_latency_seconds: of one step's transfers (one step forward, one backward, per layer).
-            intra_node_bytes_per_second: link of ONE device inside a node; infinite: ideal.
-            inter_node_bytes_per_second: link of ONE device across nodes; infinite: ideal.
-            ranks_per_node: HDP ranks that share a node.
-            tensor_parallel: devices that share a rank's heads and matrices.
-            ring_gradients: in what dK and dV travel (``trainer.ring_gradients``).
-        """
-        if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
-            raise ConfigError(problem(f"flops_per_second is {flops_per_second}", fix="use a rate above 0"))
-        layers = architecture.num_layers
-        linear = layers * flops.layer_linear_flops_per_token(architecture) + flops.head_flops_per_token(architecture)
-        attention = layers * flops.layer_attention_flops_per_square(architecture)
-        ring_forward, ring_backward = flops.ring_bytes_per_token(
-            architecture, bytes_per_element=bytes_per_element, ring_gradients=ring_gradients
-        )
-        attention_rate = tensor_parallel * (attention_flops_per_second or flops_per_second)
-        return CostModel(
-            attention_seconds_per_pair=(1 + flops.BACKWARD_ATTENTION_RATIO) * attention / attention_rate,
-            token_seconds=(1 + flops.BACKWARD_LINEAR_RATIO) * linear / (tensor_parallel * flops_per_second),
-            micro_batch_seconds=micro_batch_seconds,
-            ring_bytes_per_token=layers * (ring_forward + ring_backward) / tensor_parallel,
-            ring_step_seconds=2 * layers * ring_latency_seconds,
-            intra_node_bytes_per_second=intra_node_bytes_per_second,
-            inter_node_bytes_per_second=inter_node_bytes_per_second,
-            ranks_per_node=ranks_per_node,
-        )
 
     @staticmethod
     def from_work(*, linear_per_square: float = 24576) -> CostModel:
