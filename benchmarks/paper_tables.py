@@ -102,7 +102,7 @@ class Setting:
     def seconds(self, plan: Plan, *, remote_loader: bool, recompute: bool = False) -> float:
         """Return the simulated step time in seconds."""
         loader = LoaderConfig(seconds=self.loader_seconds, overlapped=remote_loader)
-        return simulate(plan, self.profile, self.devices, loader=loader, recompute=recompute).step_seconds
+        return simulate(plan, self.profile, self.devices, recompute=recompute).with_loader(loader).step_seconds
 
 
 @dataclass(frozen=True, slots=True)

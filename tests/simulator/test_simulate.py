@@ -135,7 +135,7 @@ def test_gradient_sync_and_loader() -> None:
     parameters = 4 * 100 + 1  # the vocabulary of one token is tied: one matrix of 1 x 1
     assert step.sync_seconds[0, 0] == pytest.approx(6 * parameters / 2)
     blocking = LoaderConfig(seconds=50.0, overlapped=False)
-    late = simulate(local_plan([[6], [6]]), heavy, ClusterConfig(num_gpus=2), loader=blocking)
+    late = step.with_loader(blocking)
     assert late.step_seconds == pytest.approx(step.step_seconds + 50)
     check_books(late)
 

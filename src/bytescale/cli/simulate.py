@@ -100,10 +100,9 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
             plan,
             profile,
             cluster,
-            loader=options.loader,
             schedule=options.schedule,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+        ).with_loader(options.loader)
     seconds = time.perf_counter() - began
     chunks = f" x {cluster.virtual_stages} chunks" if cluster.virtual_stages > 1 else ""
     console.print(

@@ -1,7 +1,7 @@
 """Floor 4: event-driven execution of a plan on a modelled cluster. Nothing here imports torch."""
 
 from bytescale.simulator.cluster import ClusterConfig
-from bytescale.simulator.result import SimulatedStep, Traffic
-from bytescale.simulator.simulate import LoaderConfig, simulate
+from bytescale.simulator.result import LoaderConfig, SimulatedStep, Traffic
+from bytescale.simulator.simulate import simulate
 
 __all__ = ["ClusterConfig", "LoaderConfig", "SimulatedStep", "Traffic", "simulate"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,20 @@ from bytescale.simulator.engine import Schedule, Timeline
 from bytescale.simulator.events import Events
 
 FloatArray = NDArray[np.float64]
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderConfig:
+    """The modelled loader, which reads the input of every step."""
+
+    seconds: float = 0.0
+    """Time to read, preprocess and deliver the input of one step."""
+    overlapped: bool = True
+    """Whether the loader works beside the step before, as the remote loader does. If not, every step waits for it."""
+
+    def exposed_seconds(self, step_seconds: float) -> float:
+        """Return how long a step of ``step_seconds`` waits for its input."""
+        return max(0.0, self.seconds - step_seconds) if self.overlapped else self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,13 +58,13 @@ class SimulatedStep:
     dp_bubble: FloatArray  # waiting for other HDP ranks, to start a shared micro-batch or at the gradient sync
     pp_bubble: FloatArray  # waiting for other stages
     sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather that no computation hides
-    loader_seconds: float  # waiting for input that comes too late
     peak_activation_bytes: FloatArray  # [R, pp] bytes per device
     traffic: Traffic
     events: Events
     timeline: Timeline
     num_tokens: int
     schedule: Schedule  # the order in which the pipelines worked
+    loader_seconds: float = 0.0  # waiting for input that comes too late
 
     @property
     def num_stages(self) -> int:
@@ -74,6 +88,12 @@ class SimulatedStep:
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.step_seconds
+
+    def with_loader(self, loader: LoaderConfig) -> SimulatedStep:
+        """Return this step with the time that it waits for ``loader``. It must not have been added before."""
+        assert not self.loader_seconds, "a step has one loader"
+        late = loader.exposed_seconds(self.step_seconds)
+        return replace(self, step_seconds=self.step_seconds + late, loader_seconds=late)
 
     def shares(self) -> dict[str, float]:
         """Return the mean share of the step that ranks spend on each activity. The shares add up to 1."""

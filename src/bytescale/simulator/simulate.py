@@ -40,39 +40,23 @@ from bytescale.simulator.result import SimulatedStep, Traffic
 FloatArray = NDArray[np.float64]
 
 
-@dataclass(slots=True, kw_only=True)
-class LoaderConfig:
-    """The modelled loader, which reads the input of every step."""
-
-    seconds: float = 0.0
-    """Time to read, preprocess and deliver the input of one step."""
-    overlapped: bool = True
-    """Whether the loader works beside the step before, as the remote loader does. If not, every step waits for it."""
-
-    def exposed_seconds(self, step_seconds: float) -> float:
-        """Return how long a step of ``step_seconds`` waits for its input."""
-        return max(0.0, self.seconds - step_seconds) if self.overlapped else self.seconds
-
-
 def simulate(
     plan: Plan,
     profile: Profile,
     cluster: ClusterConfig,
     *,
     speeds: FloatArray | None = None,
-    loader: LoaderConfig | None = None,
     schedule: Schedule | Literal["auto"] = "auto",
     recompute: bool = False,
     progress: Progress | None = None,
 ) -> SimulatedStep:
-    """Execute ``plan`` event by event. ``profile`` gives the time of each.
+    """Execute ``plan`` event by event. ``profile`` gives the time of each. Input costs no time (``with_loader``).
 
     Args:
         plan: a verified plan for as many ranks as ``cluster`` has.
         profile: costs per layer at the cluster's tp.
         cluster: the devices and their layout.
         speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
-        loader: how long the input takes; None: no time.
         schedule: how a pipeline orders its work, see ``engine``. ``auto`` takes ``1f1b``, and ``aligned`` if ``1f1b``
             deadlocks. Interleaved stages have no ``aligned`` schedule. The result names the schedule that was used.
         recompute: whether every layer's forward, ring included, runs once more before its backward.
@@ -103,8 +87,26 @@ def simulate(
             raise
         used = "aligned"
         timeline = run(schedule=used)
-    traffic = _traffic(profile, cluster, events, num_forwards=2 if recompute else 1)
-    return _account(plan, profile, cluster, events, parts, timeline, loader or LoaderConfig(), used, traffic)
+    done = _Executed(plan, profile, cluster, events, timeline)
+    return _account(done, parts, schedule=used, num_forwards=2 if recompute else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """A plan that was executed: on what, what its events were, and when they ran."""
+
+    plan: Plan
+    profile: Profile
+    cluster: ClusterConfig
+    events: Events
+    timeline: Timeline
+
+    def stage_parameters(self, stage: int) -> float:
+        """Weights of a stage per device."""
+        cluster = self.cluster
+        return stage_parameters(
+            self.profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages
+        )
 
 
 def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) -> None:
@@ -134,18 +136,10 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) 
         )
 
 
-def _account(
-    plan: Plan,
-    profile: Profile,
-    cluster: ClusterConfig,
-    events: Events,
-    parts: list[StageTimes],
-    timeline: Timeline,
-    loader: LoaderConfig,
-    schedule: Schedule,
-    traffic: Traffic,
-) -> SimulatedStep:
-    ranks, pp, num_ranks = events.micro_batch_ranks, cluster.pp, events.num_ranks
+def _account(done: _Executed, parts: list[StageTimes], *, schedule: Schedule, num_forwards: int) -> SimulatedStep:
+    """Add up where the time of every rank and stage went."""
+    events, timeline, pp = done.events, done.timeline, done.cluster.pp
+    ranks, num_ranks = events.micro_batch_ranks, events.num_ranks
     spent = {name: np.zeros((num_ranks, pp)) for name in ("compute", "exposed_ring", "exposed_offload", "wait_members")}
     dp_bubble, pp_bubble, last = np.zeros((3, num_ranks, pp))
     sync = np.zeros((num_ranks, pp))
@@ -157,36 +151,33 @@ def _account(
         spent["wait_members"][:, part % pp] += _per_rank(waited.sum(axis=0), ranks, num_ranks)
     for stage in range(pp):
         dp_bubble[:, stage], pp_bubble[:, stage], last[:, stage] = _waits(events, timeline, stage, pp)
-        sync[:, stage] = _visible_sync(plan, profile, cluster, events, timeline, stage)
+        sync[:, stage] = _visible_sync(done, stage)
     stage_done = last.max(axis=0)  # gradients of a stage are reduced when all its ranks have run their last backward
     dp_bubble += stage_done - last
     end = float((stage_done + sync[0]).max())
     pp_bubble += end - (stage_done + sync[0])
-    late = loader.exposed_seconds(end)
     return SimulatedStep(
-        step_seconds=end + late,
+        step_seconds=end,
         dp_bubble=dp_bubble,
         pp_bubble=pp_bubble,
         sync_seconds=sync,
-        loader_seconds=late,
-        peak_activation_bytes=_peak_activations(profile, cluster, events, timeline),
-        traffic=traffic,
+        peak_activation_bytes=_peak_activations(done),
+        traffic=_traffic(done, num_forwards),
         events=events,
         timeline=timeline,
-        num_tokens=plan.num_tokens,
+        num_tokens=done.plan.num_tokens,
         schedule=schedule,
         **spent,
     )
 
 
-def _visible_sync(
-    plan: Plan, profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline, stage: int
-) -> float:
+def _visible_sync(done: _Executed, stage: int) -> float:
     """Return the seconds of a stage's reduction and gathering that no computation hides.
 
     The gathering runs beside the next step, which is taken to be like this one.
     """
-    parameters = _parameters(profile, cluster, stage)
+    plan, profile, cluster, events, timeline = done.plan, done.profile, done.cluster, done.events, done.timeline
+    parameters = done.stage_parameters(stage)
     count = num_buckets(parameters, cluster.gradient_bucket_mib * 2**20)
     ranks = {"num_ranks": events.num_ranks, "ranks_per_node": cluster.ranks_per_node}
     seconds = bucket_seconds(profile, parameters, count, **ranks)
@@ -222,10 +213,6 @@ def _visible_sync(
     return reduction + gathering
 
 
-def _parameters(profile: Profile, cluster: ClusterConfig, stage: int) -> float:
-    return stage_parameters(profile, stage=stage, pipeline_parallel=cluster.pp, virtual_stages=cluster.virtual_stages)
-
-
 def _per_rank(values: FloatArray, ranks: IntArray, num_ranks: int) -> FloatArray:
     return np.bincount(ranks, weights=values, minlength=num_ranks).astype(np.float64)
 
@@ -252,8 +239,9 @@ def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[Flo
     return _per_rank(start - free - for_stage, ranks, num_ranks), _per_rank(for_stage, ranks, num_ranks), last
 
 
-def _peak_activations(profile: Profile, cluster: ClusterConfig, events: Events, timeline: Timeline) -> FloatArray:
+def _peak_activations(done: _Executed) -> FloatArray:
     """Return the largest number of bytes that a device keeps for later backwards, ``[R, pp]``."""
+    profile, cluster, events, timeline = done.profile, done.cluster, done.events, done.timeline
     peaks = np.zeros((events.num_ranks, cluster.pp))
     kept = [
         stage_activation_bytes(profile, events.loads, num_layers=len(layers))
@@ -282,11 +270,12 @@ def memory_changes(
     return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)
 
 
-def _traffic(profile: Profile, cluster: ClusterConfig, events: Events, *, num_forwards: int) -> Traffic:
+def _traffic(done: _Executed, num_forwards: int) -> Traffic:
+    profile, cluster, events = done.profile, done.cluster, done.events
     layers, tp = profile.architecture.num_layers, cluster.tp
     ring = layers * tp * (num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token)
     loads: Loads = events.loads
-    parameters = [_parameters(profile, cluster, stage) for stage in range(cluster.pp)]
+    parameters = [done.stage_parameters(stage) for stage in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
     movable = sum(max(0, len(own) - RESIDENT_LAYERS) for own in split_layers(profile.architecture, cluster.num_parts))
     return Traffic(
