@@ -16,7 +16,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, PlanError
 from bytescale.data import prepare_corpus
 from bytescale.data.order.mixture import make_sampler
-from bytescale.data.remote.client import RemoteLoader
+from bytescale.data.remote.client import DataService, RemoteLoader
 from bytescale.data.remote.relay import FAN_OUT, Answer, Relay, above, part_of
 from bytescale.data.remote.slices import PartOwners, PlannedStep, RankStep, StepReference, StillReading
 from tests.remote.support import numbered_config, planner_for, write_numbered_corpus
@@ -226,9 +226,10 @@ def test_a_planner_that_never_stays_is_given_up(ray_joined: str, tmp_path: Path)
             pass
 
     actor = ray.remote(Forgetful).options(num_cpus=0).remote()
-    settings = {"servers": [], "planner": None, "rank": 0, "state": state(0), "stop_step": 1, "prefetch_steps": 1}
+    service = DataService(relay=actor, servers=[], answer_seconds=1.0)
+    settings = {"planner": None, "rank": 0, "state": state(0), "stop_step": 1, "prefetch_steps": 1}
     with (
-        RemoteLoader(relay=actor, answer_seconds=1.0, **settings) as loader,
+        RemoteLoader(service, **settings) as loader,
         pytest.raises(LoaderFailure, match=r"planner actor did not answer within 1 s.*raise data.answer_seconds"),
     ):
         next(loader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,40 +24,48 @@ from bytescale.plan import Plan
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataService:
+    """The actors that a client asks."""
+
+    relay: Any
+    """Handle of the ``Relay`` of this node, or of the ``PlannerActor`` itself."""
+    servers: Sequence[Any]
+    """Handles of the ``DataServer`` actors, in order."""
+    answer_seconds: float
+    """How long an actor may take to answer, its restarts included. After that the client gives up."""
+
+
 class RemoteLoader:
     """Iterates over the steps of one rank. A thread fetches up to ``prefetch_steps`` steps ahead of training."""
 
     def __init__(
         self,
+        service: DataService,
         *,
-        relay: Any,
-        servers: Sequence[Any],
         planner: Callable[[IntArray], Plan],
         rank: int,
         state: SamplerState,
         stop_step: int | None,
         prefetch_steps: int,
-        answer_seconds: float,
     ) -> None:
         """Start fetching at ``state``.
 
         Args:
-            relay: handle of the ``Relay`` of this node, or of the ``PlannerActor`` itself.
-            servers: handles of the ``DataServer`` actors, in order.
+            service: the actors to ask.
             planner: function from lengths to a plan. It is sent to the planner actor, and again after each restart.
             rank: HDP rank.
             state: where the first step starts.
             stop_step: the iteration ends before the step of this number; None: it has no end.
             prefetch_steps: finished steps that may wait, at least 1.
-            answer_seconds: how long an actor may take to answer, its restarts included. After that the client gives up.
         """
-        self._relay = relay
-        self._servers = servers
+        self._relay = service.relay
+        self._servers = service.servers
+        self._answer_seconds = service.answer_seconds
         self._planner = planner
         self._rank = rank
         self._state = state
         self._stop_step = stop_step
-        self._answer_seconds = answer_seconds
         self._lives: dict[str, set[str]] = {}
         self._steps = Prefetcher(self._fetch_steps(), prefetch_steps, name="bytescale-client")
 
@@ -137,7 +145,11 @@ class RemoteLoader:
                 self._say_still_reading(state, answer)
                 deadline = time.monotonic() + self._answer_seconds
             else:
-                wait_for(self._relay.configure.remote(self._planner, self._stop_step), who, self._answer_seconds)
+                wait_for(
+                    self._relay.configure.remote(self._planner, self._stop_step),
+                    who,
+                    self._answer_seconds,
+                )
         raise no_answer(who, self._answer_seconds)
 
     def _say_still_reading(self, state: SamplerState, answer: StillReading) -> None:

@@ -18,7 +18,7 @@ from bytescale.data.loading.corpus import plan_shards
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.order.index import CorpusFacts
 from bytescale.data.remote.calls import wait_for
-from bytescale.data.remote.client import RemoteLoader
+from bytescale.data.remote.client import DataService, RemoteLoader
 from bytescale.data.remote.cluster import NAMESPACE
 from bytescale.data.remote.planner import PlannerActor, kept_steps
 from bytescale.data.remote.relay import Relay, above
@@ -102,14 +102,12 @@ class RemoteFeed:
         ``planner`` is sent to the planner actor.
         """
         return RemoteLoader(
-            relay=self.relay,
-            servers=self._actors.servers,
+            DataService(relay=self.relay, servers=self._actors.servers, answer_seconds=self._config.answer_seconds),
             planner=planner,
             rank=self._rank,
             state=self.state_dict(),
             stop_step=stop_step,
             prefetch_steps=self._config.prefetch_steps,
-            answer_seconds=self._config.answer_seconds,
         )
 
     def close(self) -> None:
