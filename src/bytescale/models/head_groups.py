@@ -60,10 +60,19 @@ def apply_head_groups(module: Attention, num_groups: int) -> None:
 
     def forward(hidden: Tensor, rotation: Rotation, attention: HeadwiseAttention) -> Tensor:
         weights = [layer.weight for layer in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)]
-        result: Tensor = _HeadGroups.apply(hidden, *weights, *rotation, attention, module, num_groups)
+        result: Tensor = _HeadGroups.apply(_Settings(module, attention, num_groups), hidden, *weights, *rotation)
         return result
 
     module.forward = forward  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What forward and backward of a block need besides tensors."""
+
+    module: Attention
+    attention: HeadwiseAttention
+    num_groups: int
 
 
 @dataclass(frozen=True)
@@ -123,40 +132,35 @@ class _Projections:
 
 class _HeadGroups(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attention: HeadwiseAttention,
-        module: Attention,
-        num_groups: int,
-    ) -> Tensor:
-        projections = _Projections.of((q, k, v, o), (cos, sin), module)
-        out, lse = attention.remembered(lambda: _attend(hidden, projections, attention, num_groups))
-        ctx.attention, ctx.module, ctx.num_groups = attention, module, num_groups
-        ctx.save_for_backward(hidden, q, k, v, o, cos, sin, out, lse)
-        return F.linear(out.flatten(1), o)
+    def forward(ctx: Any, settings: _Settings, hidden: Tensor, *weights_and_rotation: Tensor) -> Tensor:
+        *weights, cos, sin = weights_and_rotation
+        projections = _Projections.of(weights, (cos, sin), settings.module)
+        out, lse = settings.attention.remembered(
+            lambda: _attend(hidden, projections, settings.attention, settings.num_groups)
+        )
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, *weights_and_rotation, out, lse)
+        return F.linear(out.flatten(1), weights[3])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        settings: _Settings = ctx.settings
         hidden, *weights, cos, sin, out, lse = ctx.saved_tensors
-        projections = _Projections.of(weights, (cos, sin), ctx.module)
+        projections = _Projections.of(weights, (cos, sin), settings.module)
         (d_result,) = gradients
         d_o = d_result.T @ out.flatten(1)
         d_hidden = torch.zeros_like(hidden)
         d_q, d_k, d_v = (torch.empty_like(weight) for weight in (projections.q, projections.k, projections.v))
-        for group in projections.groups(ctx.num_groups):
+        for group in projections.groups(settings.num_groups):
             # One expression, so that no variable keeps a group's tensors alive while the next group's are made.
             d_q[group.queries], d_k[group.keys], d_v[group.keys] = projections.backward(
-                _attend_back(d_result, hidden, projections, out, lse, ctx.attention, group), hidden, group, d_hidden
+                _attend_back(d_result, hidden, projections, out, lse, settings.attention, group),
+                hidden,
+                group,
+                d_hidden,
             )
         d_weights = (*(gradient.flatten(0, 1) for gradient in (d_q, d_k, d_v)), d_o)
-        return d_hidden, *d_weights, None, None, None, None, None
+        return None, d_hidden, *d_weights, None, None
 
 
 def _attend(
