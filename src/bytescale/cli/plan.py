@@ -73,6 +73,17 @@ class PlanOptions:
     json: bool = False
     """Print JSON instead of tables."""
 
+    def layout(self, trainer: TrainerConfig) -> ClusterConfig:
+        """Return the devices of the simulated cluster."""
+        return ClusterConfig(
+            num_gpus=self.ranks * self.tp * self.pp,
+            gpus_per_node=self.ranks_per_node * self.tp,
+            tp=self.tp,
+            pp=self.pp,
+            virtual_stages=self.virtual_stages,
+            gradient_bucket_mib=trainer.gradient_bucket_mib,
+        )
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale plan``. Returns the exit code."""
@@ -85,14 +96,8 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write the wanted files. Raises what reading, planning and drawing raise."""
     console = Console()
-    layout = ClusterConfig(
-        num_gpus=options.ranks * options.tp * options.pp,
-        gpus_per_node=options.ranks_per_node * options.tp,
-        tp=options.tp,
-        pp=options.pp,
-        virtual_stages=options.virtual_stages,
-        gradient_bucket_mib=(config.trainer if config else TrainerConfig()).gradient_bucket_mib,
-    )
+    trainer = config.trainer if config else TrainerConfig()
+    layout = options.layout(trainer)
     lengths, origin, vocab_size = read_batch(options.batch, config)
     profile = read_profile(
         options.cost,
@@ -100,7 +105,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         tensor_parallel=options.tp,
         model_is_given=config is not None or options.model != DEFAULT_MODEL,
         vocab_size=vocab_size,
-        ring_gradients=(config.trainer if config else TrainerConfig()).ring_gradients,
+        ring_gradients=trainer.ring_gradients,
     )
     layout.check_layers(profile.architecture.num_layers)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
@@ -135,15 +140,19 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         print_details(console, chosen, planned, cost)
         words = memory_in_words(planned[chosen].plan, devices.memory, devices.usable_bytes)
         console.print(words, highlight=False, soft_wrap=True)
+    for written in _write_files(options, planned, chosen):
+        if not options.json:
+            console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _write_files(options: PlanOptions, planned: dict[str, Planned], chosen: str) -> list[Path]:
+    """Write the files that were asked for, and return their paths."""
     if options.save is not None:
         save_plan(planned[chosen].plan, options.save)
     if options.png is not None:
         draw_steps({name: item.step for name, item in planned.items()}, options.png)
-    if not options.json:
-        for written in (options.save, options.png):
-            if written is not None:
-                console.print(f"wrote {written}", highlight=False, soft_wrap=True)
-    return 0
+    return [path for path in (options.save, options.png) if path is not None]
 
 
 def devices_in_words(options: PlanOptions) -> str:

@@ -230,22 +230,7 @@ def measure_profile(
     """
     hdp = hdp or RankGroup(device=device)
     measurer = Measurer(architecture, device, dtype)
-    measurer.measure(MIN_TOKENS)  # warm-up: on a GPU, compilers and libraries take seconds to start
-    measurer.sweeps.clear()
-    lengths: list[int] = []
-    started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
-    # The first sweep finds the lengths. A length that is twice as long takes at most four times as long.
-    while not lengths or (tokens <= max_tokens and SWEEPS * (_elapsed(hdp, started) + 4 * last) <= seconds):
-        progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
-        before = time.perf_counter()
-        measurer.measure(tokens)
-        last = float(np.max(hdp.share([time.perf_counter() - before])))
-        lengths.append(tokens)
-        tokens *= 2
-    for _ in range(SWEEPS - 1):
-        for tokens in lengths:
-            progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
-            measurer.measure(tokens)
+    measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds, progress=progress)
     points = _points(measurer, hdp)
     links = measure_links(hdp, measurer) if hdp.size > 1 else Links()
     to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
@@ -268,6 +253,36 @@ def measure_profile(
         points=tuple(points),
         **fits,
     )
+
+
+def measure_lengths(
+    measurer: Measurer,
+    hdp: RankGroup,
+    *,
+    max_tokens: int,
+    seconds: float,
+    progress: Callable[[int, float], None],
+) -> None:
+    """Measure every curve at ``MIN_TOKENS`` tokens, twice that, and so on, ``SWEEPS`` times each.
+
+    Every rank calls it. Arguments as in ``measure_profile``.
+    """
+    measurer.measure(MIN_TOKENS)  # warm-up: on a GPU, compilers and libraries take seconds to start
+    measurer.sweeps.clear()
+    lengths: list[int] = []
+    started, last, tokens = time.perf_counter(), 0.0, MIN_TOKENS
+    # The first sweep finds the lengths. A length that is twice as long takes at most four times as long.
+    while not lengths or (tokens <= max_tokens and SWEEPS * (_elapsed(hdp, started) + 4 * last) <= seconds):
+        progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
+        before = time.perf_counter()
+        measurer.measure(tokens)
+        last = float(np.max(hdp.share([time.perf_counter() - before])))
+        lengths.append(tokens)
+        tokens *= 2
+    for _ in range(SWEEPS - 1):
+        for tokens in lengths:
+            progress(tokens, min(_elapsed(hdp, started) / seconds, 1.0))
+            measurer.measure(tokens)
 
 
 def _elapsed(hdp: RankGroup, started: float) -> float:
