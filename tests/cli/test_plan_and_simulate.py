@@ -135,7 +135,7 @@ def test_capacity_auto_is_what_a_device_holds(command: ModuleType, capsys: pytes
     assert command.run([*SMALL, *devices, "--capacity-tokens", "auto"]) == 0
     assert command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "40"]) == 0
     capsys.readouterr()
-    with pytest.raises(ConfigError, match=r"need .* GiB on a device, of which 10 GiB may be used"):
+    with pytest.raises(ConfigError, match=r"need .* GiB a rank, of 10 GiB that a rank may use"):
         command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "10"])
 
 
