@@ -64,7 +64,7 @@ class SimulatedStep:
     timeline: Timeline
     num_tokens: int
     schedule: Schedule  # the order in which the pipelines worked
-    loader_seconds: float = 0.0  # waiting for input that comes too late
+    loader_seconds: float  # waiting for input that comes too late
 
     @property
     def num_stages(self) -> int:

@@ -161,6 +161,7 @@ def _account(done: _Executed, parts: list[StageTimes], *, schedule: Schedule, nu
         dp_bubble=dp_bubble,
         pp_bubble=pp_bubble,
         sync_seconds=sync,
+        loader_seconds=0.0,
         peak_activation_bytes=_peak_activations(done),
         traffic=_traffic(done, num_forwards),
         events=events,
