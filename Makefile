@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 3
+JOBS   ?= 2
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 

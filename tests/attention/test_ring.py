@@ -82,7 +82,7 @@ def reference(sequence: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
 
 
-@examples(10, 40)
+@examples(6, 40)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     num_ranks=st.integers(1, 8),

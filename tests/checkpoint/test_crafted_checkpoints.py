@@ -22,6 +22,7 @@ from bytescale.checkpoint.format_2 import METADATA_FILE, TensorPlanner, load_ten
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
 from bytescale.config import config_to_toml
+from tests.helpers.effort import one_of, pairs
 from tests.helpers.forks import run_forked
 from tests.helpers.format_2 import downgrade
 from tests.train.runs import on_ranks, run, small_run, write_corpus
@@ -202,8 +203,9 @@ def resume(run_folder: Path) -> list[str]:
     return ["train", "--resume", str(run_folder)]
 
 
-@pytest.mark.parametrize("command", [convert, start_from, resume])
-@pytest.mark.parametrize("craft", [as_metadata, as_bytes, as_a_tensor, outside])
+@pytest.mark.parametrize(
+    ("craft", "command"), pairs([as_metadata, as_bytes, as_a_tensor, outside], [convert, start_from, resume])
+)
 def test_every_command_refuses_and_runs_nothing(
     victim: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: Callable, craft: Callable
 ) -> None:
@@ -219,7 +221,7 @@ def test_every_command_refuses_and_runs_nothing(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", [convert, start_from, resume])
+@pytest.mark.parametrize("command", one_of([convert, start_from, resume], resume))
 def test_every_command_takes_the_checkpoint_as_it_was_written(victim: Path, command: Callable) -> None:
     """Otherwise the refusals above could have other reasons."""
     assert run_forked(1, lambda _: main(command(victim))) == [0]

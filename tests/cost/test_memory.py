@@ -313,7 +313,7 @@ CUDA_CASES = [
 @pytest.mark.parametrize(
     ("num_kv_heads", "mode", "head_groups", "num_ranks", "ratio"),
     one_in(
-        5, [(*case, *ranks) for case, ranks in zip(CUDA_CASES * 3, [(1, 0.0), (1, 1.0), (2, 0.0)] * 11, strict=True)]
+        7, [(*case, *ranks) for case, ranks in zip(CUDA_CASES * 3, [(1, 0.0), (1, 1.0), (2, 0.0)] * 11, strict=True)]
     ),
 )
 def test_peak_with_cudas_kernels(

@@ -15,7 +15,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan, static_plan
-from tests.helpers.effort import examples
+from tests.helpers.effort import examples, pairs
 from tests.helpers.plans import random_plan
 from tests.helpers.steps import (
     make_model,
@@ -49,7 +49,7 @@ def assert_parity(
     assert worst_relative_error(ours.gradients, reference.gradients) <= TOLERANCE[dtype]
 
 
-@examples(8, 60)
+@examples(5, 60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
     num_ranks=st.integers(1, 8),
@@ -74,8 +74,9 @@ def test_any_plan_gives_the_loss_and_gradients_of_one_process(
     assert_parity(plan, lengths, dtype, seed=seed, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 1, 2], [0, 1, 0, 1, 0, 1]])
+@pytest.mark.parametrize(
+    ("nodes", "dtype"), pairs([[0, 0, 1, 1, 1, 2], [0, 1, 0, 1, 0, 1]], [torch.float64, torch.float32])
+)
 def test_rings_inside_nodes_give_the_loss_and_gradients_of_one_process(nodes: list[int], dtype: torch.dtype) -> None:
     """They have a communicator of their own; a rank takes part in rings inside its node and across nodes by turns."""
     members = [[0, 1], [2, 4], [0, 1, 2], [2, 3, 4], [0, 2], [5, 0], [0, 1, 2, 3, 4, 5]]
@@ -87,7 +88,7 @@ def test_rings_inside_nodes_give_the_loss_and_gradients_of_one_process(nodes: li
     assert_parity(plan, lengths, dtype, nodes=nodes)
 
 
-@examples(6, 40)
+@examples(4, 40)
 @given(
     planner=st.sampled_from([static_plan, naive_plan, paper_plan, greedy_plan, adaptive_plan]),
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=12),
@@ -117,8 +118,7 @@ def one_group_plan(lengths: list[int], num_ranks: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("num_ranks", "tied"), pairs([1, 2, 3, 5, 8], [True, False]))
 def test_one_group_of_every_size(num_ranks: int, tied: bool) -> None:
     lengths = [37, 1, 8, 3]
     assert_parity(one_group_plan(lengths, num_ranks), lengths, torch.float64, tie_embeddings=tied)

@@ -13,7 +13,6 @@ from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_arc
 from bytescale.config.validate import validate
 from bytescale.train import train
 from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget, usable_host_bytes
-from tests.helpers.effort import one_of
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 
@@ -36,7 +35,8 @@ def test_offloading_and_recomputation_give_the_same_losses(corpus: Path, tmp_pat
     assert run(with_trainer(recomputed, checkpointing="attention")) == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing", one_of(["full", "attention"], "full"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpointing", ["full", "attention"])
 def test_groups_of_heads_give_the_same_losses(corpus: Path, tmp_path: Path, checkpointing: str) -> None:
     plain = run(deep_run(corpus, tmp_path / "plain", 2, 256, offload="off"))
     grouped = deep_run(corpus, tmp_path / "grouped", 2, 144, offload="on", host_gib=0.25)

@@ -94,6 +94,7 @@ def test_the_head_is_measured_as_it_trains(profile: Profile) -> None:
     assert float(profile.head_forward(1024)) > 3 * float(profile.head_backward(1024)) > 0
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_measure_together_and_get_the_same_profile() -> None:
     def one_rank(hdp: RankGroup) -> Profile:
         return measure_profile(
