@@ -48,7 +48,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, align, aligned, paper_plan
 from bytescale.runtime import Executor, Mesh, MeshShape, ModelPart, RankGroup
 from bytescale.simulator import ClusterConfig, simulate
-from bytescale.train.loop.step import seconds_waited
+from bytescale.train.loop.step import clocks_of
 from bytescale.train.parts.own_model import build_own_model
 
 TOKENS = 512
@@ -109,14 +109,15 @@ def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rou
     results = []
     for _ in range(rounds + 1):
         dist.barrier()
-        waited = seconds_waited(mesh)
+        for clock in clocks_of(mesh):
+            clock.take()
         started, cpu = time.perf_counter(), time.thread_time()
         Executor(parts=[part], kernel=kernel, mesh=mesh).run(rank_plan, data, num_global_targets=count * num_tokens)
         dist.barrier()
         results.append(
             {
                 "wall": time.perf_counter() - started,
-                "wait": seconds_waited(mesh) - waited,
+                "wait": sum(clock.take()() for clock in clocks_of(mesh)),
                 "cpu": time.thread_time() - cpu,
             }
         )
