@@ -48,8 +48,8 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, align, aligned, paper_plan
 from bytescale.runtime import Executor, Mesh, MeshShape, ModelPart, RankGroup
 from bytescale.simulator import ClusterConfig, simulate
-from bytescale.train.loop.step import clocks_of
 from bytescale.train.parts.own_model import build_own_model
+from bytescale.train.reporting.work import clocks_of
 
 TOKENS = 512
 STAGES = 2
