@@ -40,9 +40,17 @@ def active_feed_forward_parameters(architecture: Architecture) -> int:
     return architecture.experts_per_token * block + architecture.num_experts * architecture.hidden_size
 
 
-def layer_parameters(architecture: Architecture) -> int:
-    """All weights of one layer, including its two RMSNorm vectors."""
-    return attention_parameters(architecture) + feed_forward_parameters(architecture) + 2 * architecture.hidden_size
+def layer_parameters(architecture: Architecture, *, tensor_parallel: int = 1) -> int:
+    """The weights of one layer on one of ``tensor_parallel`` devices. Without tensor parallelism, all of its weights.
+
+    Matrices are cut, and key heads only as far as there are any. Every device has the router and the two norms.
+    """
+    shape, parts = architecture, tensor_parallel
+    query = shape.num_heads * shape.head_dim // parts
+    kv = shape.num_kv_heads * shape.head_dim // min(parts, shape.num_kv_heads)
+    router = shape.num_experts * shape.hidden_size
+    experts = (feed_forward_parameters(shape) - router) // parts
+    return 2 * shape.hidden_size * (query + kv) + experts + router + 2 * shape.hidden_size
 
 
 def head_parameters(architecture: Architecture) -> int:
@@ -50,13 +58,33 @@ def head_parameters(architecture: Architecture) -> int:
     return architecture.vocab_size * architecture.hidden_size
 
 
+def vocabulary_matrices(architecture: Architecture, *, is_first: bool, is_last: bool) -> int:
+    """How many matrices of ``head_parameters`` weights a pipeline stage has: the embedding, the output projection.
+
+    A stage that is the first and the last one has a tied projection once.
+    """
+    return int(is_first) + int(is_last and not (architecture.tie_embeddings and is_first))
+
+
+def device_parameters(
+    architecture: Architecture, *, num_layers: int, is_first: bool, is_last: bool, tensor_parallel: int
+) -> int:
+    """All weights of one device of a pipeline stage that has ``num_layers`` layers.
+
+    The first stage has the embedding; the last one has the output projection and the final norm.
+    """
+    matrices = vocabulary_matrices(architecture, is_first=is_first, is_last=is_last)
+    return (
+        num_layers * layer_parameters(architecture, tensor_parallel=tensor_parallel)
+        + matrices * -(-head_parameters(architecture) // tensor_parallel)
+        + int(is_last) * architecture.hidden_size
+    )
+
+
 def total_parameters(architecture: Architecture) -> int:
     """All weights: layers, embedding, final norm and, unless tied, the output projection."""
-    matrices = 1 if architecture.tie_embeddings else 2
-    return (
-        architecture.num_layers * layer_parameters(architecture)
-        + matrices * head_parameters(architecture)
-        + architecture.hidden_size
+    return device_parameters(
+        architecture, num_layers=architecture.num_layers, is_first=True, is_last=True, tensor_parallel=1
     )
 
 

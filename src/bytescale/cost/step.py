@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.cost import flops
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import stage_chunks
 
@@ -36,10 +37,9 @@ def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, vi
     """Weights of one stage per device: its layers, the embedding on the first stage, and the head on the last one."""
     shape = profile.architecture
     layers = sum(map(len, stage_chunks(shape, pipeline_parallel, stage, virtual_stages)))
-    matrices = int(stage == 0) + int(stage == pipeline_parallel - 1 and not (shape.tie_embeddings and stage == 0))
-    return (layers * profile.layer_parameters + matrices * shape.vocab_size * shape.hidden_size) / (
-        profile.tensor_parallel
-    )
+    matrices = flops.vocabulary_matrices(shape, is_first=stage == 0, is_last=stage == pipeline_parallel - 1)
+    weights = layers * profile.layer_parameters + matrices * flops.head_parameters(shape)
+    return weights / profile.tensor_parallel
 
 
 def sync_bytes(parameters_per_device: float, num_ranks: int) -> float:
@@ -87,7 +87,7 @@ def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:
 def embedding_share(profile: Profile, parameters_per_device: float, *, stage: int) -> float:
     """Share of the embedding in a stage's parameters. Forward needs it first, and its gradient is complete last."""
     shape = profile.architecture
-    own = shape.vocab_size * shape.hidden_size / profile.tensor_parallel if stage == 0 else 0.0
+    own = flops.head_parameters(shape) / profile.tensor_parallel if stage == 0 else 0.0
     return own / parameters_per_device
 
 

@@ -71,11 +71,10 @@ class ModelShare:
     @property
     def num_parameters(self) -> int:
         """Weights on this device."""
-        shape, parts = self.architecture, self.tensor_parallel
-        words = -(-flops.head_parameters(shape) // parts)
-        matrices = int(self.is_first) + int(self.is_last and not (shape.tie_embeddings and self.is_first))
-        query, kv = shape.num_heads * shape.head_dim // parts, shape.num_kv_heads * shape.head_dim // self.key_parts
-        router = shape.num_experts * shape.hidden_size
-        feed_forward = (flops.feed_forward_parameters(shape) - router) // parts + router
-        layer = 2 * shape.hidden_size * (query + kv) + feed_forward + 2 * shape.hidden_size
-        return self.num_layers * layer + matrices * words + int(self.is_last) * shape.hidden_size
+        return flops.device_parameters(
+            self.architecture,
+            num_layers=self.num_layers,
+            is_first=self.is_first,
+            is_last=self.is_last,
+            tensor_parallel=self.tensor_parallel,
+        )
