@@ -138,6 +138,14 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
     assert "did you mean sources?" in errors
 
 
+def test_ranks_of_torchrun_do_not_name_run_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", str(folder / "config.toml"), "--trainer.run-dir", ""]) == 2
+    assert "trainer.run_dir is empty, and this process is one rank of several" in capsys.readouterr().err
+
+
 def test_help_and_unknown_commands() -> None:
     """The real command, whose errors leave no stack trace."""
     assert "bytescale COMMAND --help" in bytescale("--help").stdout

@@ -102,6 +102,14 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     if not trainer.run_dir:
         from bytescale.train.run_folder import default_run_dir
 
+        if "RANK" in os.environ:
+            raise ConfigError(
+                problem(
+                    "trainer.run_dir is empty, and this process is one rank of several that torchrun has started",
+                    so="every rank would name a run folder of its own after the time",
+                    fix="name one with --trainer.run-dir",
+                )
+            )
         trainer = replace(trainer, run_dir=default_run_dir(path.stem))
     return replace(options, config=replace(config, trainer=trainer))
 
