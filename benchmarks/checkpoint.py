@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,7 +39,14 @@ from bytescale.checkpoint import Checkpointer, RunState
 from bytescale.checkpoint import format_2_states as old
 from bytescale.checkpoint.manifest import Manifest, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import Snapshot, layout_of
-from bytescale.config import Architecture, CheckpointConfig, ModelConfig, OptimizerConfig, resolve_architecture
+from bytescale.config import (
+    Architecture,
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    resolve_architecture,
+)
 from bytescale.runtime import FlatParameters, Mesh, MeshShape, RankGroup, ShardedAdamW
 from bytescale.train.parts import own_model
 
@@ -186,13 +192,18 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedAdamW:
     )
     own_model.initial_values = lambda name, cut, *_: torch.empty(cut.part_shape, device="meta")  # type: ignore
     model = own_model.build_own_model(
-        shape, of_rank, virtual_stages=1, dtype=torch.bfloat16, seed=0, bucket_bytes=400 * 2**20
+        shape,
+        of_rank,
+        virtual_stages=1,
+        dtype=torch.bfloat16,
+        seed=0,
+        bucket_bytes=int(TrainerConfig().gradient_bucket_mib * 2**20),
     )
 
     class Optimizer:
         parameters, mesh, hdp, tied_head = model.parameters, of_rank, own, None
 
-        def states(self) -> dict:
+        def states(self) -> dict[str, list[torch.Tensor]]:
             parts = [
                 torch.empty(place.stop - place.start, device="meta") for place in model.parameters.shards(own.rank)
             ]
@@ -202,7 +213,7 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedAdamW:
 
 
 def planning() -> None:
-    shape = resolve_architecture(ModelConfig(preset="llama-70b"))
+    shape = resolve_architecture(ModelConfig(preset="70b"))
     mesh = MeshShape(hdp=512, tp=8, pp=4)
     print(
         f"70B on {mesh.size} ranks: pp {mesh.pp}, hdp {mesh.hdp}, tp {mesh.tp}; one rank is measured, the first twice"
@@ -236,7 +247,7 @@ def planning() -> None:
     def own_plan() -> object:
         planner = PieceWriter()
         planner.set_up_planner(stored_pieces(optimizer, optimizer.states()), is_coordinator=False)
-        return FileSystemWriter("/nowhere").prepare_local_plan(planner.create_local_plan())
+        return planner.create_local_plan()
 
     plan, seconds, peak = measured(own_plan)
     text = pickle.dumps(plan)
@@ -250,7 +261,7 @@ def planning() -> None:
 
         return work
 
-    for num_ranks in (64, 256):  # of 16,384: time and memory are linear in the ranks
+    for num_ranks in (32, 128):  # of 16,384: time and memory are linear in the ranks
         size, seconds, peak = measured(all_plans(num_ranks))
         factor = mesh.size / num_ranks
         print(

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from bytescale.checkpoint import Checkpointer
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
 from bytescale.checkpoint.folders import LocalFolder
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import CheckpointError
 from bytescale.config import CheckpointConfig
-from bytescale.runtime import MeshShape
-from tests.checkpoint.meshes import restore, run_state, save, set_states, with_checkpointer
+from bytescale.runtime import MeshShape, ShardedAdamW
+from tests.checkpoint.meshes import SHAPE, assert_states, restore, run_state, save, set_states, with_checkpointer
 from tests.helpers.forks import run_forked
 
 ALONE = MeshShape(1)
@@ -73,25 +74,39 @@ def assert_usable(folder: Path, steps: tuple[int, ...], num_published: int) -> N
     """What is named as a checkpoint is whole, the newest one is restored, and the run can save again."""
     for path in complete_checkpoints(folder):
         assert problems_of(LocalFolder(path)) == []
-    if num_published:
-        assert restore(MeshShape(1), folder) in steps[num_published - 1 : num_published + 1]
-    save(MeshShape(1), folder, 9, keep=1)
+
+    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+        newest = checkpoints.newest()
+        if num_published:
+            assert newest is not None, "a checkpoint was published"
+            step = checkpoints.restore(newest, optimizer, SHAPE.as_dict()).step
+            assert step in steps[num_published - 1 : num_published + 1]
+            assert_states(optimizer, step)
+        set_states(optimizer, 9)
+        checkpoints.save(run_state(9), optimizer)
+        checkpoints.finish()
+
+    with_checkpointer(ALONE, folder, work, keep=1)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000009"], "what was half written is gone"
 
 
 @pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
-def test_killed_before_every_operation(tmp_path: Path, steps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "every", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["every operation", "the last checkpoint"]
+)
+def test_killed_before_every_operation(tmp_path: Path, steps: tuple[int, ...], every: bool) -> None:
+    """The quick version takes the operations of the last checkpoint, and the first and the last of many writes."""
     counted = MortalDisk()
     run_until(tmp_path / "whole", steps, counted)
     kinds = {"make folder", "create", "write", "sync", "rename", "sync folder", "remove", "remove folder"}
     assert set(counted.operations) == kinds
     ends = [n for n, operation in enumerate(counted.operations) if operation == "rename"]
     published = ends[:1] + (ends[2::2] if len(set(steps)) == 1 else ends[1::2])
-    # Of the many writes of tensors in one file, the first, one in the middle and the last stand for the others.
     points = [
         n
         for n, operation in enumerate(counted.operations)
-        if operation != "write" or "write" not in counted.operations[n - 1 : n + 2 : 2] or n % 20 == 0
+        if every
+        or (n > published[-2] and (operation != "write" or "write" not in counted.operations[n - 1 : n + 2 : 2]))
     ]
     for point in points:
         folder = tmp_path / str(point)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.data.sources import retry
@@ -63,12 +64,14 @@ def is_url(place: str | Path) -> bool:
 
 
 class LocalFolder:
-    """A folder of the local file system."""
+    """A folder of the local file system. The file that was read last stays open, for the next of its many pieces."""
 
     merges_bytes = 0
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._open_name = ""
+        self._open_file: Any = None
 
     @property
     def name(self) -> str:
@@ -84,14 +87,14 @@ class LocalFolder:
         return (self.path / name).read_bytes()
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        if self._open_name != name:
+            self._open_name, self._open_file = name, (self.path / name).open("rb", buffering=0)
         filled = 0
-        with (self.path / name).open("rb", buffering=0) as file:
-            file.seek(offset)
-            while filled < len(target):
-                count = file.readinto(target[filled:])
-                if not count:
-                    break
-                filled += count
+        while filled < len(target):
+            count = os.preadv(self._open_file.fileno(), [target[filled:]], offset + filled)
+            if not count:
+                break
+            filled += count
         return filled
 
     def inside(self, name: str) -> LocalFolder:
