@@ -153,10 +153,12 @@ class Trainer:
 
     def steps(self, count: int) -> list[list[float]]:
         """Take steps. Return the times from each update to the next, and the waiting in them."""
-        ends = []
+        ends, waited = [], 0.0
+        self.mesh.gradients.clock.take()
         for _ in range(count):
             self.step()
-            ends.append((time.perf_counter(), self.mesh.gradients.collective_seconds))
+            waited += self.mesh.gradients.clock.take()()
+            ends.append((time.perf_counter(), waited))
         self.optimizer.wait_for_parameters()
         return np.diff(ends, axis=0).tolist()
 

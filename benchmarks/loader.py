@@ -174,13 +174,13 @@ def planner_at_scale(folder: Path) -> None:
         for num_ranks in (1024, 16384):
             actor = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=1000)
             planner = actor.remote(config, work, [server], {})
-            state = ray.get(planner.check_state.remote(None))
-            ray.get(planner.configure.remote(planner_for(num_ranks, 8192), steps))
-            process = psutil.Process(ray.get(planner.pid.remote()))
+            state = ray.get(planner.check_state.remote(None))  # type: ignore[attr-defined]
+            ray.get(planner.configure.remote(planner_for(num_ranks, 8192), steps))  # type: ignore[attr-defined]
+            process = psutil.Process(ray.get(planner.pid.remote()))  # type: ignore[attr-defined]
             num_requests = min(FAN_OUT, num_ranks // ranks_per_node)
             seconds, cuts = [], []
             for step in range(steps):
-                answers = ray.get([planner.plan.remote(state) for _ in range(num_requests)])
+                answers = ray.get([planner.plan.remote(state) for _ in range(num_requests)])  # type: ignore[attr-defined]
                 planned = ray.get(answers[0].planned)
                 seconds.append(planned.planning_seconds)
                 cuts += [cut_seconds(planned, rank, answers[0]) for rank in range(0, num_ranks, num_ranks // 128)]
