@@ -6,6 +6,7 @@ The tests need no GPU. PyTorch's registry puts stand-ins behind its flash operat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from torch.library import Library
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
 from bytescale.attention import flash
-from bytescale.attention.blocks import BlockSet
+from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.flash import FA4, FASTEST_FIRST, FlashImplementation, Heads
 from bytescale.attention.kernels import CpuFlashKernel, MathKernel
 from bytescale.common.errors import ConfigError
@@ -29,10 +30,14 @@ HOPPER, BLACKWELL, AMPERE = 9, 10, 8
 
 
 class StandIn:
-    """A flash implementation on the CPU: the slow twin's numbers, times ``factor``, behind PyTorch's operators."""
+    """A flash implementation on the CPU: the slow twin's numbers, times ``factor``, behind PyTorch's operators.
 
-    def __init__(self, factor: float = 1.0) -> None:
+    ``knows_windows``: otherwise it takes a window and ignores it.
+    """
+
+    def __init__(self, factor: float = 1.0, knows_windows: bool = True) -> None:
         self.factor = factor
+        self.knows_windows = knows_windows
         self.num_calls = 0
         self._library: Library | None = None
 
@@ -60,9 +65,12 @@ class StandIn:
         mask: bool,
         *,
         scale: float,
+        window_size_left: int = -1,
+        window_size_right: int = 0,
     ) -> tuple[Tensor, ...]:
         self.num_calls += 1
-        out, lse = MathKernel().forward(q, k, v, blocks_of(cu_q, cu_k, causal), scale)
+        blocks = blocks_of(cu_q, cu_k, causal, self.window(window_size_left))
+        out, lse = MathKernel().forward(q, k, v, blocks, scale)
         nothing = torch.empty(0)
         return out * self.factor, lse.T.contiguous(), nothing, nothing, nothing
 
@@ -84,16 +92,22 @@ class StandIn:
         unused: Tensor,
         *,
         scale: float,
+        window_size_left: int = -1,
+        window_size_right: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return MathKernel().backward(dout, q, k, v, out, lse.T, blocks_of(cu_q, cu_k, causal), scale)
+        blocks = blocks_of(cu_q, cu_k, causal, self.window(window_size_left))
+        return MathKernel().backward(dout, q, k, v, out, lse.T, blocks, scale)
+
+    def window(self, size_left: int) -> int | None:
+        return size_left + 1 if self.knows_windows and size_left >= 0 else None
 
 
-def blocks_of(cu_q: Tensor, cu_k: Tensor, causal: bool) -> BlockSet:
+def blocks_of(cu_q: Tensor, cu_k: Tensor, causal: bool, window: int | None = None) -> BlockSet:
     def ranges(edges: Tensor) -> list[tuple[int, int]]:
         numbers = edges.tolist()
         return list(pairwise(numbers))
 
-    return BlockSet(ranges(cu_q), ranges(cu_k), causal)
+    return BlockSet(ranges(cu_q), ranges(cu_k), causal, window)
 
 
 def broken() -> None:
@@ -226,6 +240,36 @@ def test_the_trial_passes_right_kernels_and_no_wrong_one() -> None:
     assert flash.trial_error(CpuFlashKernel(), CPU, torch.float32, HEADS) < 1e-5
     assert flash.trial_error(CpuFlashKernel(), CPU, torch.bfloat16, HEADS) < flash.TRIAL_ERROR / 2
     assert flash.trial_error(NotCausal(), CPU, torch.float32, HEADS) > 3 * flash.TRIAL_ERROR
+
+
+def test_one_that_ignores_windows_is_passed_over_where_a_layer_has_one(installed: Callable[..., None]) -> None:
+    """By the calls of ``CudaFlashKernel`` itself, in the form in which PyTorch's operators take a window."""
+    fa3, fa4 = StandIn(knows_windows=False), StandIn()
+    installed(fa3=fa3.register, fa4=fa4.register)
+    with flash.chosen_implementation(FASTEST_FIRST, HOPPER, CPU, FP32, HEADS) as (chosen, _):
+        assert chosen is flash.FA3
+    windowed = replace(HEADS, windowed=True)
+    with flash.chosen_implementation(FASTEST_FIRST, HOPPER, CPU, FP32, windowed) as (chosen, reasons):
+        assert chosen is FA4
+        assert "computes something else" in reasons[0]
+        assert flash.trial_error(flash.CudaFlashKernel(), CPU, FP32, windowed) < 1e-5
+
+
+def test_flash_calls_with_values_of_another_width(installed: Callable[..., None]) -> None:
+    """Padding with zeros changes neither scores nor outputs, with a window as well."""
+    installed(fa3=StandIn().register)
+    generator = torch.Generator().manual_seed(0)
+    blocks = causal_triangles([30, 1, 12], 7)
+    for width, value_width in ((8, 4), (4, 8)):
+        sizes = [(4, width), (2, width), (2, value_width), (4, value_width)]
+        q, k, v, dout = (torch.randn(43, *size, generator=generator, dtype=torch.float64) for size in sizes)
+        with flash.chosen_implementation(FASTEST_FIRST, HOPPER, CPU, FP32, HEADS):
+            results = []
+            for kernel in (flash.CudaFlashKernel(), MathKernel()):
+                out, lse = kernel.forward(q, k, v, blocks, 0.3)
+                results.append([out, lse, *kernel.backward(dout, q, k, v, out, lse, blocks, 0.3)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_registering_ours_leaves_pytorchs_alone() -> None:

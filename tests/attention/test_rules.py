@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bytescale.attention import AttentionRules, PackedAttention, reference_attention, select_kernel
+from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, reference_attention, select_kernel
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
-from tests.helpers.effort import examples
+from tests.helpers.effort import a_third, examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks
 
@@ -32,6 +32,7 @@ class Shape:
 
 SHAPES = [Shape(4, 2, 8, 8), Shape(3, 3, 8, 4), Shape(4, 1, 8, 16), Shape(2, 2, 16, 8)]
 NAMES = ("out", "q", "k", "v", "sinks")
+# The errors are relative to the largest number of a result.
 PRECISIONS = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
 
 rules_of_any_kind = st.builds(
@@ -86,7 +87,9 @@ def expected(data: Data, rules: AttentionRules) -> dict[str, Tensor]:
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}  # type: ignore[dict-item]
 
 
-def on_ranks(data: Data, rules: AttentionRules, plan: Plan, kernel: str) -> tuple[dict[str, Tensor], list[int]]:
+def on_ranks(
+    data: Data, rules: AttentionRules, plan: Plan, kernel: str, ring_gradients: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], list[int]]:
     """The same by ``PackedAttention`` on every rank of a plan, put together again; bytes that each rank sent."""
     edges = [0, *torch.tensor(data.lengths).cumsum(0).tolist()]
 
@@ -106,7 +109,8 @@ def on_ranks(data: Data, rules: AttentionRules, plan: Plan, kernel: str) -> tupl
             )
             q, k, v = (rows[places].requires_grad_() for rows in (data.q, data.k, data.v))
             chosen = select_kernel(kernel, q.device, q.dtype)
-            out = PackedAttention(micro_batch, chosen, hdp.exchange)(q, k, v, rules, sinks)
+            buffers = RingBuffers(ring_gradients)
+            out = PackedAttention(micro_batch, chosen, hdp.exchange, buffers=buffers)(q, k, v, rules, sinks)
             out.backward(data.dout[places])
             results.append((places, {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}))
         return results, None if sinks is None else sinks.grad, hdp.exchange.bytes_sent  # type: ignore[return-value]
@@ -123,10 +127,15 @@ def on_ranks(data: Data, rules: AttentionRules, plan: Plan, kernel: str) -> tupl
     return whole, [sent for _, _, sent in outcomes]
 
 
+def largest_error(ours: Tensor, theirs: Tensor) -> float:
+    """Relative to the largest number, or to 1 if that is larger."""
+    return float((ours.double() - theirs).abs().max() / theirs.abs().max().clamp(min=1.0))
+
+
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
     assert set(ours) == set(theirs)
     for name in theirs:
-        error = (ours[name].double() - theirs[name]).abs().max() / max(1.0, float(theirs[name].abs().max()))
+        error = largest_error(ours[name], theirs[name])
         assert error <= tolerance, f"{name} is off by {error:.2g}"
 
 
@@ -135,7 +144,7 @@ def alone(lengths: Sequence[int]) -> Plan:
     return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0]]])
 
 
-@examples(12, 200)
+@examples(9, 200)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     shape=st.sampled_from(SHAPES),
@@ -158,7 +167,7 @@ def test_rules_on_one_rank(
     assert_equal(ours, expected(data, rules), tolerance)
 
 
-@examples(16, 300)
+@examples(12, 300)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     num_ranks=st.integers(2, 4),
@@ -217,15 +226,14 @@ def test_a_window_of_one_key_sends_nothing() -> None:
     assert sent == [0, 0, 0]
 
 
-@pytest.mark.parametrize("window", [2, 20, 49, 50, 51, 99, 100, 101])
+@pytest.mark.parametrize("window", a_third([100, 2, 20, 49, 50, 51, 99, 101]))
 def test_no_window_sends_more_than_the_ring(window: int) -> None:
     """Windows of more than a chunk, too: rows that both chunks of a member look at travel once."""
     data = Data.of([100, 3], SMALL, torch.float32)
     plan = over_all([100, 3], 3)
-    _, ring = on_ranks(data, AttentionRules(), plan, "flash")
+    full, ring = on_ranks(data, AttentionRules(), plan, "flash")
     ours, sent = on_ranks(data, AttentionRules(window=window), plan, "flash")
     assert sum(sent) <= sum(ring)
     if window >= 100:
         assert sent == ring
-        full, _ = on_ranks(data, AttentionRules(), plan, "flash")
         assert all(torch.equal(ours[name], full[name]) for name in full)

@@ -57,7 +57,8 @@ def flash_calls() -> str:
     for (heads, kv_heads), width, dtype in itertools.product(
         [(8, 8), (8, 2), (8, 1)], (32, 64, 128), (BF16, torch.float16)
     ):
-        for blocks, num_queries, num_keys in block_sets():
+        rows = sum(LENGTHS)
+        for blocks, num_queries, num_keys in (*block_sets(), (causal_triangles(LENGTHS, 50), rows, rows)):
             with fake.fake_gpu():
                 q, dout = (empty(num_queries, heads, width, dtype=dtype) for _ in range(2))
                 kv = empty(num_keys, 2, kv_heads, width, dtype=dtype)  # strided, as in the ring
@@ -70,7 +71,7 @@ def flash_calls() -> str:
                 for gradient in (dk, dv):
                     fake.expect(gradient, (blocks.num_key_rows, kv_heads, width), dtype)
                 calls += 1
-    return f"{calls} pairs of forward and backward, 4 kinds of blocks"
+    return f"{calls} pairs of forward and backward, 5 kinds of blocks"
 
 
 def registered_implementations() -> str:
@@ -83,7 +84,7 @@ def registered_implementations() -> str:
                 calls[function.overloadpacket.__name__] = (args, kwargs or {})
             return function(*args, **(kwargs or {}))
 
-    kernel, blocks = CudaFlashKernel(), causal_triangles(LENGTHS)
+    kernel, blocks = CudaFlashKernel(), causal_triangles(LENGTHS, 50)
     rows = sum(LENGTHS)
     with fake.fake_gpu(), Record():
         q, kv = empty(rows, 8, 64), empty(rows, 2, 64)

@@ -41,10 +41,17 @@ def block_sets() -> list[tuple[str, BlockSet, int, int]]:
         ("source before", ring_blocks(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
         ("source after", ring_blocks(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
         ("nothing", causal_triangles([]), 0, 0),
+        ("window", causal_triangles(lengths, 65), int(lengths.sum()), int(lengths.sum())),
+        ("window, more keys", more_keys_than_queries(), 64, 200),
     ]
 
 
-@pytest.mark.parametrize("case", range(4))
+def more_keys_than_queries() -> BlockSet:
+    """What a member computes of keys that a window reaches in others' chunks."""
+    return BlockSet.of(np.array([[0, 20], [20, 64]]), np.array([[0, 50], [60, 200]]), causal=True, window=31)
+
+
+@pytest.mark.parametrize("case", range(6))
 def test_flash_blocks_equal_the_slow_kernel(case: int) -> None:
     torch.manual_seed(case)
     _, blocks, num_queries, num_keys = block_sets()[case]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bytescale.attention import AttentionRules
 from bytescale.attention.blocks import BlockSet
 from bytescale.attention.kernels import lse_dtype
 from bytescale.runtime import Mesh, MeshShape, RankGroup
@@ -148,6 +149,9 @@ class RecordedGroup(dist.ProcessGroup):
 
 class ZeroKernel:
     """Attention that costs nothing and says zero."""
+
+    def with_rules(self, rules: AttentionRules) -> ZeroKernel:
+        return self
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockSet, scale: float) -> tuple[Tensor, Tensor]:
         rows = blocks.num_query_rows

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bytescale.attention import AttentionRules
 from bytescale.config import Architecture, OptimizerConfig
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
@@ -14,6 +15,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, ShardedAdamW
 from bytescale.runtime.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
+from tests.helpers.rules import apply_rules
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import ZeroKernel
 
@@ -32,11 +34,12 @@ def training_step(
     checkpointing: str = "none",
     head_groups: int = 1,
     bucket_bytes: int = 0,
+    window: int | None = None,
 ) -> Callable[[Mesh], None]:
     """What one rank does in one step, all its collectives included.
 
     ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
-    gathered during the second one's forwards.
+    gathered during the second one's forwards. ``window``: of every second layer's attention.
     """
     batch = random_batch(plan.lengths.tolist(), architecture.vocab_size, 0, masked_share=0.0)
 
@@ -51,8 +54,10 @@ def training_step(
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         parts = []
         for chunk in own.chunks:
-            for layer in chunk.layers:
+            for number, layer in enumerate(chunk.layers):
                 apply_head_groups(layer.self_attn, head_groups)
+                if number % 2:
+                    apply_rules(layer.self_attn, AttentionRules(window=window))
             activations = Activations(
                 list(chunk.layers),
                 checkpointing=checkpointing,  # type: ignore[arg-type]

@@ -57,7 +57,9 @@ def recorded(
     ``ranks_per_node``: 0: all on one. ``bucket_bytes``: of two steps whose gradients are reduced while ranks compute.
     """
     layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
-    own = {key: options.pop(key) for key in ("checkpointing", "head_groups", "bucket_bytes") if key in options}
+    own = {
+        key: options.pop(key) for key in ("checkpointing", "head_groups", "bucket_bytes", "window") if key in options
+    }
     architecture = tiny(layers, **options)
     step = training_step(plan, architecture, num_chunks=num_chunks, **own)  # type: ignore[arg-type]
     nodes = [rank // ranks_per_node for rank in range(mesh.size)] if ranks_per_node else None

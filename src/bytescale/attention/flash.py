@@ -33,6 +33,7 @@ from bytescale.common.errors import ConfigError, problem
 
 TRIAL_LENGTHS = (70, 26)
 """Two sequences, neither of which fills the kernels' tiles."""
+TRIAL_WINDOW = 19
 TRIAL_ERROR = 0.03
 """Largest relative error, in 2-norms, of a trial's result against the slow twin's. BF16 keeps 8 bits, which puts a
 right kernel within 0.01; one that masks or scales wrongly is off by 0.1 and more."""
@@ -80,6 +81,8 @@ class Heads:
     queries: int
     keys: int
     width: int
+    windowed: bool = False
+    """Whether any layer has a sliding window: an implementation is only tried with one if it will be given one."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ def active(implementation: FlashImplementation) -> Iterator[None]:
 def trial_error(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: Heads) -> float:
     """Largest relative error (2-norms) of a kernel's output, LSE and gradients against the slow twin in fp32.
 
-    Of causal triangles, and of a rectangle with more keys than queries: what a ring computes.
+    Of causal triangles, and of a rectangle with more keys than queries: what a ring computes. With windows, also of
+    bands, and of a causal block with more keys than queries.
     """
     total = sum(TRIAL_LENGTHS)
     generator = torch.Generator().manual_seed(0)
@@ -206,9 +210,13 @@ def trial_error(kernel: AttentionKernel, device: torch.device, dtype: torch.dtyp
     wide = [tensor.float() for tensor in tensors]
     scale = heads.width**-0.5
     first = TRIAL_LENGTHS[0]
-    rectangle = BlockSet.of(np.array([[0, first // 2]]), np.array([[0, first]]), causal=False)
+    queries, keys = np.array([[0, first // 2]]), np.array([[0, first]])
+    block_sets = [causal_triangles(TRIAL_LENGTHS), BlockSet.of(queries, keys, causal=False)]
+    if heads.windowed:
+        block_sets.append(causal_triangles(TRIAL_LENGTHS, TRIAL_WINDOW))
+        block_sets.append(BlockSet.of(queries, keys, causal=True, window=TRIAL_WINDOW))
     worst = 0.0
-    for blocks in (causal_triangles(TRIAL_LENGTHS), rectangle):
+    for blocks in block_sets:
         expected = _forward_and_backward(MathKernel(), wide, blocks, scale, None)
         ours = _forward_and_backward(kernel, here, blocks, scale, expected[:2])
         for got, wanted in zip(ours, expected, strict=True):

@@ -41,8 +41,8 @@ class AttentionRules:
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):
             raise ConfigError(_impossible("scale", self.scale, "every output would be NaN", "a finite number"))
-        if self.window is not None and (isinstance(self.window, bool) or self.window != int(self.window)):
-            raise ConfigError(_impossible("window", self.window, "a window is a number of keys", "a whole number"))
+        if self.window is not None and (isinstance(self.window, bool) or not isinstance(self.window, int)):
+            raise ConfigError(_impossible("window", self.window, "a window is a number of keys", "an int"))
         if self.window is not None and self.window < 1:
             raise ConfigError(
                 _impossible("window", self.window, "a query would see no key, not even its own", "None or at least 1")

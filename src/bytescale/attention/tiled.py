@@ -47,12 +47,11 @@ class TiledKernel:
         lse = q.new_empty(blocks.num_query_rows, q.shape[1], dtype=lse_dtype(q.dtype))
         tiles = _Tiles(scale, self.soft_cap)
         row = 0
-        for block in _single(blocks):
+        for queries, keys, block in _single(blocks):
             rows = slice(row, row + block.num_query_rows)
             if self.plain is not None and self._is_plain(block):
-                out[rows], lse[rows] = self.plain.forward(q, k, v, block, scale)
+                out[rows], lse[rows] = self.plain.forward(q[queries], k[keys], v[keys], block, scale)
             else:
-                queries, keys = slice(*block.queries[0]), slice(*block.keys[0])
                 tiles.forward(q[queries], k[keys], v[keys], block, out[rows], lse[rows])
             row = rows.stop
         return out, lse
@@ -65,15 +64,14 @@ class TiledKernel:
         dv = v.new_empty(blocks.num_key_rows, *v.shape[1:])
         tiles = _Tiles(scale, self.soft_cap)
         row = key_row = 0
-        for block in _single(blocks):
+        for queries, keys, block in _single(blocks):
             rows = slice(row, row + block.num_query_rows)
             key_rows = slice(key_row, key_row + block.num_key_rows)
+            given = dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]
             if self.plain is not None and self._is_plain(block):
-                parts = self.plain.backward(dout, q, k, v, out, lse, block, scale)
+                parts = self.plain.backward(*given, block, scale)
             else:
-                queries, keys = slice(*block.queries[0]), slice(*block.keys[0])
-                of_queries = (dout[queries], q[queries], out[queries], lse[queries])
-                parts = tiles.backward(*of_queries, k[keys], v[keys], block)
+                parts = tiles.backward(*given, block)
             dq[rows], dk[key_rows], dv[key_rows] = parts
             row, key_row = rows.stop, key_rows.stop
         return dq, dk, dv
@@ -86,10 +84,11 @@ class TiledKernel:
         return short and block.num_query_rows == block.num_key_rows
 
 
-def _single(blocks: BlockSet) -> Iterator[BlockSet]:
-    """The blocks one by one."""
-    for queries, keys in zip(blocks.queries, blocks.keys, strict=True):
-        yield BlockSet([queries], [keys], blocks.causal, blocks.window)
+def _single(blocks: BlockSet) -> Iterator[tuple[slice, slice, BlockSet]]:
+    """The blocks one by one: which rows are its queries and its keys, and the block of these rows alone."""
+    for (start, stop), (first, last) in zip(blocks.queries, blocks.keys, strict=True):
+        alone = BlockSet([(0, stop - start)], [(0, last - first)], blocks.causal, blocks.window)
+        yield slice(start, stop), slice(first, last), alone
 
 
 @dataclass
@@ -120,7 +119,7 @@ class _Tiles:
             lse[start:stop] = _ungrouped(total.log_().add_(largest), stop - start)[..., 0]
 
     def backward(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: BlockSet
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockSet
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the block's ``q [T, H, D]``, ``k [S, G, D]`` and ``v [S, G, Dv]``, the last two in wide sums."""
         wide, heads = lse.dtype, k.shape[1]
