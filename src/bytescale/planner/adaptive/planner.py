@@ -120,13 +120,14 @@ def _trials(batch: Batch) -> Iterator[Trial]:
     early = aim = LATER * batch.target
     late = np.inf
     if is_flat:
-        yield _stacked(batch, FIRST * batch.target)
-        yield _stacked(batch, GOOD_ENOUGH * batch.target)
-        yield _stacked(batch, GOOD_ENOUGH * batch.target, fills=True)
+        yield _filled(batch, *_stacked(batch, FIRST * batch.target))
+        stacked = _stacked(batch, GOOD_ENOUGH * batch.target)
+        yield _filled(batch, *stacked)
+        yield _filled(batch, *_with_low_gaps_filled(batch, *stacked, GOOD_ENOUGH * batch.target))
         yield _reserved(batch, aim)
     for makespan, longest in batch.levels():
         for snap in SNAPS:
-            trial = _stacked(batch, LATER * makespan, LATER * longest, snap=snap)
+            trial = _filled(batch, *_stacked(batch, LATER * makespan, LATER * longest, snap=snap))
             late = min(late, trial.end)
             yield trial
     # Bisection: reservations end by ``late``, and not by ``early``.
@@ -155,23 +156,29 @@ def _reserved(batch: Batch, makespan: float) -> Trial:
 
 
 def _stacked(
-    batch: Batch, makespan: float, longest: float | None = None, *, snap: float = 0.0, fills: bool = False
-) -> Trial:
-    """A trial with blocks of consecutive ranks."""
+    batch: Batch, makespan: float, longest: float | None = None, *, snap: float = 0.0
+) -> tuple[Rectangles, Placement, IntArray]:
+    """Steps 2 and 3 with blocks of consecutive ranks; and the places of the sequences that stay whole."""
     blocks, count = _blocks(batch, longest or makespan)
     placed = place(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
-    whole = np.arange(count, len(batch.lengths))
-    if fills and len(whole):
-        low = fill_low_gaps(batch.lengths[whole], batch.work_seconds[whole], placed.free_at, makespan, batch.cost)
-        blocks = blocks._replace(items=np.append(blocks.items, whole[low.places]))
-        placed = Placement(
-            groups=np.arange(len(blocks.items)),
-            ranks=np.append(placed.ranks, low.ranks),
-            degrees=np.append(placed.degrees, low.widths),
-            free_at=low.free_at,
-        )
-        whole = np.delete(whole, low.places)
-    return _filled(batch, blocks, placed, whole)
+    return blocks, placed, np.arange(count, len(batch.lengths))
+
+
+def _with_low_gaps_filled(
+    batch: Batch, blocks: Rectangles, placed: Placement, whole: IntArray, makespan: float
+) -> tuple[Rectangles, Placement, IntArray]:
+    """The same, with some of the whole sequences shared in gaps that are too low for them (``fill_low_gaps``)."""
+    if not len(whole):
+        return blocks, placed, whole
+    low = fill_low_gaps(batch.lengths[whole], batch.work_seconds[whole], placed.free_at, makespan, batch.cost)
+    blocks = blocks._replace(items=np.append(blocks.items, whole[low.places]))
+    placed = Placement(
+        groups=np.arange(len(blocks.items)),
+        ranks=np.append(placed.ranks, low.ranks),
+        degrees=np.append(placed.degrees, low.widths),
+        free_at=low.free_at,
+    )
+    return blocks, placed, np.delete(whole, low.places)
 
 
 def _blocks(batch: Batch, longest: float) -> tuple[Rectangles, int]:
