@@ -27,6 +27,8 @@ from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes, tok
 from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
 from tests.data.support import write_jsonl, write_pair
 
+ENCODE = UnitEncoder(tokenizer=ByteTokenizer())
+
 
 class KilledTokenizer(ByteTokenizer):
     """Stands for a worker that the kernel kills for its memory."""
@@ -57,7 +59,7 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    facts = tokenize_files(mixed, ByteTokenizer(), tmp_path / "out")
+    facts = tokenize_files(mixed, ENCODE, tmp_path / "out")
     texts = ["first text <|endoftext|>", *(f"line {i} " * (i % 7) for i in range(50) if i % 7)]
     texts += [f"row {i}" for i in range(20)]
     expected = [[*text.encode(), 256] for text in texts] + [[1, 2, 256], [3, 256], [*b"last", 256]]
@@ -74,8 +76,10 @@ def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: l
     text = [file for file in mixed if file.format != "bin"]
     tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
     calls: list[Progress] = []
-    reference = tokenize_files(text, tokenizer, tmp_path / "one")
-    other = tokenize_files(text, tokenizer, tmp_path / "two", num_workers=3, unit_bytes=64, progress=calls.append)
+    reference = tokenize_files(text, UnitEncoder(tokenizer=tokenizer), tmp_path / "one")
+    other = tokenize_files(
+        text, UnitEncoder(tokenizer=tokenizer), tmp_path / "two", num_workers=3, unit_bytes=64, progress=calls.append
+    )
     assert len(calls) > 10
     assert calls[-1].done_bytes > calls[0].done_bytes
     assert reference == other == load_facts(tmp_path / "one")
@@ -84,7 +88,7 @@ def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: l
 
 
 def test_facts_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    written = tokenize_files(mixed, ByteTokenizer(), tmp_path / "out")
+    written = tokenize_files(mixed, ENCODE, tmp_path / "out")
     (tmp_path / "out.meta.json").unlink()
     (file,) = expand_sources([str(tmp_path / "out.bin")])
     calls: list[Progress] = []
@@ -110,7 +114,7 @@ def test_bad_input_in_a_worker_reaches_the_caller_and_leaves_nothing(tmp_path: P
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     files = expand_sources([str(tmp_path / "a.jsonl")])
     with pytest.raises(DataError, match=r"a.jsonl:151 is not JSON"):
-        tokenize_files(files, ByteTokenizer(), tmp_path / "out", num_workers=2, unit_bytes=500)
+        tokenize_files(files, ENCODE, tmp_path / "out", num_workers=2, unit_bytes=500)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -119,21 +123,22 @@ def test_a_missing_column_is_found_before_any_work(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"other": ["a"]}), tmp_path / "b.parquet")
     calls: list[Progress] = []
     with pytest.raises(DataError, match=r"b.parquet has no column 'text'"):
-        tokenize_files(expand_sources([str(tmp_path)]), ByteTokenizer(), tmp_path / "out", progress=calls.append)
+        tokenize_files(expand_sources([str(tmp_path)]), ENCODE, tmp_path / "out", progress=calls.append)
     assert calls == []
 
 
 def test_a_bin_with_foreign_ids(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 300]])
     with pytest.raises(DataError, match=r"hold id 300, but tokenizer 'bytes' has the ids 0 to 256"):
-        tokenize_files(expand_sources([str(tmp_path / "a.bin")]), ByteTokenizer(), tmp_path / "out")
+        tokenize_files(expand_sources([str(tmp_path / "a.bin")]), ENCODE, tmp_path / "out")
     assert not (tmp_path / "out.idx").exists()
 
 
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 100)
+    encode = UnitEncoder(tokenizer=KilledTokenizer())
     with pytest.raises(DataError, match=r"A process that tokenises died.*lower data.num_workers"):
-        tokenize_files(expand_sources([str(path)]), KilledTokenizer(), tmp_path / "out", num_workers=2, unit_bytes=1000)
+        tokenize_files(expand_sources([str(path)]), encode, tmp_path / "out", num_workers=2, unit_bytes=1000)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -141,7 +146,7 @@ KILLED_PROGRAM = """
 import sys, time
 from pathlib import Path
 from bytescale.data.sources.expand import expand_sources
-from bytescale.data.tokens.tokenize import tokenize_files
+from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 
 def stop_in_the_middle(progress):
@@ -150,7 +155,8 @@ def stop_in_the_middle(progress):
         time.sleep(60)
 
 files = expand_sources([sys.argv[1]])
-tokenize_files(files, ByteTokenizer(), Path(sys.argv[2]), num_workers=2, unit_bytes=1000, progress=stop_in_the_middle)
+encode = UnitEncoder(tokenizer=ByteTokenizer())
+tokenize_files(files, encode, Path(sys.argv[2]), num_workers=2, unit_bytes=1000, progress=stop_in_the_middle)
 """
 
 
@@ -176,7 +182,7 @@ def test_kill_minus_9_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
     # 3. The next run removes what is left and finishes.
-    tokenize_files(expand_sources([str(path)]), ByteTokenizer(), output / "pair")
+    tokenize_files(expand_sources([str(path)]), ENCODE, output / "pair")
     assert sorted(path.name for path in output.iterdir()) == ["pair.bin", "pair.idx", "pair.meta.json"]
 
 

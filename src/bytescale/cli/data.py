@@ -33,7 +33,7 @@ from bytescale.data.tokens.facts import TokenFacts
 from bytescale.data.tokens.indexed import pair_paths, read_index
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import fetched
-from bytescale.data.tokens.tokenize import tokenize_files
+from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
 
 _SHOWN_SKIPPED = 5
 
@@ -145,15 +145,10 @@ def tokenize_command(config: TokenizeConfig) -> int:
         text_files = [file for file in files if file.format != "bin"]
         tokenizer = choose_tokenizer(_data_config(config), text_files, progress)
         tokenizing = time.perf_counter()
-        facts = tokenize_files(
-            files,
-            tokenizer,
-            prefix,
-            text_key=config.text_key,
-            num_workers=config.num_workers,
-            progress=progress,
-            read_retries=config.read_retries,
-        )
+        encode = None
+        if tokenizer is not None:
+            encode = UnitEncoder(tokenizer=tokenizer, text_key=config.text_key, read_retries=config.read_retries)
+        facts = tokenize_files(files, encode, prefix, num_workers=config.num_workers, progress=progress)
     _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
     console.print(
         f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]",

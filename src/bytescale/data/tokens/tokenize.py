@@ -56,7 +56,8 @@ class UnitEncoder:
     """Reads a unit and encodes it. Each worker process gets one copy."""
 
     tokenizer: Tokenizer
-    text_key: str
+    text_key: str = "text"
+    """Key (JSONL) or column (Parquet) that holds the text."""
     max_corrupt_records: int = 0
     read_retries: int = 0
 
@@ -92,41 +93,35 @@ class UnitEncoder:
 
 def tokenize_files(
     files: Sequence[SourceFile],
-    tokenizer: Tokenizer | None,
+    encode: UnitEncoder | None,
     prefix: Path,
     *,
-    text_key: str = "text",
     num_workers: int = 1,
     progress: ProgressCallback = ignore_progress,
     unit_bytes: int = UNIT_BYTES,
-    read_retries: int = 0,
 ) -> TokenFacts:
     """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
 
     Args:
         files: files of any format. Documents of ``.bin`` files are copied as they are, with whatever token ends them.
-        tokenizer: the tokenizer; may be None if all files are ``.bin``.
+        encode: reads and encodes text; may be None if all files are ``.bin``.
         prefix: path of the pair without its endings. An existing pair is replaced.
-        text_key: key (JSONL) or column (Parquet) that holds the text.
         num_workers: processes that read and encode; with 1, this process does. The result is the same.
         progress: called after each unit.
         unit_bytes: bytes of text that a process reads at once. The result is the same.
-        read_retries: how often a failing read is tried again.
 
     Raises:
         DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
-            holds ids that ``tokenizer`` does not have.
+            holds ids that the encoder's tokenizer does not have.
     """
+    tokenizer = None if encode is None else encode.tokenizer
     # Every file is opened before the first token is written: a missing column must not show up hours later.
     grouped = itertools.groupby(files, key=lambda file: file.format == "bin")
-    runs = [_open_run(list(run), text_key, unit_bytes, read_retries) for _, run in grouped]
+    runs = [_open_run(list(run), encode, unit_bytes) for _, run in grouped]
     dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
     if tokenizer is not None:
         dtypes.append(token_dtype(tokenizer.vocab_size))
     dtype = _common_dtype(dtypes)
-    encode = (
-        None if tokenizer is None else UnitEncoder(tokenizer=tokenizer, text_key=text_key, read_retries=read_retries)
-    )
     encoded = itertools.chain.from_iterable(_encode_run(run, encode, num_workers) for run in runs)
     total_bytes = sum(file.num_bytes for file in files)
     return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype)
@@ -196,11 +191,12 @@ def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
 
 
 def _open_run(
-    files: list[SourceFile], text_key: str, unit_bytes: int, read_retries: int
+    files: list[SourceFile], encode: UnitEncoder | None, unit_bytes: int
 ) -> list[WorkUnit] | list[IndexedDataset]:
     if files[0].format == "bin":
         return [IndexedDataset.open(local_path(file)) for file in files]
-    return with_retries(lambda: plan_units(files, text_key, unit_bytes), read_retries)
+    assert encode is not None, "text needs a tokenizer"
+    return with_retries(lambda: plan_units(files, encode.text_key, unit_bytes), encode.read_retries)
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
