@@ -29,7 +29,7 @@ from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
 from bytescale.data import LocalFeed, prepare_corpus
 from bytescale.data.length_distributions import sample_lengths
-from bytescale.data.order.mixture import make_sampler
+from bytescale.data.order.batches import make_sampler
 from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference
 from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed_writer import IndexedWriter

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import IGNORE_INDEX, check_vocabulary, plan_shards, prepare_corpus
+from bytescale.data.order.batches import make_sampler
 from bytescale.data.order.epoch import PieceStream
-from bytescale.data.order.mixture import make_sampler
 from bytescale.data.order.pieces import OverLength, make_pieces
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.progress import Progress

@@ -15,7 +15,7 @@ import ray.exceptions
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, PlanError
 from bytescale.data import prepare_corpus
-from bytescale.data.order.mixture import make_sampler
+from bytescale.data.order.batches import make_sampler
 from bytescale.data.remote.client import DataService, RemoteLoader
 from bytescale.data.remote.relay import FAN_OUT, Answer, Relay, above, part_of
 from bytescale.data.remote.slices import PartOwners, PlannedStep, RankStep, StepReference, StillReading

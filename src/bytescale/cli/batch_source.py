@@ -81,7 +81,7 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
         return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if config is not None:
         from bytescale.data import prepare_corpus
-        from bytescale.data.order.mixture import make_sampler
+        from bytescale.data.order.batches import make_sampler
 
         corpus = prepare_corpus(config.data, text_later=True)
         sampler = make_sampler(corpus.index, config.data)

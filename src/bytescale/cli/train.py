@@ -177,7 +177,7 @@ def _prepare_data(config: Config) -> None:
     which part of the data it needs. With the Ray loader, servers tokenise.
     """
     from bytescale.data.loading.corpus import plan_shards, prepare_corpus
-    from bytescale.data.order.mixture import make_sampler
+    from bytescale.data.order.batches import make_sampler
     from bytescale.data.tokens.progress import progress_bar
 
     with progress_bar() as progress:

@@ -12,9 +12,8 @@ from bytescale.common.arrays import IntArray
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
 from bytescale.data.loading.prefetch import Prefetcher
-from bytescale.data.order.batches import GlobalBatch, Sampler, SamplerState
+from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
-from bytescale.data.order.mixture import make_sampler
 from bytescale.plan.plan import Plan
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
 from bytescale.plan.summary import PlanSummary
@@ -123,7 +122,7 @@ class LocalFeed:
         """Start at the first batch."""
         self._corpus = corpus
         self._config = config
-        self._sampler: Sampler | None = None  # made when it is first needed
+        self._sampler: BatchSampler | None = None  # made when it is first needed
         self._rank = rank
         self._prefetch_steps = config.prefetch_steps
 
@@ -142,7 +141,7 @@ class LocalFeed:
             self._corpus, self._started(), planner, self._rank, self._prefetch_steps, stop_step=stop_step
         )
 
-    def _started(self) -> Sampler:
+    def _started(self) -> BatchSampler:
         """Return the sampler, made now if this is the first call. Raises as ``make_sampler``."""
         self._sampler = self._sampler or make_sampler(self._corpus.index, self._config)
         return self._sampler
@@ -170,7 +169,7 @@ class LocalLoader:
     def __init__(
         self,
         corpus: Corpus,
-        sampler: Sampler,
+        sampler: BatchSampler,
         planner: Callable[[IntArray], Plan],
         rank: int,
         prefetch_steps: int,

@@ -22,9 +22,8 @@ from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import Feed, Loader, StepData
-from bytescale.data.order.batches import SamplerState
+from bytescale.data.order.batches import SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
-from bytescale.data.order.mixture import make_sampler
 from bytescale.plan import Plan
 
 _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)

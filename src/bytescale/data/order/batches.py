@@ -7,18 +7,26 @@ Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (`
 one endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget.
 So every epoch consumes every sample exactly once. A batch in which an epoch ends is filled up with samples of the
 next epoch: ending the batch early would give one small and noisy update per epoch.
+
+If ``data.weights`` mixes several sources, each source is such a stream of its own, whose order depends on (seed, epoch,
+source). The source that is furthest behind its share of the tokens gives the next sample. After any number of samples,
+the tokens drawn from source ``i`` differ from the share ``weight_i`` of all tokens drawn by less than the length of the
+two longest samples. Sources pass at different speeds, so one may be in its third epoch while another is in its first.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.data.order.epoch import PieceStream
+from bytescale.config.schema import DataConfig
+from bytescale.data.order.epoch import EVERYTHING, PieceStream
 from bytescale.data.order.index import CorpusIndex
 
 SamplerState = dict[str, Any]
@@ -100,21 +108,69 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
         )
 
 
-class Sampler(Protocol):
-    """An order of the corpus, cut into global batches."""
+def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> BatchSampler:
+    """Return the sampler that ``config`` asks for: one shuffle of everything, or sources mixed by ``data.weights``.
+
+    Args:
+        index: the index of the corpus.
+        config: the ``[data]`` section.
+        state: where to start; None starts at the first batch.
+
+    Raises:
+        ConfigError: the longest sequence exceeds ``data.batch_tokens``, or the seed is negative.
+        CheckpointError: ``state`` belongs to other data.
+        DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
+    """
+    return BatchSampler(
+        index,
+        config.batch_tokens,
+        config.shuffle_seed,
+        weights=config.weights,
+        window_mib=config.shuffle_window_mib,
+        state=state,
+    )
+
+
+class _Source:
+    """A stream of samples, and the number of tokens drawn from it."""
+
+    def __init__(self, stream: PieceStream, weight: float) -> None:
+        self.stream = stream
+        self._weight = weight
+        self._num_tokens = 0
 
     @property
-    def next_step(self) -> int: ...
+    def progress(self) -> float:
+        """Tokens drawn, divided by the weight. The source with the least progress is next; on a tie, the first one."""
+        return self._num_tokens / self._weight
 
-    def next_batch(self) -> GlobalBatch: ...
+    def draw(self, budget: int, at_most: int) -> tuple[IntArray, int, bool]:
+        """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
 
-    def state_dict(self) -> SamplerState: ...
+        Returns the samples, their tokens, and whether an epoch ended. No samples: the next one exceeds the budget.
+        """
+        stream = self.stream
+        first = stream.position
+        tokens_before = stream.tokens_before[first : first + at_most + 1]
+        count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
+        pieces = stream.pieces[first : first + count]
+        num_tokens = int(tokens_before[count] - tokens_before[0])
+        self._num_tokens += num_tokens
+        return pieces, num_tokens, stream.take(first + count)
 
-    def load_state_dict(self, state: SamplerState) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.stream.state_dict(), "tokens": self._num_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+        self._num_tokens = state["tokens"]
 
 
 class BatchSampler:
-    """Cuts the stream of samples into global batches of at most ``batch_tokens`` tokens."""
+    """Cuts the stream of samples into global batches of at most ``batch_tokens`` tokens.
+
+    Without weights, the whole corpus is one source.
+    """
 
     def __init__(
         self,
@@ -122,6 +178,7 @@ class BatchSampler:
         batch_tokens: int,
         shuffle_seed: int,
         *,
+        weights: Sequence[float] = (),
         window_mib: int = 2**40,
         state: SamplerState | None = None,
     ) -> None:
@@ -131,6 +188,7 @@ class BatchSampler:
             index: the index of the corpus.
             batch_tokens: the most tokens that a batch may hold.
             shuffle_seed: the seed of the order, 0 or more.
+            weights: the weight of each source, above 0; empty: one shuffle of everything.
             window_mib: MiB of text that are shuffled together.
             state: a state as ``state_dict`` returns it; None starts at the first batch.
 
@@ -143,10 +201,17 @@ class BatchSampler:
         self._index = index
         self._batch_tokens = batch_tokens
         self._seed = shuffle_seed
-        self._stream = PieceStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)
+        self._weights = list(weights) or None
         self._step = 0
+        parts = [np.flatnonzero(index.part_sources == number) for number in range(len(weights))]
+        streams = [PieceStream(index, own, window_mib, shuffle_seed, number) for number, own in enumerate(parts)]
+        if self._weights is None:
+            streams = [PieceStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)]
+        self._sources = [_Source(*pair) for pair in zip(streams, self._weights or [1.0], strict=True)]
         if state is None:
-            self._stream.enter(0)
+            self._require_first([None] * len(streams))
+            for stream in streams:
+                stream.enter(0)
         else:
             self.load_state_dict(state)
 
@@ -157,38 +222,33 @@ class BatchSampler:
 
     def next_batch(self) -> GlobalBatch:
         """Draw the next global batch, which holds at least one sequence. Raises as ``PieceStream.enter``."""
-        stream = self._stream
-        first_epoch = stream.epoch
-        budget = self._batch_tokens
+        first_epoch = min(source.stream.epoch for source in self._sources)
+        at_most = 1 if len(self._sources) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[IntArray] = []
+        budget, ends_epoch = self._batch_tokens, False
         while True:
-            # 1. Take the whole samples, from the current position on, that fit in the rest of the budget.
-            limit = stream.tokens_before[stream.position] + budget
-            stop = int(np.searchsorted(stream.tokens_before, limit, side="right")) - 1
-            drawn.append(stream.pieces[stream.position : stop])
-            budget = int(limit - stream.tokens_before[stop])
-            # 2. If the window has samples left, the next one exceeds the budget and starts the next batch.
-            #    If it has none left, go on with the next window or with the next epoch.
-            is_full = stop < len(stream.pieces)
-            stream.take(stop)
-            if is_full:
+            source = min(self._sources, key=_PROGRESS)
+            pieces, num_tokens, epoch_ended = source.draw(budget, at_most)
+            if not len(pieces):
                 break
+            drawn.append(pieces)
+            budget -= num_tokens
+            ends_epoch |= epoch_ended
         self._step += 1
-        return GlobalBatch.of(
-            self._index,
-            np.concatenate(drawn),
-            step=self._step - 1,
-            epoch=first_epoch,
-            ends_epoch=stream.epoch > first_epoch,
-        )
+        pieces = np.concatenate(drawn)
+        return GlobalBatch.of(self._index, pieces, step=self._step - 1, epoch=first_epoch, ends_epoch=ends_epoch)
 
     def state_dict(self) -> SamplerState:
-        """Return where the next batch starts, as plain numbers and strings for a checkpoint."""
+        """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
+        if self._weights is None:
+            place = self._sources[0].stream.state_dict()
+        else:
+            place = {"sources": [source.state_dict() for source in self._sources], "weights": list(self._weights)}
         return {
             "step": self._step,
-            **self._stream.state_dict(),
+            **place,
             "shuffle_seed": self._seed,
-            "shuffle_window": self._stream.scope,
+            "shuffle_window": self._window,
             "corpus": self._index.fingerprint,
         }
 
@@ -196,12 +256,29 @@ class BatchSampler:
         """Go on where ``state`` was taken. No sample is repeated or skipped, even if ``batch_tokens`` has changed.
 
         Raises:
-            CheckpointError: the state belongs to another corpus, context, over-length policy or order.
+            CheckpointError: the state belongs to another corpus, context, over-length policy, order or mixture.
             DataError: as ``PieceStream.enter``.
         """
         check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
-        check_same("shuffle_window", state, self._stream.scope, "shuffle_window_mib")
-        check_same("weights", state, None, "weights")
-        self._stream.load_state_dict(state)
+        check_same("weights", state, self._weights, "weights")
+        check_same("shuffle_window", state, self._window, "shuffle_window_mib")
+        places = [{**state, "tokens": 0}] if self._weights is None else state["sources"]
+        self._require_first(places)
+        for source, place in zip(self._sources, places, strict=True):
+            source.load_state_dict(place)
         self._step = state["step"]
+
+    def _require_first(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Require what every source starts with, all at the same time and before any part is expected."""
+        parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
+        self._index.require(part for own in parts for part in own)
+
+    @property
+    def _window(self) -> str:
+        """What is shuffled together, as a text. It names the window size only if the order depends on that size."""
+        scopes = {source.stream.scope for source in self._sources} - {EVERYTHING}
+        return scopes.pop() if scopes else EVERYTHING
+
+
+_PROGRESS = operator.attrgetter("progress")

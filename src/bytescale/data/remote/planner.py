@@ -26,9 +26,8 @@ import ray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.batches import Sampler, SamplerState
+from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts, CorpusIndex
-from bytescale.data.order.mixture import make_sampler
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
@@ -63,7 +62,7 @@ class PlannerActor:
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
         self._indexing: asyncio.Future[CorpusIndex] | None = None
-        self._sampler: Sampler | None = None
+        self._sampler: BatchSampler | None = None
         self._checked: dict[str, asyncio.Future[SamplerState]] = {}  # the last state that was checked
         self._planner: Planner | None = None
         self._stop_step: int | None = None

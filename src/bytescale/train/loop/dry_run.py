@@ -10,7 +10,7 @@ from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost import flops
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data import check_vocabulary, prepare_corpus
-from bytescale.data.order.mixture import make_sampler
+from bytescale.data.order.batches import make_sampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
 from bytescale.train.parts.budget import memory_budget
