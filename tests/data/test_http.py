@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,67 +11,15 @@ import pytest
 from bytescale.common.errors import DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.sources import retry
-from tests.data.remote_files import serving
+from tests.data.http_server import Files, http_server
 from tests.data.support import config, texts_of, write_pair
 
 pytest.importorskip("aiohttp", reason="fsspec reads http:// with aiohttp")
 
 
-class Files:
-    """What the server has, and how many of the next requests it answers with 500."""
-
-    def __init__(self) -> None:
-        self.contents: dict[str, bytes] = {}
-        self.failures_left = 0
-        self.only_reads = False  # and not the questions for a file's size
-        self.forbidden = False
-        self.requests: list[tuple[str, str | None, int]] = []  # path, range asked for, status
-        self.url = ""
-
-
 @pytest.fixture
 def files() -> Iterator[Files]:
-    served = Files()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer(with_body=False)
-
-        def do_GET(self) -> None:
-            self.answer(with_body=True)
-
-        def answer(self, *, with_body: bool) -> None:
-            content = served.contents.get(self.path)
-            asked = self.headers.get("Range")
-            status = 200
-            if served.forbidden:
-                status, content = 403, b""
-            elif content is None:
-                status, content = 404, b""
-            elif served.failures_left and (asked or not served.only_reads):
-                served.failures_left -= 1
-                status, content = 500, b""
-            elif asked:
-                first, _, last = asked.removeprefix("bytes=").partition("-")
-                whole, content = len(content), content[int(first) : int(last or len(content)) + 1]
-                status = 206
-            served.requests.append((self.path, asked, status))
-            self.send_response(status)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("ETag", f'"{zlib.crc32(served.contents.get(self.path, b""))}"')
-            if status == 206:
-                self.send_header("Content-Range", f"bytes {first}-{int(first) + len(content) - 1}/{whole}")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if with_body:
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.url = f"http://127.0.0.1:{server.server_port}"
-    with serving(server):
+    with http_server() as served:
         yield served
 
 

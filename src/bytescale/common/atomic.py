@@ -44,15 +44,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def whole_file(final: Path) -> Iterator[Path]:
+    """Yield a path to write to, and rename that file to ``final`` at the end of the block.
+
+    So ``final`` holds its old content, none, or all of the new, even if the process is killed. If the block raises, the
+    new content is deleted.
+    """
+    temporary = temporary_path(final)
+    try:
+        yield temporary
+        temporary.replace(final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path``; at any moment ``path`` holds the old content, none, or all of the new."""
+    """Write ``content`` to ``path`` as ``whole_file`` does. When this returns, it survives a power cut."""
     remove_stale_temporaries(path)
-    temporary = temporary_path(path)
-    with temporary.open("wb") as file:
+    with whole_file(path) as temporary, temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
     sync_folder(path.parent)
 
 

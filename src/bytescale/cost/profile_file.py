@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture
 from bytescale.cost.curve import Curve, relative_errors
@@ -71,9 +72,8 @@ def load_profile(name: str | Path) -> Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write ``profile`` to ``path``. The file is replaced in one step: readers see the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(profile_to_toml(profile), encoding="utf-8")
-    temporary.replace(path)
+    with whole_file(path) as temporary:
+        temporary.write_text(profile_to_toml(profile), encoding="utf-8")
 
 
 def require_model(profile: Profile, architecture: Architecture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bytescale.common.atomic import whole_file
 from bytescale.common.errors import PlanError, problem
 from bytescale.plan.plan import Plan
 
@@ -17,10 +17,8 @@ from bytescale.plan.plan import Plan
 def save_plan(plan: Plan, path: Path) -> None:
     """Write ``plan`` to ``path`` atomically: a killed process leaves the old file or none."""
     arrays: dict[str, Any] = {spec.name: np.asarray(getattr(plan, spec.name)) for spec in fields(plan)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with whole_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    temporary.replace(path)
 
 
 def load_plan(path: Path) -> Plan:

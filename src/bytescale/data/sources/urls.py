@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from bytescale.common.atomic import file_lock, temporary_path
+from bytescale.common.atomic import file_lock, remove_stale_temporaries, whole_file
 from bytescale.common.errors import ConfigError, problem
 from bytescale.data.sources.filesystems import guarded, open_filesystem
 from bytescale.data.sources.source_file import SourceFile
@@ -176,14 +176,10 @@ def local_index(file: SourceFile, cache_dir: Path) -> Path:
 
 
 def _fetch(source: UrlPath, target: Path) -> None:
-    temporary = temporary_path(target)
-    try:
-        with source.open() as remote, temporary.open("wb") as local:
-            while block := remote.read(_COPY_BYTES):
-                local.write(block)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    remove_stale_temporaries(target)
+    with whole_file(target) as temporary, source.open() as remote, temporary.open("wb") as local:
+        while block := remote.read(_COPY_BYTES):
+            local.write(block)
 
 
 def _url_of(name: str, system: Any, source: str, path: str) -> str:

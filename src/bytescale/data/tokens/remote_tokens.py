@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.atomic import temporary_path
+from bytescale.common.atomic import remove_stale_temporaries, whole_file
 from bytescale.common.errors import DataError, problem
 from bytescale.data.sources.retry import unreadable, with_retries
 from bytescale.data.sources.urls import UrlPath
@@ -87,12 +87,9 @@ class RemoteTokens:
         content = with_retries(partial(self._read, block), self._read_retries)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_path(path)
-            try:
+            remove_stale_temporaries(path)
+            with whole_file(path) as temporary:  # two processes that fetch the same block write the same content
                 temporary.write_bytes(content)
-                temporary.replace(path)  # two processes that fetch the same block write the same content
-            finally:
-                temporary.unlink(missing_ok=True)
         except OSError as error:
             raise DataError(
                 problem(f"{path} cannot be written ({error})", fix="make room in data.cache_dir, or choose another")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from bytescale.common.atomic import whole_file
 from bytescale.common.errors import NonFiniteError, problem
 from bytescale.train.run_folder import RunFolder
 
@@ -68,9 +69,8 @@ def drop_metrics_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    temporary.replace(path)
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def memory_bytes(device: torch.device) -> int:
