@@ -1,4 +1,4 @@
-"""The array type that most of the project shares."""
+"""The array types that most of the project shares. The docstring of each use says the shape."""
 
 from __future__ import annotations
 
@@ -6,4 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-"""Whole numbers: lengths in tokens, offsets, ranks. The docstring of each use says the shape."""
+"""Whole numbers: lengths in tokens, offsets, ranks."""
+FloatArray = NDArray[np.float64]
+"""Seconds, bytes, shares."""

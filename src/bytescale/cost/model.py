@@ -23,9 +23,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError, problem
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

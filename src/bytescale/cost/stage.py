@@ -25,10 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import FloatArray
 from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
-
-FloatArray = NDArray[np.float64]
 
 RESIDENT_LAYERS = 2  # the last layers of a stage are never offloaded: backward needs them at once (paper section 5.2)
 

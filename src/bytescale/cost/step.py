@@ -21,11 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import FloatArray
 from bytescale.cost import flops
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import stage_chunks
-
-FloatArray = NDArray[np.float64]
 
 MOST_BUCKETS = 64
 """More buckets would hardly shorten the visible part, and every bucket costs the latency of two collectives."""

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-FloatArray = NDArray[np.float64]
+from bytescale.common.arrays import FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

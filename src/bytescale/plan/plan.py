@@ -19,7 +19,7 @@ one entry more than the things that they delimit; the items of thing ``i`` are `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -148,6 +148,10 @@ class Plan:
             micro_batch_groups=_concatenate(micro_batches),
             planner=planner,
         )
+
+
+Planner = Callable[[IntArray], Plan]
+"""Makes a plan from the lengths ``[S]`` of a global batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

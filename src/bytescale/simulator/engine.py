@@ -25,14 +25,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import PlanError, problem
 from bytescale.plan.schedule import stage_actions
 from bytescale.simulator.events import Events
 
-FloatArray = NDArray[np.float64]
 Schedule = Literal["1f1b", "aligned"]
 Progress = Callable[[int, int], None]
 FORWARD, BACKWARD = 0, 1

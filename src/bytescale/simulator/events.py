@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

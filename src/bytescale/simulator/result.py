@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bytescale.common.arrays import FloatArray
 from bytescale.simulator.engine import Schedule, Timeline
 from bytescale.simulator.events import Events
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError, PlanError, problem
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
@@ -36,8 +35,6 @@ from bytescale.simulator.cluster import ClusterConfig
 from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
 from bytescale.simulator.events import Events, events_of
 from bytescale.simulator.result import SimulatedStep, Traffic
-
-FloatArray = NDArray[np.float64]
 
 
 def simulate(

@@ -14,7 +14,7 @@ from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
 from bytescale.data.loading.prefetch import Prefetcher
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
-from bytescale.plan.plan import Plan
+from bytescale.plan.plan import Plan, Planner
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
 from bytescale.plan.summary import PlanSummary
 
@@ -106,7 +106,7 @@ class Feed(Protocol):
         """Go to ``state``. Raises ``CheckpointError`` when it belongs to other data."""
         ...
 
-    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> Loader:
+    def open(self, planner: Planner, stop_step: int | None) -> Loader:
         """Load steps from the current position on, up to the one before ``stop_step``; None: without an end."""
         ...
 
@@ -136,7 +136,7 @@ class LocalFeed:
     def load_state_dict(self, state: SamplerState) -> None:
         self._sampler = make_sampler(self._corpus.index, self._config, state)
 
-    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> LocalLoader:
+    def open(self, planner: Planner, stop_step: int | None) -> LocalLoader:
         return LocalLoader(
             self._corpus, self._started(), planner, self._rank, self._prefetch_steps, stop_step=stop_step
         )
@@ -170,7 +170,7 @@ class LocalLoader:
         self,
         corpus: Corpus,
         sampler: BatchSampler,
-        planner: Callable[[IntArray], Plan],
+        planner: Planner,
         rank: int,
         prefetch_steps: int,
         *,

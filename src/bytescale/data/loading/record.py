@@ -24,7 +24,7 @@ from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import Feed, Loader, StepData
 from bytescale.data.order.batches import SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
-from bytescale.plan import Plan
+from bytescale.plan import Planner
 
 _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
@@ -58,7 +58,7 @@ class RecordingFeed:
     def load_state_dict(self, state: SamplerState) -> None:
         self._feed.load_state_dict(state)
 
-    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> Loader:
+    def open(self, planner: Planner, stop_step: int | None) -> Loader:
         folder, loader = self._new_folder(), self._feed.open(planner, stop_step)
         if folder is None:
             return loader

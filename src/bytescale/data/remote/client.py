@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
 from bytescale.data.loading.loader import LoaderTimes, StepData
 from bytescale.data.loading.prefetch import Prefetcher
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.remote.calls import no_answer, wait_for
 from bytescale.data.remote.relay import RankAnswer
 from bytescale.data.remote.slices import RankStep, SegmentTable, ServerSlices, StillReading, assemble
-from bytescale.plan import Plan
+from bytescale.plan import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class RemoteLoader:
         self,
         service: DataService,
         *,
-        planner: Callable[[IntArray], Plan],
+        planner: Planner,
         rank: int,
         state: SamplerState,
         stop_step: int | None,

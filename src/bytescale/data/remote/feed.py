@@ -11,7 +11,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import plan_shards
@@ -23,7 +22,7 @@ from bytescale.data.remote.cluster import NAMESPACE
 from bytescale.data.remote.planner import PlannerActor, kept_steps
 from bytescale.data.remote.relay import Relay, above
 from bytescale.data.remote.server import SharedWork, server_actor
-from bytescale.plan import Plan
+from bytescale.plan import Planner
 
 _LOOK_AGAIN_SECONDS = 0.05
 _SAY_SECONDS = 5.0
@@ -96,7 +95,7 @@ class RemoteFeed:
         """Go to ``state``, which the local or the remote loader made. Raises ``CheckpointError`` if its data differ."""
         self._state = self._checked(state)
 
-    def open(self, planner: Callable[[IntArray], Plan], stop_step: int | None) -> RemoteLoader:
+    def open(self, planner: Planner, stop_step: int | None) -> RemoteLoader:
         """Fetch steps from the current position on, up to the one before ``stop_step``; None: without an end.
 
         ``planner`` is sent to the planner actor.

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import ray
 
-from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
 from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
@@ -33,11 +32,10 @@ from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
 from bytescale.data.remote.slices import PartOwners, PlannedStep, StepReference, StillReading
 from bytescale.data.tokens.shards import PartContent
-from bytescale.plan import Plan
+from bytescale.plan import Planner
 
 _LOOK_AGAIN_SECONDS = 1.0
 
-Planner = Callable[[IntArray], Plan]
 Result = TypeVar("Result")
 
 

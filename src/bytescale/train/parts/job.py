@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
@@ -23,7 +21,7 @@ from bytescale.data.loading.loader import Loader
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
-from bytescale.plan import Plan
+from bytescale.plan import Planner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
 from bytescale.train.parts.budget import MemoryBudget, memory_budget
@@ -32,8 +30,6 @@ from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.profiling.peak import device_name, known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
-
-Planner = Callable[[np.ndarray], Plan]
 
 
 @dataclass(frozen=True)
