@@ -125,9 +125,11 @@ def _options(kind: type, prefix: str) -> Iterator[tuple[str, Any, Field[Any], st
 
 
 def attribute_texts(kind: type) -> dict[str, str]:
-    """The text below each attribute of a class. Raises ``KeyError`` later where an attribute has none."""
+    """The text below each attribute of a dataclass. Raises ``KeyError`` later where an attribute has none."""
+    texts = {
+        name: text for base in kind.__bases__ if is_dataclass(base) for name, text in attribute_texts(base).items()
+    }
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
-    texts = {}
     for attribute, text in pairwise(body):
         if isinstance(attribute, ast.AnnAssign) and isinstance(text, ast.Expr):
             name, value = typing.cast(ast.Name, attribute.target), typing.cast(ast.Constant, text.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -39,13 +39,11 @@ _SHOWN_SKIPPED = 5
 
 
 @dataclass(slots=True, kw_only=True)
-class TokenizeConfig:
-    """Turn folders, text, JSONL, Parquet or .bin/.idx files into one Megatron .bin/.idx pair."""
+class CorpusOptions:
+    """The options with which a command reads a corpus. They mean the same as in the ``[data]`` section."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library."""
-    output: str
-    """Prefix of the files: OUTPUT.bin, OUTPUT.idx, and OUTPUT.meta.json, which says how they were made."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending."""
     text_key: str = "text"
@@ -57,9 +55,21 @@ class TokenizeConfig:
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
     cache_dir: str = ".cache/bytescale"
-    """The folder where a trained tokenizer is kept."""
+    """The folder where a trained tokenizer and tokenised text are kept."""
     num_workers: int = 2
     """Number of processes that tokenise. The result does not depend on it."""
+
+    def data_config(self) -> DataConfig:
+        """Return the ``[data]`` section with these options."""
+        return DataConfig(**{spec.name: getattr(self, spec.name) for spec in fields(CorpusOptions)})
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenizeConfig(CorpusOptions):
+    """Turn folders, text, JSONL, Parquet or .bin/.idx files into one Megatron .bin/.idx pair."""
+
+    output: str
+    """Prefix of the files: OUTPUT.bin, OUTPUT.idx, and OUTPUT.meta.json, which says how they were made."""
     read_retries: int = 3
     """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
@@ -69,25 +79,9 @@ class TokenizeConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class StatsConfig:
-    """Show how the tokens of a corpus are distributed over document lengths."""
+class StatsConfig(CorpusOptions):
+    """Show how the tokens of a corpus are distributed over document lengths. Of an .idx file, only these are read."""
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """The same sources as for `data tokenize`. Of an .idx file, only the lengths are read."""
-    format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
-    """Format of the sources; auto goes by each file's ending."""
-    text_key: str = "text"
-    """JSONL key or Parquet column that holds the text."""
-    tokenizer: str = "bytes"
-    """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
-    bpe_vocab_size: int = 4096
-    """Vocabulary of the tokenizer that `bpe` trains."""
-    eos_token: str | None = None
-    """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
-    cache_dir: str = ".cache/bytescale"
-    """The folder where tokenised text is kept."""
-    num_workers: int = 2
-    """Number of processes that tokenise."""
     compare: tuple[Literal["github", "byted"], ...] = field(default=("github",))
     """Length distributions of the paper to print beside the corpus."""
     json: bool = False
@@ -143,7 +137,7 @@ def tokenize_command(config: TokenizeConfig) -> int:
     with progress_bar(console) as progress:
         files = [_at_hand(file, config) for file in files]
         text_files = [file for file in files if file.format != "bin"]
-        tokenizer = choose_tokenizer(_data_config(config), text_files, progress)
+        tokenizer = choose_tokenizer(config.data_config(), text_files, progress)
         tokenizing = time.perf_counter()
         encode = None
         if tokenizer is not None:
@@ -164,7 +158,7 @@ def stats_command(config: StatsConfig) -> int:
         lengths = np.concatenate([read_index(Path(source).expanduser()).document_lengths for source in config.sources])
     else:
         with progress_bar() as progress:
-            lengths = document_lengths(prepare_corpus(_data_config(config), progress))
+            lengths = document_lengths(prepare_corpus(config.data_config(), progress))
     stats = length_stats(lengths)
     if config.json:
         print(json.dumps(_stats_as_dict(stats)))
@@ -198,19 +192,6 @@ def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
     if file.format != "bin":
         return file
     return with_retries(partial(fetched, file, Path(config.cache_dir).expanduser()), config.read_retries)
-
-
-def _data_config(config: TokenizeConfig | StatsConfig) -> DataConfig:
-    return DataConfig(
-        sources=config.sources,
-        format=config.format,
-        text_key=config.text_key,
-        tokenizer=config.tokenizer,
-        bpe_vocab_size=config.bpe_vocab_size,
-        eos_token=config.eos_token,
-        cache_dir=config.cache_dir,
-        num_workers=config.num_workers,
-    )
 
 
 def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:
