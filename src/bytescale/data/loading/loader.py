@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 from bytescale.common.arrays import IntArray
 from bytescale.config.schema import DataConfig
@@ -158,12 +158,44 @@ def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch
     return MicroBatchData(tokens=tokens, labels=labels, position_ids=micro_batch.position_ids(), segment_pieces=pieces)
 
 
-class LocalLoader:
-    """Iterates over the steps of one rank. Every rank draws and plans the same batches and reads its own slices.
+class PrefetchedSteps:
+    """Iterates over the steps of one rank. A thread makes them, up to ``prefetch_steps`` steps ahead of training.
 
-    A thread works up to ``prefetch_steps`` steps ahead, and nobody else may use the sampler. The state for a checkpoint
-    is the ``state_dict`` of the loader: it counts the steps that were consumed, not those that were read ahead.
-    Use the loader in a ``with`` block, or call ``close``.
+    Use it in a ``with`` block, or call ``close``.
+    """
+
+    def __init__(self, steps: Iterator[StepData], prefetch_steps: int, name: str) -> None:
+        """Start the thread ``name``, which runs ``steps``. ``prefetch_steps``: steps that may wait, at least 1."""
+        self._steps = Prefetcher(steps, prefetch_steps, name=name)
+
+    def __iter__(self) -> Iterator[StepData]:
+        return self
+
+    def __next__(self) -> StepData:
+        """Return the next step. An error of the thread is raised when the turn of its step comes."""
+        started, ready = time.perf_counter(), self._steps.num_ready
+        data = next(self._steps)
+        waited = time.perf_counter() - started
+        return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
+
+    def close(self) -> None:
+        """End the thread. Steps that were made ahead are dropped, which loses nothing: no state counts them."""
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LocalLoader(PrefetchedSteps):
+    """Reads the steps of one rank. Every rank draws and plans the same batches and reads its own slices.
+
+    Nobody else may use the sampler. The state for a checkpoint is the ``state_dict`` of the loader: it counts the steps
+    that were consumed, not those that were read ahead.
     """
 
     def __init__(
@@ -175,62 +207,42 @@ class LocalLoader:
         prefetch_steps: int,
         *,
         stop_step: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Start reading at the sampler's state.
 
         Args:
             corpus: the corpus that the sampler draws from.
             sampler: the sampler, positioned at the first step wanted.
-            planner: function from lengths, int64 ``[S]``, to a plan; the same on every rank.
+            planner: the same on every rank.
             rank: HDP rank whose slices are read.
             prefetch_steps: finished steps that may wait, at least 1.
             stop_step: the iteration ends before the step of this number; None: it has no end.
-            clock: function that returns the time in seconds.
         """
         self._corpus = corpus
         self._sampler = sampler
         self._planner = planner
         self._rank = rank
         self._stop_step = stop_step
-        self._clock = clock
         self._state = sampler.state_dict()
         self._token_bytes = corpus.index.token_bytes
-        self._steps = Prefetcher(self._read_steps(), prefetch_steps, name="bytescale-loader")
-
-    def __iter__(self) -> Iterator[StepData]:
-        return self
+        super().__init__(self._read_steps(), prefetch_steps, name="bytescale-loader")
 
     def __next__(self) -> StepData:
-        """Return the next step. An error of the thread is raised here, with its own traceback."""
-        started, ready = self._clock(), self._steps.num_ready
-        data = next(self._steps)
+        data = super().__next__()
         self._state = data.sampler_state_after
-        return replace(data, times=replace(data.times, wait_seconds=self._clock() - started, steps_ready=ready))
+        return data
 
     def state_dict(self) -> SamplerState:
         """Return where the step after the last consumed one starts, for ``BatchSampler.load_state_dict``."""
         return dict(self._state)
 
-    def close(self) -> None:
-        """End the thread. Steps that were read ahead are dropped, which loses nothing: no state counts them."""
-        self._steps.close()
-
-    def __enter__(self) -> LocalLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _read_steps(self) -> Iterator[StepData]:
         while self._stop_step is None or self._sampler.next_step < self._stop_step:
             batch = self._sampler.next_batch()
-            started = self._clock()
+            started = time.perf_counter()
             plan = self._planner(batch.lengths)
             rank_plan = RankPlan.of(plan, self._rank)
-            planned = self._clock()
+            planned = time.perf_counter()
             micro_batches = tuple(
                 read_micro_batch(self._corpus, batch, micro_batch) for micro_batch in rank_plan.micro_batches
             )
@@ -245,7 +257,7 @@ class LocalLoader:
                 sampler_state_after=self._sampler.state_dict(),
                 times=LoaderTimes(
                     planning_seconds=planned - started,
-                    reading_seconds=self._clock() - planned,
+                    reading_seconds=time.perf_counter() - planned,
                     bytes_read=num_tokens * self._token_bytes,
                 ),
             )

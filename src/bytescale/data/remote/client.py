@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.data.loading.loader import LoaderTimes, StepData
-from bytescale.data.loading.prefetch import Prefetcher
+from bytescale.data.loading.loader import LoaderTimes, PrefetchedSteps, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.remote.calls import no_answer, wait_for
 from bytescale.data.remote.relay import RankAnswer
@@ -35,8 +33,8 @@ class DataService:
     """How long an actor may take to answer, its restarts included. After that the client gives up."""
 
 
-class RemoteLoader:
-    """Iterates over the steps of one rank. A thread fetches up to ``prefetch_steps`` steps ahead of training."""
+class RemoteLoader(PrefetchedSteps):
+    """Fetches the steps of one rank from the actors of the remote loader."""
 
     def __init__(
         self,
@@ -66,29 +64,7 @@ class RemoteLoader:
         self._state = state
         self._stop_step = stop_step
         self._lives: dict[str, set[str]] = {}
-        self._steps = Prefetcher(self._fetch_steps(), prefetch_steps, name="bytescale-client")
-
-    def __iter__(self) -> Iterator[StepData]:
-        return self
-
-    def __next__(self) -> StepData:
-        """Return the next step. An error while fetching a step is raised when the turn of that step comes."""
-        started, ready = time.perf_counter(), self._steps.num_ready
-        data = next(self._steps)
-        waited = time.perf_counter() - started
-        return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
-
-    def close(self) -> None:
-        """End the thread. Steps that were fetched ahead are dropped, which loses nothing: no state counts them."""
-        self._steps.close()
-
-    def __enter__(self) -> RemoteLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(self._fetch_steps(), prefetch_steps, name="bytescale-client")
 
     def _fetch_steps(self) -> Iterator[StepData]:
         state, asked = self._state, None
