@@ -30,7 +30,7 @@ from bytescale.cost import Cluster, Profile
 from bytescale.data import LocalFeed, prepare_corpus
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.order.batches import make_sampler
-from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference
+from bytescale.data.remote.messages import PlannedStep, RankStep, StepReference
 from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed_writer import IndexedWriter
 from bytescale.plan import RankPlan
@@ -72,8 +72,8 @@ def config_for(folder: Path, *, context_length: int, batch_tokens: int) -> DataC
 
 
 def rate(folder: Path) -> None:
-    from bytescale.data.remote.cluster import ray_cluster
-    from bytescale.data.remote.feed import RemoteFeed
+    from bytescale.data.remote.ray_cluster import ray_cluster
+    from bytescale.data.remote.remote_feed import RemoteFeed
 
     for name, context, batch, steps in (("16K batches", 8192, 16384, 200), ("1M batches", 131072, MIB, 25)):
         write_corpus(folder / "corpus", 32 * MIB, context)
@@ -97,7 +97,7 @@ def rate(folder: Path) -> None:
 
 
 def bytes_read(folder: Path) -> None:
-    from bytescale.data.remote.cluster import ray_cluster
+    from bytescale.data.remote.ray_cluster import ray_cluster
 
     write_corpus(folder / "corpus", 24 * MIB, _CONTEXT)
     print("way     bytes a rank and step   bytes received   private memory a rank (beyond imports)")
@@ -116,8 +116,8 @@ def bytes_read(folder: Path) -> None:
 
 def one_rank(folder: Path, way: str, rank: int) -> None:
     """Run eight steps of one rank. Print bytes read and received per step, and the private memory gained."""
-    from bytescale.data.remote.cluster import connect
-    from bytescale.data.remote.feed import RemoteFeed
+    from bytescale.data.remote.ray_cluster import connect
+    from bytescale.data.remote.remote_feed import RemoteFeed
 
     steps = 8
     config = config_for(folder, context_length=_CONTEXT, batch_tokens=MIB)
@@ -159,8 +159,8 @@ def planner_at_scale(folder: Path) -> None:
     import ray
 
     from bytescale.data.loading.corpus import plan_shards
-    from bytescale.data.remote.cluster import ray_cluster
-    from bytescale.data.remote.planner import PlannerActor
+    from bytescale.data.remote.planner_actor import PlannerActor
+    from bytescale.data.remote.ray_cluster import ray_cluster
     from bytescale.data.remote.relay import FAN_OUT
     from bytescale.data.remote.server import SharedWork, server_actor
 
@@ -208,8 +208,8 @@ def cut_seconds(planned: PlannedStep, rank: int, reference: StepReference) -> fl
 
 
 def start(folder: Path) -> None:
-    from bytescale.data.remote.cluster import ray_cluster
-    from bytescale.data.remote.feed import RemoteFeed
+    from bytescale.data.remote.ray_cluster import ray_cluster
+    from bytescale.data.remote.remote_feed import RemoteFeed
 
     random = np.random.default_rng(0)
     vocabulary = ["".join(random.choice(list("etaoinshrdlu"), length)) for length in random.integers(2, 10, 20_000)]

@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 
 from bytescale.config import PRESETS, Architecture
 from bytescale.cost import Profile, flops, load_profile
-from bytescale.cost.step import GRADIENT_BYTES, PARAMETER_BYTES
+from bytescale.cost.gradient_sync import GRADIENT_BYTES, PARAMETER_BYTES
 
 KIBI = 1024
 BATCH_TOKENS = 32 * KIBI**2

@@ -8,13 +8,7 @@ import pytest
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
 from bytescale.cost.curve import Curve
-from bytescale.cost.links import Links
-from bytescale.cost.offload import choose_offload, hidden_ratio
-from bytescale.cost.profile import Profile
-from bytescale.cost.profile_file import load_profile
-from bytescale.cost.split import split_layers
-from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
-from bytescale.cost.step import (
+from bytescale.cost.gradient_sync import (
     bucket_seconds,
     num_buckets,
     stage_parameters,
@@ -22,6 +16,12 @@ from bytescale.cost.step import (
     visible_gathering,
     visible_reduction,
 )
+from bytescale.cost.links import Links
+from bytescale.cost.offload import choose_offload, hidden_ratio
+from bytescale.cost.profile import Profile
+from bytescale.cost.profile_file import load_profile
+from bytescale.cost.split import split_layers
+from bytescale.cost.stage import Loads, stage_activation_bytes, stage_times
 
 PROFILE = Profile(
     name="hand",

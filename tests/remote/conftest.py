@@ -17,7 +17,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 HOLD_RAY = """
 import sys
-from bytescale.data.remote.cluster import ray_cluster
+from bytescale.data.remote.ray_cluster import ray_cluster
 
 with ray_cluster("", 8) as address:
     print(address, flush=True)
@@ -45,7 +45,7 @@ def ray_address() -> Iterator[str]:
 @pytest.fixture
 def ray_joined(ray_address: str) -> Iterator[str]:
     """This process as a driver."""
-    from bytescale.data.remote.cluster import connect, disconnect
+    from bytescale.data.remote.ray_cluster import connect, disconnect
 
     connect(ray_address)
     try:

@@ -60,7 +60,7 @@ def feeds(config: DataConfig, kind: str, num_ranks: int) -> Iterator[list[Feed]]
     if kind == "local":
         yield [LocalFeed(prepare_corpus(config), config, rank) for rank in range(num_ranks)]
         return
-    from bytescale.data.remote.feed import RemoteFeed
+    from bytescale.data.remote.remote_feed import RemoteFeed
 
     session = f"test-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:

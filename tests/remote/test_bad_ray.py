@@ -14,9 +14,9 @@ import ray
 import ray.exceptions
 
 from bytescale.common.errors import ConfigError, DataError, LoaderFailure
-from bytescale.data.remote import cluster
+from bytescale.data.remote import ray_cluster
 from bytescale.data.remote.calls import translated, wait_for
-from bytescale.data.remote.feed import RemoteFeed
+from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.helpers.disk import small_disk
 from tests.remote.support import feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
 
@@ -24,7 +24,7 @@ from tests.remote.support import feeds, kill_minus_9, numbered_config, take_step
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Ray, which is not installed.*pip install 'bytescale\[ray\]'"):
-        cluster.check_installed()
+        ray_cluster.check_installed()
 
 
 def test_an_address_where_nobody_listens() -> None:
@@ -32,28 +32,28 @@ def test_an_address_where_nobody_listens() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match=rf"Ray at 127.0.0.1:{port} does not answer .*ray start --head"):
-        cluster.connect(f"127.0.0.1:{port}")
+        ray_cluster.connect(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", ["somewhere", "host:port"])
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ConfigError, match=rf"Ray address '{address}' is not host:port"):
-        cluster.connect(address)
+        ray_cluster.connect(address)
 
 
 def test_a_ray_client_address() -> None:
     with pytest.raises(ConfigError, match=r"ray://host:10001 is one of Ray Client.*port 6379"):
-        cluster.connect("ray://host:10001")
+        ray_cluster.connect("ray://host:10001")
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.51.0\n    Python: 3.12.1")
 
-    monkeypatch.setattr(cluster, "_check_answers", lambda *_: None)
+    monkeypatch.setattr(ray_cluster, "_check_answers", lambda *_: None)
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(ConfigError, match=r"has other versions than this process: .*Ray: 2.51.0 .*same versions"):
-        cluster.connect("127.0.0.1:6379")
+        ray_cluster.connect("127.0.0.1:6379")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ from pathlib import Path
 import bytescale.data.remote
 from bytescale.common.errors import LoaderFailure
 from bytescale.data.remote.calls import wait_for
-from bytescale.data.remote.feed import RemoteFeed
+from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.remote.support import numbered_config, write_numbered_corpus
 
 disk, folder = map(Path, sys.argv[1:])

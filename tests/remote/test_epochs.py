@@ -9,7 +9,7 @@ import pytest
 
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
-from bytescale.data.remote.feed import RemoteFeed
+from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.helpers.effort import one_of
 from tests.remote.support import count_tokens, feeds, kill_minus_9, numbered_config, take_steps, write_numbered_corpus
 

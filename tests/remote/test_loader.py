@@ -12,7 +12,7 @@ import pytest
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
-from bytescale.data.remote.feed import RemoteFeed
+from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.data.support import write_jsonl
 from tests.helpers.effort import one_of
 from tests.remote.support import (
@@ -118,7 +118,7 @@ def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> N
     config = numbered_config(tmp_path, sources=(str(tmp_path / "b.jsonl"),), servers=2, batch_tokens=4000)
 
     def kill_soon() -> None:
-        from bytescale.data.remote.feed import _find
+        from bytescale.data.remote.remote_feed import _find
 
         time.sleep(0.3)
         kill_minus_9(_find("dying-server-0", 30.0))

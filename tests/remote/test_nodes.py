@@ -17,8 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bytescale.data import LocalFeed, prepare_corpus
-from bytescale.data.remote.cluster import connect, disconnect
-from bytescale.data.remote.feed import RemoteFeed
+from bytescale.data.remote.ray_cluster import connect, disconnect
+from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.remote.support import assert_same_data, count_tokens, numbered_config, planner_for, write_numbered_corpus
 from tests.remote.test_runs import (
     TOLERANCE,

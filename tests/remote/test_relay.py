@@ -17,8 +17,8 @@ from bytescale.common.errors import LoaderFailure, PlanError
 from bytescale.data import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.remote.client import DataService, RemoteLoader
+from bytescale.data.remote.messages import PartOwners, PlannedStep, RankStep, StepReference, StillReading
 from bytescale.data.remote.relay import FAN_OUT, Answer, Relay, above, part_of
-from bytescale.data.remote.slices import PartOwners, PlannedStep, RankStep, StepReference, StillReading
 from tests.remote.support import numbered_config, planner_for, write_numbered_corpus
 
 

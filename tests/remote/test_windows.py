@@ -19,7 +19,7 @@ from bytescale.config import DataConfig
 from bytescale.data import StepData
 from bytescale.data.loading.corpus import plan_shards, prepare_corpus
 from bytescale.data.order.epoch import PieceStream
-from bytescale.data.remote.feed import RemoteFeed
+from bytescale.data.remote.remote_feed import RemoteFeed
 from bytescale.data.tokens import shards
 from tests.data.support import write_jsonl
 from tests.remote.support import assert_same_data, feeds, kill_minus_9, numbered_config, take_steps

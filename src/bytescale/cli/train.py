@@ -195,7 +195,7 @@ def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
     if launch == "torchrun" and (config.data.loader == "local" or config.parallel.ranks == 1):
         yield
         return
-    from bytescale.data.remote.cluster import ray_cluster
+    from bytescale.data.remote.ray_cluster import ray_cluster
 
     with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
         os.environ["RAY_ADDRESS"] = address  # for the ranks, which inherit it

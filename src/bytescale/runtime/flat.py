@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
-from bytescale.cost.step import MOST_BUCKETS
+from bytescale.cost.gradient_sync import MOST_BUCKETS
 
 ALIGNMENT = 64
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -3,7 +3,7 @@
 1. Find what each micro-batch holds, and which micro-batches run together (``events.events_of``).
 2. Compute what each micro-batch costs every stage, chunk by chunk (``cost.stage``).
 3. Compute when every forward and backward runs (``engine.run_events``).
-4. Compute how much of each stage's gradient sync is not hidden by computation (``cost.step``).
+4. Compute how much of each stage's gradient sync is not hidden by computation (``cost.gradient_sync``).
 5. Add up where the time of every rank and stage went (here).
 """
 
@@ -17,10 +17,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError, PlanError, problem
-from bytescale.cost.profile import Profile
-from bytescale.cost.split import split_layers
-from bytescale.cost.stage import RESIDENT_LAYERS, Loads, StageTimes, stage_activation_bytes, stage_times
-from bytescale.cost.step import (
+from bytescale.cost.gradient_sync import (
     bucket_seconds,
     embedding_share,
     num_buckets,
@@ -29,9 +26,12 @@ from bytescale.cost.step import (
     visible_gathering,
     visible_reduction,
 )
+from bytescale.cost.profile import Profile
+from bytescale.cost.split import split_layers
+from bytescale.cost.stage import RESIDENT_LAYERS, Loads, StageTimes, stage_activation_bytes, stage_times
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
-from bytescale.simulator.cluster import ClusterConfig
+from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
 from bytescale.simulator.events import Events, events_of
 from bytescale.simulator.result import SimulatedStep, Traffic

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from bytescale.data.loading.loader import LoaderTimes, PrefetchedSteps, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.remote.calls import no_answer, wait_for
+from bytescale.data.remote.messages import RankStep, SegmentTable, ServerSlices, StillReading, assemble
 from bytescale.data.remote.relay import RankAnswer
-from bytescale.data.remote.slices import RankStep, SegmentTable, ServerSlices, StillReading, assemble
 from bytescale.plan import Planner
 
 logger = logging.getLogger(__name__)

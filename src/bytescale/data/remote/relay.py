@@ -15,7 +15,7 @@ from typing import Any
 import ray.exceptions
 
 from bytescale.data.order.batches import SamplerState
-from bytescale.data.remote.slices import PlannedStep, RankStep, StepReference, StillReading
+from bytescale.data.remote.messages import PlannedStep, RankStep, StepReference, StillReading
 
 Answer = StepReference | StillReading | None
 RankAnswer = RankStep | StillReading | None

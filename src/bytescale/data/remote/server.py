@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from bytescale.common.arrays import IntArray
-from bytescale.data.remote.slices import PartOwners, ServerSlices
+from bytescale.data.remote.messages import PartOwners, ServerSlices
 from bytescale.data.tokens.indexed import Tokens
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard, ShardReader, remote_parts

@@ -1,7 +1,7 @@
 """The tokens of a ``.bin`` that lies on another machine.
 
 They are fetched in blocks when they are read, and the blocks are kept in the cache folder. So nobody copies a corpus of
-terabytes before the first step: a server fetches the blocks that are dealt to it (``data.remote.slices.PartOwners``),
+terabytes before the first step: a server fetches the blocks that are dealt to it (``data.remote.messages.PartOwners``),
 and a local loader fetches the blocks that hold its rank's slices.
 """
 

@@ -7,7 +7,7 @@ from bytescale.common.errors import RankFailure, problem
 from bytescale.cost import flops
 from bytescale.data import StepData
 from bytescale.runtime import StepResult
-from bytescale.train.loop.schedule import learning_rate
+from bytescale.train.loop.learning_rate import learning_rate
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
 from bytescale.train.reporting.totals import Report, Sums

@@ -51,11 +51,11 @@ def _chosen_feed(config: Config, ranks: Ranks, say: Callable[[str], None]) -> It
         finally:
             local.close()
         return
-    from bytescale.data.remote.cluster import check_installed
+    from bytescale.data.remote.ray_cluster import check_installed
 
     check_installed()
     with _join_ray(config, ranks) as session:
-        from bytescale.data.remote.feed import RemoteFeed
+        from bytescale.data.remote.remote_feed import RemoteFeed
 
         feed = RemoteFeed(config.data, session, ranks.hdp.rank, ranks.world.size, is_owner=ranks.is_first, say=say)
         try:
@@ -92,7 +92,7 @@ def _new_attempt(folder: Path, ranks: Ranks) -> Path | None:
 @contextmanager
 def _join_ray(config: Config, ranks: Ranks) -> Iterator[str]:
     """Join the configured Ray cluster, or the one that the first rank starts. Yields a name unique to this attempt."""
-    from bytescale.data.remote.cluster import connect, disconnect, import_ray, is_joined, keys_to_join, ray_cluster
+    from bytescale.data.remote.ray_cluster import connect, disconnect, import_ray, is_joined, keys_to_join, ray_cluster
 
     if is_joined():  # a rank that Ray itself has started
         told: list[Any] = [f"bytescale-{uuid.uuid4().hex[:12]}"]

@@ -18,8 +18,8 @@ from bytescale.data.order.batches import SamplerState
 from bytescale.data.order.index import CorpusFacts
 from bytescale.data.remote.calls import wait_for
 from bytescale.data.remote.client import DataService, RemoteLoader
-from bytescale.data.remote.cluster import NAMESPACE
-from bytescale.data.remote.planner import PlannerActor, kept_steps
+from bytescale.data.remote.planner_actor import PlannerActor, kept_steps
+from bytescale.data.remote.ray_cluster import NAMESPACE
 from bytescale.data.remote.relay import Relay, above
 from bytescale.data.remote.server import SharedWork, server_actor
 from bytescale.plan import Planner

@@ -28,9 +28,9 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts, CorpusIndex
 from bytescale.data.remote.calls import wait_for
+from bytescale.data.remote.messages import PartOwners, PlannedStep, StepReference, StillReading
 from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
-from bytescale.data.remote.slices import PartOwners, PlannedStep, StepReference, StillReading
 from bytescale.data.tokens.shards import PartContent
 from bytescale.plan import Planner
 
