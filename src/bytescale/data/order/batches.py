@@ -151,10 +151,13 @@ class _Source:
         """
         stream = self.stream
         first = stream.position
-        tokens_before = stream.tokens_before[first : first + at_most + 1]
-        count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
+        if at_most == 1:  # of a mixture; a search for it takes twice as long
+            count = int(stream.lengths[first] <= budget)
+        else:
+            tokens_before = stream.tokens_before[first : first + at_most + 1]
+            count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
         pieces = stream.pieces[first : first + count]
-        num_tokens = int(tokens_before[count] - tokens_before[0])
+        num_tokens = int(stream.tokens_before[first + count] - stream.tokens_before[first])
         self._num_tokens += num_tokens
         return pieces, num_tokens, stream.take(first + count)
 
