@@ -174,3 +174,44 @@ def test_convert_refuses_what_it_cannot_convert(tmp_path: Path, capsys: pytest.C
 def test_the_vocabulary_of_a_folder_is_kept(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "source")
     assert resolve_architecture(ModelConfig(preset=f"hf:{source}"), tokenizer_vocab_size=257).vocab_size == 320
+
+
+def test_a_run_outlives_the_folder_that_it_began_with(corpus: Path, tmp_path: Path) -> None:
+    """Converting, resuming, and a second run from the first run's checkpoint need the folder no more."""
+    source = hf_folder(tmp_path / "source")
+    settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": 7, "max_position_embeddings": 4321}
+    (source / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    train_on(run_from(source, corpus, tmp_path / "run", 1, steps=1))
+    source.rename(tmp_path / "moved")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+
+    def config_of_export(name: str, of: Path) -> dict[str, object]:
+        assert main(["convert", str(of), str(tmp_path / name)]) == 0
+        assert (tmp_path / name / "tokenizer.json").read_text() == "{}"
+        return json.loads((tmp_path / name / "config.json").read_text())
+
+    assert config_of_export("out", checkpoint) == settings
+    options = read_options(["--resume", str(tmp_path / "run"), "--trainer.steps", "2"])
+    train_on(options.config)
+    assert len(losses(tmp_path / "run")) == 2
+    second = with_trainer(small_run(corpus, tmp_path / "second"), init=f"checkpoint:{checkpoint}", steps=1)
+    train_on(replace(second, model=ModelConfig(preset=f"checkpoint:{checkpoint}")))
+    assert config_of_export("again", tmp_path / "second" / "checkpoints" / "step-000001") == settings
+
+
+def test_a_converted_checkpoint_keeps_the_whole_config(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source")
+    settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": 7, "max_position_embeddings": 4321}
+    (source / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert main(["convert", str(source), str(tmp_path / "checkpoint")]) == 0
+    assert main(["convert", str(tmp_path / "checkpoint"), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == settings
+
+
+def test_convert_checks_the_shape_as_training_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = hf_folder(tmp_path / "source")
+    settings = json.loads((source / "config.json").read_text()) | {"head_dim": 7}
+    (source / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert main(["convert", str(source), str(tmp_path / "checkpoint")]) == 2
+    assert "model.head_dim is 7, odd" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "checkpoint").exists()

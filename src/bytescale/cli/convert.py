@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +11,15 @@ import tyro
 
 from bytescale.cli.options import parse
 from bytescale.common.units import GIBI, format_bytes, format_si
-from bytescale.config import load_config
+from bytescale.config import (
+    CHECKPOINT_PREFIX,
+    HF_PREFIX,
+    Config,
+    DataConfig,
+    ModelConfig,
+    load_config,
+    resolve_architecture,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
         from bytescale.checkpoint.import_weights import import_folder
 
+        resolve_architecture(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
         count = import_folder(source, options.folder)
         print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
         print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
@@ -52,9 +61,30 @@ def run(arguments: Sequence[str]) -> int:
         options.folder,
         dtype=options.dtype,
         shard_bytes=options.shard_bytes,
-        run_config=load_config(config) if config.is_file() else None,
+        run_config=_run_config(source, config),
     )
     size = sum(shard.stat().st_size for shard in shards)
     print(f"wrote {options.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
     print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
     return 0
+
+
+def _run_config(checkpoint: Path, path: Path) -> Config | None:
+    """The run's settings, which begin with the folder that the weights came from, where it can still be found.
+
+    That is the checkpoint itself if it was converted, else the run's own copy, else the folder that the run names.
+    """
+    from bytescale.train.run_folder import origin_of
+
+    config = load_config(path) if path.is_file() else None
+    init = "" if config is None else config.trainer.init
+    origin = origin_of(f"{CHECKPOINT_PREFIX}{checkpoint}") or origin_of(init)
+    if origin is None and config is None:
+        return None
+    if origin is None and init:
+        print(
+            f"{init} is not there any more: no tokenizer is copied, and config.json has the numbers of the checkpoint"
+        )
+    # Without a run, no context length but the folder's own counts.
+    known = config or Config(data=DataConfig(context_length=1))
+    return replace(known, trainer=replace(known.trainer, init="" if origin is None else f"{HF_PREFIX}{origin}"))

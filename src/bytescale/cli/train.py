@@ -16,7 +16,15 @@ from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.versions import require_torch
-from bytescale.config import Config, ModelConfig, config_to_toml, load_config, validate
+from bytescale.config import (
+    CHECKPOINT_PREFIX,
+    HF_PREFIX,
+    Config,
+    ModelConfig,
+    config_to_toml,
+    load_config,
+    validate,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +106,8 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     config = _started_from(options.init, options.config)
     trainer = config.trainer
     if resumed is not None:
-        trainer = replace(trainer, run_dir=str(resumed), resume=True)
+        config = _from_checkpoint(config, resumed)
+        trainer = replace(config.trainer, run_dir=str(resumed), resume=True)
     if not trainer.run_dir:
         from bytescale.train.run_folder import default_run_dir
 
@@ -126,6 +135,21 @@ def _started_from(init: str | None, config: Config) -> Config:
             )
         )
     return replace(config, model=ModelConfig(preset=init), trainer=replace(config.trainer, init=init))
+
+
+def _from_checkpoint(config: Config, run: Path) -> Config:
+    """Take shape and weights from the run's newest checkpoint. The folder that it began with may be gone."""
+    if not config.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)) and not config.trainer.init:
+        return config
+    from bytescale.checkpoint.folder_of_run import complete_checkpoints
+
+    complete = complete_checkpoints(run / "checkpoints")
+    if not complete:
+        return config
+    model = config.model
+    if model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
+        model = replace(model, preset=f"{CHECKPOINT_PREFIX}{complete[-1]}")
+    return replace(config, model=model, trainer=replace(config.trainer, init=""))
 
 
 def prepare_and_start(options: TrainOptions) -> None:

@@ -1,4 +1,4 @@
-"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/, checkpoints/ and, if it is kept, the record data/."""
+"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/, checkpoints/, origin/ and, if it is kept, data/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def origin(self) -> Path:
+        """The config.json and the tokenizer's files of the Hugging Face folder that the weights came from."""
+        return self.path / "origin"
 
     @property
     def metrics(self) -> Path:
@@ -69,10 +75,22 @@ class RunFolder:
             check_is_new(self.path)
         for folder in (self.path, self.checkpoints, self.plan(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            self._keep_origin(config)
         name = self.config
         if resume and self.config.exists():
             name = self.path / f"config-resumed-{datetime.now():%Y%m%d-%H%M%S}.toml"
         name.write_text(config_to_toml(config), encoding="utf-8")
+
+    def _keep_origin(self, config: Config) -> None:
+        """Copy what ``bytescale convert`` needs of the folder that the run begins with, which may move or disappear."""
+        source = origin_of(config.trainer.init)
+        if source is not None:
+            from bytescale.models.hf_folder import copy_companions
+
+            self.origin.mkdir()
+            shutil.copyfile(source / "config.json", self.origin / "config.json")
+            copy_companions(source, self.origin)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -98,6 +116,19 @@ class RunFolder:
             yield
         finally:
             os.close(descriptor)
+
+
+def origin_of(init: str) -> Path | None:
+    """The folder with the config.json that weights came from at first, or None.
+
+    Args:
+        init: as ``trainer.init``: ``hf:FOLDER``, or ``checkpoint:FOLDER`` for a checkpoint of a run or a converted one.
+    """
+    kind, _, name = init.partition(":")
+    folder = Path(name).expanduser()
+    of_run = folder.resolve().parent.parent / "origin"
+    candidates = [folder] if kind == "hf" else [folder, of_run] if kind == "checkpoint" else []
+    return next((path for path in candidates if (path / "config.json").is_file()), None)
 
 
 def default_run_dir(config_name: str) -> str:
