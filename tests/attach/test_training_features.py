@@ -1,4 +1,4 @@
-"""What people switch on in training: LoRA, activation checkpointing, frozen parts, several dtypes, torch.compile."""
+"""What people switch on in training: LoRA, activation checkpointing, frozen parts, several dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import bytescale
 from bytescale.parity import Setup, compare
@@ -88,23 +87,3 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
     printed_loop(hdp, model, batch)
     for name, gradient in hdp.gradients().items():
         torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("whole_layers", [False, True])
-def test_compiled_layers(whole_layers: bool) -> None:
-    """Parts or whole layers are compiled one by one; attention is outside of the graphs."""
-    model = small_model("llama")
-    batch = documents([20, 9, 4])
-    reference = copy.deepcopy(model)
-    plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), clip=1e9)
-    torch._dynamo.reset()
-    graphs = CompileCounter()
-    for layer in model.model.layers:
-        (layer if whole_layers else layer.mlp).compile(backend=graphs)
-    hdp = bytescale.HDP(model, capacity_tokens=25)
-    hdp.optimizer(torch.optim.SGD, lr=0.0)
-    printed_loop(hdp, model, batch)
-    for name, gradient in hdp.gradients().items():
-        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=0, atol=1e-10)
-    assert graphs.frame_count > 0

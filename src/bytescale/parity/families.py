@@ -92,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 COMPUTES_IN_FP32 = frozenset(
-    ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "helium")
+    ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "helium", "minimax_m2")
 )
 """Families with a weight that is converted to fp32 whatever its dtype, in a norm or a router.
 
