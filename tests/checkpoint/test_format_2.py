@@ -53,6 +53,7 @@ def test_format_2_is_resumed_from_on_other_ranks(tmp_path: Path) -> None:
     assert run(with_trainer(further, run_dir=str(tmp_path / "old"))) == run(further)
 
 
+@pytest.mark.exhaustive
 def test_a_kill_during_an_upgrade_loses_nothing(tmp_path: Path) -> None:
     save(MeshShape(1), tmp_path / "first", 5)
     downgrade(tmp_path / "first" / "step-000005")

@@ -24,6 +24,7 @@ from bytescale.common.errors import CheckpointError
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import MeshShape, ShardedAdamW
 from tests.checkpoint.meshes import SHAPE, assert_states, restore, run_state, save, set_states, with_checkpointer
+from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
 
 ALONE = MeshShape(1)
@@ -90,9 +91,12 @@ def assert_usable(folder: Path, steps: tuple[int, ...], num_published: int) -> N
     assert sorted(path.name for path in folder.iterdir()) == ["step-000009"], "what was half written is gone"
 
 
-@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize(
-    "every", [pytest.param(True, marks=pytest.mark.exhaustive), False], ids=["every operation", "the last checkpoint"]
+    ("steps", "every"),
+    one_of(
+        [(steps, every) for steps in HISTORIES.values() for every in (True, False)],
+        (list(HISTORIES.values())[-1], False),
+    ),
 )
 def test_killed_before_every_operation(tmp_path: Path, steps: tuple[int, ...], every: bool) -> None:
     """The quick version takes the operations of the last checkpoint, and the first and the last of many writes."""
@@ -131,6 +135,7 @@ def test_sigkill_before_every_operation_of_several_ranks(tmp_path: Path, steps: 
             assert restore(MeshShape(2), folder) == int(before[-1].name.removeprefix("step-"))
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_costs_the_new_checkpoint_alone(tmp_path: Path) -> None:
     """From any operation of the second checkpoint on: the run goes on, and the first checkpoint is kept."""
     counted = FullDisk()

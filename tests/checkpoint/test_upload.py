@@ -132,6 +132,7 @@ def test_faults_are_tried_again(tmp_path: Path, server: S3Server, caplog: pytest
     assert Store(URL).complete() == [2]
 
 
+@pytest.mark.exhaustive
 def test_a_client_that_dies_at_any_change(tmp_path: Path, server: S3Server) -> None:
     """From the change number n on, the store hears no more of the client: what is complete there is whole.
 

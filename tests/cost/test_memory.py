@@ -225,7 +225,7 @@ def test_peak_with_feed_forward_in_chunks(shape: Architecture, mode: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("head_groups", "mode", "num_ranks"), one_of(list(product((2, 4), ("full", "attention"), (1, 2))), (2, "full", 2))
+    ("head_groups", "mode", "num_ranks"), one_of(list(product((2, 4), ("full", "attention"), (1, 2))), (2, "full", 1))
 )
 def test_peak_with_attention_in_groups_of_heads(
     head_groups: int, mode: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def pieces_of(steps: list[list[StepData]]) -> list[int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, config: DataConfig) -> None:
     said: list[str] = []
     feed = RemoteFeed(config, "windows", 0, 1, say=said.append)

@@ -248,7 +248,7 @@ def test_any_mesh_any_plan(
     )
 
 
-@examples(4, 15)
+@examples(2, 15)
 @given(
     planner=st.sampled_from(["naive", "paper", "greedy", "adaptive"]),
     mesh=st.sampled_from([MeshShape(pp=2, hdp=4), MeshShape(pp=4, hdp=2), MeshShape(pp=2, hdp=2, tp=2)]),
@@ -266,7 +266,7 @@ def test_plans_of_every_planner_run_through_a_pipeline(
     assert_parity(mesh, plan, lengths, torch.float64, seed=slack)
 
 
-@examples(5, 15)
+@examples(3, 15)
 @given(
     mesh=st.sampled_from([MeshShape(pp=2, hdp=1), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1, tp=2)]),
     num_chunks=st.sampled_from([2, 3]),
