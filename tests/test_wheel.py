@@ -47,6 +47,7 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_trains_by_name_and_writes_a_config(command: Path, tmp_path: Path) -> None:
     """In an empty folder; one rank and little text, so that it takes seconds."""
     (tmp_path / "text").mkdir()

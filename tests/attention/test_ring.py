@@ -103,6 +103,7 @@ def test_ring_attention_is_attention(
             torch.testing.assert_close(result[name].double(), expected, rtol=tolerance, atol=tolerance * 10)
 
 
+@pytest.mark.exhaustive
 def test_thirty_two_ranks_on_a_sequence_that_nothing_divides() -> None:
     lengths = [1009]
     data = inputs(lengths, torch.float64)

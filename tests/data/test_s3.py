@@ -163,6 +163,7 @@ def test_no_keys_are_found_at_once(tmp_path: Path, server: S3Server, monkeypatch
     assert texts_of(prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl"))) == ["one"]
 
 
+@pytest.mark.exhaustive
 def test_a_silent_metadata_service_is_not_waited_for(
     tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,11 +97,9 @@ def test_a_compiled_model_is_the_plain_one(shape: Architecture) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [
-        (MeshShape(pp=1, hdp=2, tp=1), {"checkpointing": "full", "head_groups": 2, "offload": True}),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_MESHES),
-    ],
+    [(MeshShape(pp=1, hdp=2, tp=1), {"checkpointing": "full", "head_groups": 2, "offload": True}), *MORE_MESHES],
 )
+@pytest.mark.exhaustive
 def test_any_mesh_gives_one_processs_numbers(mesh: MeshShape, options: dict) -> None:
     shape = small_shape(num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, vocab_size=64, ffn_hidden_size=32)
     batch = random_batch(LENGTHS, shape.vocab_size, seed=1)

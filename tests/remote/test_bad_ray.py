@@ -67,6 +67,7 @@ def test_no_room_left(error: Exception) -> None:
 
 
 @pytest.mark.usefixtures("ray_joined")
+@pytest.mark.exhaustive
 def test_an_actor_that_does_not_answer(tmp_path: Path) -> None:
     class Sleeper:
         def sleep(self) -> None:

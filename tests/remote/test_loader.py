@@ -110,6 +110,7 @@ def test_an_epoch_through_kills_is_the_corpus_once(tmp_path: Path, corpus: int) 
         assert max(data.times.restarts for data in steps[-1]) >= 3
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> None:
     import threading
     import time
@@ -160,6 +161,7 @@ def test_the_state_of_other_data_is_refused(tmp_path: Path, corpus: int) -> None
         assert feed.state_dict() == state
 
 
+@pytest.mark.exhaustive
 def test_closing_ends_the_actors(tmp_path: Path, corpus: int) -> None:
     import psutil
     import ray

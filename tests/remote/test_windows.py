@@ -199,6 +199,7 @@ def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
                 take_steps([feed], 60, state=state)
 
 
+@pytest.mark.exhaustive
 def test_texts_of_the_window_that_have_changed(tmp_path: Path, config: DataConfig) -> None:
     """The same sizes, another letter: found before anything is trained on."""
     with feeds(config, "local", 1) as local:

@@ -171,7 +171,7 @@ def check(mesh: MeshShape, family: str, *, num_chunks: int = 1, checkpointing: s
     assert_same(ours, twin, mesh.hdp)
 
 
-@pytest.mark.parametrize(("mesh", "family"), pairs(MESHES[:4], list(FAMILIES)), ids=str)
+@pytest.mark.parametrize(("mesh", "family"), pairs(MESHES[1:4], list(FAMILIES)), ids=str)
 def test_buckets_give_the_numbers_of_one_reduction(mesh: MeshShape, family: str) -> None:
     check(mesh, family)
 

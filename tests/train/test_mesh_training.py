@@ -90,7 +90,8 @@ def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path) -> Non
     assert run(with_trainer(parts, resume=True)) == whole
 
 
-@pytest.mark.parametrize("family", one_of(list(FAMILIES), "llama"), indirect=True)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, tmp_path: Path, family: tuple) -> None:
     """Trained in one process, exported, and started from on a mesh: the losses of starting from it in one process."""
     settings, _ = family

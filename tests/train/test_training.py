@@ -33,10 +33,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("planner", "num_ranks", "steps"),
     one_of(
         [
-            ("balanced", 4, 25),
+            ("balanced", 4, 20),
             *product(("static", "naive", "balanced", "balanced-greedy", "balanced-paper"), (1, 2, 4), (100,)),
         ],
-        ("balanced", 4, 25),
+        ("balanced", 4, 20),
     ),
 )
 def test_losses_follow_the_golden_curve(corpus: Path, tmp_path: Path, planner: str, num_ranks: int, steps: int) -> None:
