@@ -144,7 +144,7 @@ def alone(lengths: Sequence[int]) -> Plan:
     return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)], groups=groups, schedule=[[[0]]])
 
 
-@examples(9, 200)
+@examples(9, 60)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     shape=st.sampled_from(SHAPES),
@@ -167,7 +167,7 @@ def test_rules_on_one_rank(
     assert_equal(ours, expected(data, rules), tolerance)
 
 
-@examples(12, 300)
+@examples(12, 80)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     num_ranks=st.integers(2, 4),

@@ -134,7 +134,7 @@ MISHAPS = [flip, cut, lengthen, lose, exchange_files, exchange_folders, exchange
 
 @pytest.mark.parametrize("mishap", MISHAPS)
 @given(data=st.data())
-@examples(6, 400)
+@examples(6, 100)
 def test_rot_is_noticed_or_harmless(whole: Path, mishap: Callable, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as base:
         folder = Path(shutil.copytree(whole, Path(base) / "checkpoints"))
