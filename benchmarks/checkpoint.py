@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.checkpoint.meshes import Ranks
-from tests.helpers.format_2 import PieceWriter, host_copies, stored_pieces, write_format_2
+from tests.helpers.format_2 import PieceWriter, host_copies, write_format_2, written_pieces
 
 from bytescale.checkpoint import Checkpointer, RunState
 from bytescale.checkpoint import format_2_states as old
@@ -140,7 +140,7 @@ def pauses(folder: Path, gib: float, rounds: int) -> None:
         target = folder / "2" / str(number)
         shutil.rmtree(folder / "2", ignore_errors=True)
         target.mkdir(parents=True)
-        pieces = stored_pieces(optimizer, host_copies(optimizer))
+        pieces = written_pieces(optimizer, host_copies(optimizer))
         pending.append(
             thread.submit(
                 dcp.save, pieces, checkpoint_id=str(target), planner=PieceWriter(), process_group=dist.group.WORLD
@@ -246,7 +246,7 @@ def planning() -> None:
     # 2. Format 2: a rank makes its plan; the first rank gets all of them, and every rank's part back.
     def own_plan() -> object:
         planner = PieceWriter()
-        planner.set_up_planner(stored_pieces(optimizer, optimizer.states()), is_coordinator=False)
+        planner.set_up_planner(written_pieces(optimizer, optimizer.states()), is_coordinator=False)
         return planner.create_local_plan()
 
     plan, seconds, peak = measured(own_plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,10 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from bytescale.checkpoint.layout import boxes_of
+from bytescale.checkpoint.format_2_states import StoredPieces, stored_pieces
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.restoring import StoredTensors
 from bytescale.runtime import ShardedAdamW
@@ -30,44 +29,22 @@ def host_copies(optimizer: ShardedAdamW) -> dict[str, list[Tensor]]:
     }
 
 
-def stored_pieces(optimizer: ShardedAdamW, states: Mapping[str, Sequence[Tensor]]) -> dict[str, StoredPieces]:
-    """What DCP is given: by name, the pieces of every parameter that lie in ``states``, as views of them.
-
-    ``states``: as of ``optimizer.states()``.
-    """
-    flat = optimizer.parameters
-    stored: dict[str, StoredPieces] = {}
-    for number, place in enumerate(flat.shards(optimizer.hdp.rank)):
-        for piece in flat.pieces(place):
-            entry = piece.entry
-            offset = [0] * len(entry.shape)
-            offset[entry.cut.dim] = entry.cut.start
-            boxes = list(boxes_of(entry.shape, piece.start - entry.start, piece.stop - entry.start))
-            places = [tuple(a + b for a, b in zip(offsets, offset, strict=True)) for offsets, _ in boxes]
-            for state, parts in states.items():
-                values = parts[number][piece.start - place.start : piece.stop - place.start]
-                of_parameter = stored.setdefault(
-                    f"{state}.{entry.name}",
-                    StoredPieces(torch.Size(entry.cut.shape), {}, is_writer=entry.cut.replica == 0),
-                )
-                rows = values.split([math.prod(sizes) for _, sizes in boxes])
-                for where, row, (_, sizes) in zip(places, rows, boxes, strict=True):
-                    of_parameter.pieces[where] = row.view(sizes)
-    return stored
+def written_pieces(optimizer: ShardedAdamW, states: Mapping[str, Sequence[Tensor]]) -> dict[str, WrittenPieces]:
+    """What DCP is given to write: the pieces that the reader asks for, where no other rank writes the same."""
+    replicas = {entry.name: entry.cut.replica for entry in optimizer.parameters.entries}
+    return {
+        name: WrittenPieces(stored.whole, stored.pieces, is_writer=replicas[name.partition(".")[2]] == 0)
+        for name, stored in stored_pieces(optimizer, states).items()
+    }
 
 
-class StoredPieces:
-    """Rectangles of one tensor that this rank has; speaks DCP's protocol for sharded objects."""
+class WrittenPieces(StoredPieces):
+    """Rectangles of one tensor that this rank may have to write."""
 
     def __init__(self, whole: torch.Size, pieces: dict[tuple[int, ...], Tensor], *, is_writer: bool) -> None:
         """``pieces``: by their offsets in the whole tensor. ``is_writer``: no other rank writes the same."""
-        self.whole = whole
-        self.pieces = pieces
+        super().__init__(whole, pieces)
         self.is_writer = is_writer
-
-    def size(self) -> torch.Size:
-        """Of the whole tensor."""
-        return self.whole
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         if not self.is_writer:
@@ -83,16 +60,6 @@ class StoredPieces:
             for place, chunk in zip(self.pieces, self.__create_chunk_list__(), strict=True)
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(place), sizes=piece.shape) for place, piece in self.pieces.items()
-        ]
-
-    def at(self, index: MetadataIndex) -> Tensor:
-        """The piece that DCP names."""
-        assert index.offset is not None, "a piece is named by its place"
-        return self.pieces[tuple(index.offset)]
-
 
 class PieceWriter(DefaultSavePlanner):
     """Finds ``StoredPieces`` where DCP's own planner looks for tensors."""
@@ -106,7 +73,7 @@ def write_format_2(folder: Path, state: RunState, optimizer: ShardedAdamW, group
     """A whole checkpoint; all ranks of ``group`` call it."""
     folder.mkdir(parents=True, exist_ok=True)
     dcp.save(
-        stored_pieces(optimizer, host_copies(optimizer)),
+        written_pieces(optimizer, host_copies(optimizer)),
         checkpoint_id=str(folder),
         planner=PieceWriter(),
         process_group=group,
@@ -121,7 +88,7 @@ def downgrade(folder: Path) -> None:
     """Write a checkpoint of format 3 again in format 2, in its place, from one process."""
     stored = StoredTensors(folder)
     tensors = {
-        name: StoredPieces(torch.Size(shape), {(0,) * len(shape): stored.read(name)}, is_writer=True)
+        name: WrittenPieces(torch.Size(shape), {(0,) * len(shape): stored.read(name)}, is_writer=True)
         for name, shape in stored.shapes().items()
     }
     old = folder.with_name(f"{folder.name}-old")
