@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from bytescale.attention.clock import DeviceClock, HostClock, make_clock
+from bytescale.attention.clock import DeviceClock, HostClock, Mark, make_clock, seconds_between
 
 
 class FakeDevice:
@@ -81,3 +81,38 @@ def test_a_host_clock_measures_the_host() -> None:
     assert clock.take()() == 0.0
     assert isinstance(make_clock(torch.device("cpu")), HostClock)
     assert isinstance(make_clock(torch.device("cuda", 0)), DeviceClock)
+
+
+def test_a_listener_learns_when_spans_ran_without_waiting_for_the_device() -> None:
+    device = FakeDevice()
+    run, wait = (DeviceClock(lambda: FakeEvent(device)) for _ in range(2))
+    told: list[tuple[str, Mark, Mark]] = []
+    run.tell(lambda start, end: told.append(("run", start, end)))
+    wait.tell(lambda start, end: told.append(("wait", start, end)))
+    device.run(1.0)
+    with run.span():
+        device.run(2.0)
+        with wait.span():
+            device.run(0.5)
+        device.run(1.0)
+    wait.tell(None)
+    with wait.span():
+        device.run(9.0)
+    assert [name for name, _, _ in told] == ["wait", "run"]
+    assert all(isinstance(mark, FakeEvent) and mark.seconds is None for _, *marks in told for mark in marks)
+    (_, wait_start, wait_end), (_, run_start, run_end) = told
+    assert seconds_between(run_start, run_end) == pytest.approx(3.5)
+    assert seconds_between(run_start, wait_start) == pytest.approx(2.0)
+    assert seconds_between(wait_end, run_start) == pytest.approx(-2.5)
+    assert run.take()() == pytest.approx(3.5)  # the listener takes nothing away
+
+
+def test_the_hosts_marks_are_its_own_time() -> None:
+    clock, told = HostClock(), []
+    clock.tell(lambda start, end: told.append((start, end)))
+    before = time.perf_counter()
+    with clock.span():
+        time.sleep(0.01)
+    ((start, end),) = told
+    assert before <= start < end <= time.perf_counter()
+    assert seconds_between(start, end) == clock.take()()

@@ -17,6 +17,8 @@ def own_report(rank: int) -> Report:
         batch_loss=0.5 * (rank == 0),
         norm_share=0.1,
         busy_seconds=float(rank),
+        waiting_seconds=0.25 * rank,
+        sync_seconds=1.0,
         bytes_sent=100.0 * rank,
         stop_heard=float(rank == 2),
     )
@@ -45,6 +47,8 @@ def test_sums_extremes_and_lists() -> None:
         batch_loss=0.5,
         norm_share=reports[1].sums.norm_share,
         busy_seconds=3.0,
+        waiting_seconds=0.75,
+        sync_seconds=3.0,
         bytes_sent=300.0,
         stop_heard=1.0,
     )

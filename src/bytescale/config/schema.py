@@ -239,6 +239,9 @@ class TrainerConfig:
     """Continue the run in run_dir from its last checkpoint, on any number of ranks."""
     save_plans: bool = True
     """Write every step's plan to the run folder (some KB a step)."""
+    trace_steps: tuple[int, ...] = ()
+    """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
+    predicted. Open it in https://ui.perfetto.dev, or see `bytescale report`."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
     wandb: Literal["off", "online", "offline"] = "off"

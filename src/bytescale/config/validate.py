@@ -57,6 +57,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         )
     _check_attention(config.trainer)
     _check_head_groups(config.trainer, architecture, parallel.tp)
+    _check_trace_steps(config.trainer)
     if config.trainer.resume and not config.trainer.run_dir:
         raise ConfigError(
             problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
@@ -147,6 +148,19 @@ def _check_attention(trainer: TrainerConfig) -> None:
                     fix=f'set trainer.{name} = "{good}", or trainer.attention = "auto"',
                 )
             )
+
+
+def _check_trace_steps(trainer: TrainerConfig) -> None:
+    """A trace is of a step that the run has."""
+    never = [step for step in trainer.trace_steps if not 1 <= step <= trainer.steps]
+    if never:
+        raise ConfigError(
+            problem(
+                f"trainer.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps} ",
+                so="its trace would never be written",
+                fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
+            )
+        )
 
 
 def _check_head_groups(trainer: TrainerConfig, shape: Architecture, tp: int) -> None:

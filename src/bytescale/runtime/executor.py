@@ -7,6 +7,7 @@ defines it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,6 +96,7 @@ class Executor:
         *,
         num_global_targets: int,
         after_last_message: Callable[[], None] = lambda: None,
+        around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> StepResult:
         """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
 
@@ -104,6 +106,8 @@ class Executor:
             num_global_targets: tokens with a target in the whole global batch, over all ranks.
             after_last_message: called when this rank has sent and received everything, before the first collective of
                 the step's end.
+            around: makes the context in which each forward and each backward runs, for measurements. A wait for another
+                stage is outside.
 
         A rank without micro-batches runs nothing. A rank whose slice holds no target, or no token at all, still takes
         part in the ring.
@@ -121,7 +125,8 @@ class Executor:
         links.exchange(0)
         for place, action in enumerate(links.actions):
             received = links.receive(place)
-            made = run.backward(action, received) if action[0] else run.forward(action, received)
+            with around(action):
+                made = run.backward(action, received) if action[0] else run.forward(action, received)
             links.exchange(place + 1, made)
         links.finish()
         after_last_message()

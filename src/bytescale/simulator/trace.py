@@ -1,8 +1,12 @@
-"""Writes a simulated step as Chrome trace JSON, to be opened in https://ui.perfetto.dev or chrome://tracing."""
+"""Writes a simulated step as Chrome trace JSON, to be opened in https://ui.perfetto.dev or chrome://tracing.
+
+A trace has one process per rank and one thread per lane. ``simulator.step_trace`` writes measured steps the same way.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +17,109 @@ from bytescale.simulator.result import SimulatedStep
 MICRO = 1e6  # the format counts in microseconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that a rank did without a break. Times in seconds."""
+
+    name: str
+    category: str
+    start: float
+    seconds: float
+    about: dict[str, Any] = field(default_factory=dict)
+    """What a click on it shows."""
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A row of a trace: what one stage of one rank did over time."""
+
+    rank: int
+    name: str
+    spans: list[Span]
+
+
 def save_trace(step: SimulatedStep, path: Path, *, max_ranks: int = 64) -> None:
     """Write the tasks and the gradient sync of up to ``max_ranks`` ranks, spread evenly over all ranks.
 
     The trace has one process per rank and one thread per stage. The name of a task says how many ranks share its
     micro-batch and, if stages are interleaved, which chunk runs.
     """
-    ranks = np.unique(np.linspace(0, step.events.num_ranks - 1, min(max_ranks, step.events.num_ranks)).astype(int))
-    content = {"traceEvents": trace_events(step, ranks.tolist()), "displayTimeUnit": "ms"}
+    ranks = spread_evenly(step.events.num_ranks, max_ranks)
+    content = {"traceEvents": trace_events(step, ranks), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
+    """All ranks, or ``max_ranks`` of them with equal distances between them."""
+    return np.unique(np.linspace(0, num_ranks - 1, min(max_ranks, num_ranks)).astype(int)).tolist()
 
 
 def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
     """Return the entries of ``ranks``, as dictionaries in Chrome's trace event format."""
+    return entries_of([lane for rank in ranks for lane in simulated_lanes(step, rank)])
+
+
+def simulated_lanes(step: SimulatedStep, rank: int) -> list[Lane]:
+    """What a rank does in a simulated step, one lane per stage. Time 0 is the start of the step's first micro-batch."""
     events, timeline = step.events, step.timeline
     num_stages, num_parts = step.num_stages, timeline.start.shape[1]
+    micro_batches = np.flatnonzero(events.micro_batch_ranks == rank)
+    lanes = []
+    for stage in range(num_stages):
+        spans = []
+        for part in range(stage, num_parts, num_stages):
+            for micro_batch in micro_batches.tolist():
+                spans += _tasks(step, micro_batch, part)
+        sync = float(step.sync_seconds[rank, stage])
+        if sync > 0:
+            start = float(timeline.end[:, stage::num_stages].max())
+            spans.append(Span(name="gradient sync", category="sync", start=start, seconds=sync))
+        lanes.append(Lane(rank=rank, name=f"stage {stage}", spans=spans))
+    return lanes
+
+
+def entries_of(lanes: list[Lane], *, shift_seconds: float = 0.0) -> list[dict[str, Any]]:
+    """The lanes in Chrome's trace event format. A lane's thread is its place among the lanes of its rank.
+
+    ``shift_seconds`` is added to all times. Some viewers do not show times below 0.
+    """
     entries: list[dict[str, Any]] = []
-    for rank in ranks:
-        entries.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        micro_batches = np.flatnonzero(events.micro_batch_ranks == rank)
-        for stage in range(num_stages):
-            entries.append(
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}"}}
-            )
-            for part in range(stage, num_parts, num_stages):
-                for micro_batch in micro_batches.tolist():
-                    entries += _tasks(step, micro_batch, rank, part)
-            sync = float(step.sync_seconds[rank, stage])
-            if sync > 0:
-                start = float(timeline.end[:, stage::num_stages].max())
-                entries.append(_slice("gradient sync", "sync", rank, stage, start, sync, {}))
+    num_lanes: dict[int, int] = {}
+    for lane in lanes:
+        place = {"pid": lane.rank, "tid": num_lanes.get(lane.rank, 0)}
+        if place["tid"] == 0:
+            entries.append({"name": "process_name", "ph": "M", "pid": lane.rank, "args": {"name": f"rank {lane.rank}"}})
+        num_lanes[lane.rank] = place["tid"] + 1
+        entries.append({"name": "thread_name", "ph": "M", **place, "args": {"name": lane.name}})
+        for span in lane.spans:
+            times = {"ts": (span.start + shift_seconds) * MICRO, "dur": span.seconds * MICRO}
+            entries.append({"name": span.name, "cat": span.category, "ph": "X", **place, **times, "args": span.about})
     return entries
 
 
-def _tasks(step: SimulatedStep, micro_batch: int, rank: int, part: int) -> list[dict[str, Any]]:
+def task_name(direction: str, degree: int, chunk: int | None) -> str:
+    """What a forward or a backward is called. ``chunk``: None unless stages are interleaved."""
+    what = f"shared by {degree}" if degree > 1 else "local"
+    return f"{direction}, {what}" + ("" if chunk is None else f", chunk {chunk}")
+
+
+def _tasks(step: SimulatedStep, micro_batch: int, part: int) -> list[Span]:
     loads, timeline = step.events.loads, step.timeline
     event = int(step.events.micro_batch_events[micro_batch])
     degree = int(loads.degree[micro_batch])
-    chunk, stage = divmod(part, step.num_stages)
-    what = f"shared by {degree}" if degree > 1 else "local"
-    if timeline.start.shape[1] > step.num_stages:
-        what += f", chunk {chunk}"
+    chunk = part // step.num_stages if timeline.start.shape[1] > step.num_stages else None
     about = {
         "tokens": int(loads.tokens[micro_batch]),
         "shared tokens of the group": int(loads.shared_tokens[micro_batch]),
         "offload ratio": round(float(loads.offload_ratio[micro_batch]), 3),
     }
-    entries = []
+    spans = []
     for direction, word in enumerate(("forward", "backward")):
         start, end = (float(times[event, part, direction]) for times in (timeline.start, timeline.end))
-        entries.append(_slice(f"{word}, {what}", word, rank, stage, start, end - start, about))
-    return entries
-
-
-def _slice(
-    name: str, category: str, rank: int, stage: int, start: float, seconds: float, about: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": rank,
-        "tid": stage,
-        "ts": start * MICRO,
-        "dur": seconds * MICRO,
-        "args": about,
-    }
+        name = task_name(word, degree, chunk)
+        spans.append(Span(name=name, category=word, start=start, seconds=end - start, about=about))
+    return spans

@@ -1,4 +1,4 @@
-"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/, checkpoints/, origin/ and, if it is kept, data/."""
+"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/, checkpoints/, origin/; traces/ and data/ if wanted."""
 
 from __future__ import annotations
 
@@ -63,11 +63,18 @@ class RunFolder:
         return self.path / "wandb-id.txt"
 
     @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 
     def plan(self, step: int) -> Path:
         return self.path / "plans" / f"step-{step:06d}.npz"
+
+    def trace(self, step: int) -> Path:
+        return self.traces / f"step-{step:06d}.json"
 
     def create(self, config: Config, *, resume: bool) -> None:
         """Make the folders and write the resolved config. A resumed run writes it to an additional file."""
@@ -148,9 +155,18 @@ def check_is_new(path: Path) -> None:
         )
 
 
-def _locked(descriptor: int) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether a run is working in this folder now. On a file system without locks it is not known, and False."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not _locked(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

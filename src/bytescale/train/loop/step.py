@@ -10,12 +10,13 @@ from bytescale.runtime import StepResult
 from bytescale.train.loop.learning_rate import learning_rate
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
+from bytescale.train.reporting.span_recorder import StepRecorder
 from bytescale.train.reporting.totals import Report, Sums
 from bytescale.train.reporting.work import RankWork, measured_work
 
 
-def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -> StepMetrics:
-    """Take step number ``step``, counted from 1.
+def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, record: StepRecorder) -> StepMetrics:
+    """Take step number ``step``, counted from 1. ``record`` writes down when its parts ran.
 
     Raises:
         RankFailure: a rank is gone, holds another plan, or trained on other targets than the batch has.
@@ -24,7 +25,8 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
     watch = Stopwatch()
 
     # 1. Check that all ranks hold the same plan before any rank starts.
-    job.ranks.mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
+    with record.span("agree"):
+        job.ranks.mesh.world.agree(f"the plan of step {step}", data.rank_plan.digest)
 
     # 2. Forward and backward of this rank's micro-batches. Ranks wait only for members of a slice group and, in a
     # pipeline, for neighbouring stages.
@@ -35,18 +37,22 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer) -
             data.micro_batches,
             num_global_targets=max(1, data.num_targets),  # a batch of single tokens has no target: its loss is zero
             after_last_message=job.optimizer.after_last_message,
+            around=record.around(data.rank_plan, job.config.parallel.virtual_stages),
         )
 
     # 3. The remaining reductions of gradients, and one exchange of sums: loss, norm, and each rank's times.
-    norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
-    report = report_of_all(job, data, result, norm_share, work)
+    with record.span("reduction"), work.sync():
+        norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
+    with record.span("report"):
+        report = report_of_all(job, data, result, norm_share, work)
     job.stop.agreed = report.sums.stop_heard > 0
     check_targets(step, report.sums.num_targets, data)
     check_finite(step, report.sums.loss + report.sums.batch_loss, report.sums.grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
     rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
-    job.optimizer.update(rate, report.sums.grad_norm)
+    with record.span("update"):
+        job.optimizer.update(rate, report.sums.grad_norm)
 
     seconds = watch.elapsed() + data.times.wait_seconds
     return step_metrics(job, step, data, report, learning_rate=rate, seconds=seconds)
@@ -61,6 +67,8 @@ def report_of_all(job: Job, data: StepData, result: StepResult, norm_share: floa
         batch_loss=result.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=norm_share,
         busy_seconds=work.busy_seconds(),
+        waiting_seconds=work.waiting_seconds(),
+        sync_seconds=work.sync_seconds(),
         bytes_sent=float(work.bytes_sent()),
         stop_heard=float(job.stop.heard),
     )
@@ -91,6 +99,8 @@ def step_metrics(
         memory_bytes=int(maxima.memory_bytes),
         imbalance=maxima.busy_seconds / mean_busy,
         waiting_share=max(0.0, 1.0 - mean_busy / seconds),
+        waiting_seconds=sums.waiting_seconds / num_ranks,
+        sync_seconds=sums.sync_seconds / num_ranks,
         data_wait_seconds=maxima.data_wait_seconds,
         planning_seconds=maxima.planning_seconds,
         data_bytes_read=report.bytes_read,

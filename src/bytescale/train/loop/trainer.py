@@ -18,6 +18,7 @@ from bytescale.train.parts.kernels import open_kernels
 from bytescale.train.ranks import open_ranks, ranks_of_torchrun
 from bytescale.train.reporting.run_log import RunLog
 from bytescale.train.reporting.screen import PlainScreen, screen_of_stdout
+from bytescale.train.reporting.traces import StepTraces
 from bytescale.train.run_folder import RunFolder
 from bytescale.train.stop import StopRequest
 
@@ -53,11 +54,15 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
         )
         if resume:
             restore_latest(job, checkpoints, log)
+        traces = StepTraces(job, run, log.say)
         with job.open_loader() as loader:
             for data in loader:
                 step = data.step + 1  # batches count from 0, people from 1
                 log.introduce(job, data)
-                log.step(train_step(job, step, data, checkpoints), data)
+                record = traces.recorder(step)
+                metrics = train_step(job, step, data, checkpoints, record)
+                traces.write(record, metrics, data)
+                log.step(metrics, data)
                 checkpoints.poll()
                 if job.checkpoint_is_due(step) or stop.agreed:
                     checkpoints.save(job.state_after(step, data), job.optimizer)
@@ -65,6 +70,7 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
                     break
         job.optimizer.wait_for_parameters()
         checkpoints.finish(config.parallel.stop_seconds / 2 if stop.agreed else None)
+        traces.farewell()
         log.farewell(stopped=stop.agreed)
     return run.path
 

@@ -14,7 +14,7 @@ from bytescale.checkpoint.manifest import RunState
 from bytescale.config import Architecture, Config, resolve_architecture
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, load_profile
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import assumed_cost, assumed_profile
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.loading.loader import Loader
@@ -46,6 +46,8 @@ class Job:
     kernels: Kernels
     memory: MemoryBudget
     planner: Planner
+    profile: Profile
+    """The times that a step is predicted from: measured ones, or assumed ones if the config names no profile."""
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
@@ -113,6 +115,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         kernels=kernels,
         memory=memory,
         planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
+        profile=predicting_profile(config, profile, architecture, ranks.device, ranks.dtype),
         peak_flops_per_second=peak,
         stop=stop,
     )
@@ -200,8 +203,26 @@ def planning_cost(
 ) -> CostModel:
     """The cost model for planning: from the profile's times for the model's layers, or from assumed round numbers."""
     if profile is None:
-        kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         return assumed_cost(
-            architecture, device=kind, bytes_per_element=dtype.itemsize, ring_gradients=config.trainer.ring_gradients
+            architecture,
+            device=_kind(device),
+            bytes_per_element=dtype.itemsize,
+            ring_gradients=config.trainer.ring_gradients,
         )
     return profile.of_model(architecture).cost_model(pipeline_parallel=config.parallel.pp)
+
+
+def predicting_profile(
+    config: Config, profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
+) -> Profile:
+    """The times that the simulator predicts steps of this run from, at the run's tp: those of ``planning_cost``."""
+    if profile is not None:
+        return profile.of_model(architecture)
+    assumed = assumed_profile(architecture, device=_kind(device), bytes_per_element=dtype.itemsize)
+    tp = config.parallel.tp
+    scaled = assumed if tp == 1 else assumed.scaled_to(architecture, tensor_parallel=tp)
+    return scaled.with_ring_gradients(config.trainer.ring_gradients)
+
+
+def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
+    return "cuda" if device.type == "cuda" else "cpu"

@@ -34,6 +34,8 @@ class StepMetrics:
     memory_bytes: int  # largest of any rank: peak allocated on GPU, peak resident on CPU
     imbalance: float  # compute time of the slowest rank over the mean
     waiting_share: float  # of all ranks' time, spent waiting for other ranks
+    waiting_seconds: float  # mean of ranks: for other ranks, inside forward and backward
+    sync_seconds: float  # mean of ranks: from the last backward until gradients are reduced, slower ranks included
     data_wait_seconds: float  # slowest rank's wait for its loader
     planning_seconds: float  # of the slowest rank, or of the planner actor: off the critical path
     data_bytes_read: list[int]  # of the corpus, per rank; on the first rank alone

@@ -21,6 +21,8 @@ class Sums:
     batch_loss: float  # of a stage, told by one rank of it
     norm_share: float  # sum of squares of the rank's part of the gradient
     busy_seconds: float  # in forward and backward, without waiting for other ranks
+    waiting_seconds: float  # in forward and backward, for other ranks
+    sync_seconds: float  # until gradients are reduced, after the last backward
     bytes_sent: float  # attention traffic
     stop_heard: float  # 1: the rank was asked to stop
 

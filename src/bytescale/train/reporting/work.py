@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -19,6 +19,7 @@ class RankWork:
         self._sent_before = self._all_bytes_sent()
         self._run: Callable[[], float] = lambda: 0.0
         self._waits: Sequence[Callable[[], float]] = ()
+        self._sync = make_clock(mesh.world.device)
 
     def ends(self, run: Clock, waits: Sequence[Clock]) -> None:
         """Take the times of the clocks: of the whole block, and of the waits in it."""
@@ -26,7 +27,19 @@ class RankWork:
 
     def busy_seconds(self) -> float:
         """Return the seconds of the block that this rank did not spend waiting for others."""
-        return self._run() - sum(read() for read in self._waits)
+        return self._run() - self.waiting_seconds()
+
+    def waiting_seconds(self) -> float:
+        """Return the seconds of the block that this rank spent waiting for others."""
+        return sum(read() for read in self._waits)
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Measure the reduction of gradients, which is the block."""
+        return self._sync.span()
+
+    def sync_seconds(self) -> float:
+        """Return the seconds of the reduction so far, with the wait for ranks that compute longer."""
+        return self._sync.take()()
 
     def bytes_sent(self) -> int:
         """Return the bytes that rings have sent since the block began."""
@@ -49,8 +62,20 @@ def measured_work(mesh: Mesh, device: torch.device) -> Iterator[RankWork]:
 
 def clocks_of(mesh: Mesh) -> list[Clock]:
     """The clocks that run while this rank waits for others."""
-    groups = {
-        id(group): group
-        for group in (mesh.world, *mesh.ring_groups(), mesh.gradients, mesh.tp, *mesh.pipeline_groups())
-    }
-    return [clock for group in groups.values() for clock in (group.clock, group.exchange.clock)]
+    return [clock for clocks in named_clocks(mesh).values() for clock in clocks]
+
+
+def named_clocks(mesh: Mesh) -> dict[str, list[Clock]]:
+    """The same clocks, each once, by what the rank waits for."""
+    rings, stages = mesh.ring_groups(), mesh.pipeline_groups()
+    named = [("ring", group.exchange.clock) for group in rings]
+    named += [("stages", group.exchange.clock) for group in stages]
+    named += [("tensor parallel", mesh.tp.clock), ("all ranks", mesh.world.clock)]
+    named += [("gradients, parameters", mesh.gradients.clock)]
+    for group in (mesh.world, mesh.gradients, mesh.tp, *rings, *stages):
+        named += [("other ranks", group.clock), ("other ranks", group.exchange.clock)]
+    found: dict[str, list[Clock]] = {name: [] for name, _ in named}
+    for name, clock in named:
+        if all(clock is not known for clocks in found.values() for known in clocks):
+            found[name].append(clock)
+    return found

@@ -1,0 +1,114 @@
+"""The trace of a real step: what every rank did, beside what the simulator predicted for the same plan.
+
+Training writes it (``trainer.trace_steps``), people open it in https://ui.perfetto.dev, and ``bytescale report`` reads
+it. It is Chrome trace JSON as of a simulated step (``simulator.trace``): one process per HDP rank. For every stage, the
+process has one thread with what was measured (one for every tensor-parallel rank) and one with what was predicted. In
+both, time 0 is the moment at which all ranks have agreed on the plan and start their first micro-batch; the file is
+shifted, so that no time is below 0.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from bytescale.common.atomic import whole_file
+from bytescale.common.errors import ConfigError, problem
+from bytescale.simulator.trace import MICRO, Lane, Span, entries_of
+
+_MEASURED, _PREDICTED = ", measured", ", predicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFacts:
+    """What a trace says about its step as a whole."""
+
+    step: int
+    measured_seconds: float
+    """Of the step, with the wait for its data: ``step_seconds`` in metrics.jsonl."""
+    predicted_seconds: float
+    """Of the simulated step, which has its data at once."""
+    prediction: str
+    """Where the times of the simulated step come from: the name of a profile."""
+    num_ranks: int
+    """HDP ranks of the run. A trace has some of them if there are very many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """A step as it was and as it was predicted. The lanes of a rank follow each other; ranks rise."""
+
+    facts: TraceFacts
+    measured: list[Lane]
+    predicted: list[Lane]
+
+
+def save_step_trace(trace: StepTrace, path: Path) -> None:
+    """Write ``trace`` to ``path`` atomically."""
+    spans = [span for lane in trace.measured + trace.predicted for span in lane.spans]
+    shift = max(0.0, -min((span.start for span in spans), default=0.0))
+    lanes = [_renamed(lane, _MEASURED) for lane in trace.measured]
+    lanes += [_renamed(lane, _PREDICTED) for lane in trace.predicted]
+    lanes.sort(key=lambda lane: (lane.rank, lane.name))
+    content = {
+        "traceEvents": entries_of(lanes, shift_seconds=shift),
+        "displayTimeUnit": "ms",
+        "otherData": {**asdict(trace.facts), "shift_seconds": shift},
+    }
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+
+
+def load_step_trace(path: Path) -> StepTrace:
+    """Read what ``save_step_trace`` wrote. Raises ``ConfigError`` when the file is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        about = dict(content["otherData"])
+        shift = float(about.pop("shift_seconds"))
+        lanes = _lanes(content["traceEvents"], shift)
+        facts = TraceFacts(**about)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            problem(
+                f"{path} is not the trace of a step ({type(error).__name__}: {error})",
+                fix="name a file from a run folder's traces/, or take the trace again",
+            )
+        ) from error
+    return StepTrace(
+        facts=facts,
+        measured=[_renamed(lane, _MEASURED, back=True) for lane in lanes if lane.name.endswith(_MEASURED)],
+        predicted=[_renamed(lane, _PREDICTED, back=True) for lane in lanes if lane.name.endswith(_PREDICTED)],
+    )
+
+
+def _renamed(lane: Lane, suffix: str, *, back: bool = False) -> Lane:
+    name = lane.name.removesuffix(suffix) if back else lane.name + suffix
+    return Lane(rank=lane.rank, name=name, spans=lane.spans)
+
+
+def _lanes(entries: list[dict[str, Any]], shift: float) -> list[Lane]:
+    def place(entry: dict[str, Any]) -> tuple[int, int]:
+        return entry["pid"], entry.get("tid", -1)
+
+    lanes = []
+    for (rank, thread), found in groupby(sorted(entries, key=place), key=place):
+        if thread < 0:
+            continue  # the name of the process
+        own = list(found)
+        (name,) = (entry["args"]["name"] for entry in own if entry["ph"] == "M")
+        spans = [
+            Span(
+                name=entry["name"],
+                category=entry["cat"],
+                start=entry["ts"] / MICRO - shift,
+                seconds=entry["dur"] / MICRO,
+                about=entry["args"],
+            )
+            for entry in own
+            if entry["ph"] == "X"
+        ]
+        lanes.append(Lane(rank=rank, name=name, spans=spans))
+    return lanes

@@ -1,0 +1,24 @@
+"""What the simulator predicts for a step of this run."""
+
+from __future__ import annotations
+
+import os
+
+from bytescale.plan import Plan
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
+from bytescale.train.parts.job import Job
+
+
+def predicted_step(job: Job, plan: Plan) -> SimulatedStep:
+    """Simulate ``plan`` on the ranks of this run, with the times of the job's profile. The data costs no time."""
+    shape, config = job.ranks.mesh.shape, job.config
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cluster = ClusterConfig(
+        num_gpus=shape.size,
+        gpus_per_node=max(ranks_per_node, shape.tp),
+        tp=shape.tp,
+        pp=shape.pp,
+        virtual_stages=config.parallel.virtual_stages,
+        gradient_bucket_mib=config.trainer.gradient_bucket_mib,
+    )
+    return simulate(plan, job.profile, cluster, recompute=config.trainer.checkpointing == "full")

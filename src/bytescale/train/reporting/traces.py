@@ -1,0 +1,112 @@
+"""Traces of the steps that ``trainer.trace_steps`` names, in the run folder's traces/."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Container
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from bytescale.common.units import format_seconds
+from bytescale.data import StepData
+from bytescale.simulator.step_trace import StepTrace, TraceFacts, save_step_trace
+from bytescale.simulator.trace import Lane, Span, simulated_lanes, spread_evenly
+from bytescale.train.parts.job import Job
+from bytescale.train.parts.prediction import predicted_step
+from bytescale.train.ranks import Ranks
+from bytescale.train.reporting.metrics import StepMetrics
+from bytescale.train.reporting.span_recorder import SpanRecorder, StepRecorder
+from bytescale.train.run_folder import RunFolder
+
+MAX_RANKS = 1024
+"""Most HDP ranks in a trace; they are spread evenly over all of them."""
+
+
+class StepTraces:
+    """Traces the steps that are wanted, and says which of them never came."""
+
+    def __init__(self, job: Job, run: RunFolder, say: Callable[[str], None]) -> None:
+        self._job, self._run, self._say = job, run, say
+        self._missing = sorted(set(job.config.trainer.trace_steps))
+
+    def recorder(self, step: int) -> StepRecorder:
+        """Return the recorder of a step that begins now."""
+        self._tell_of_steps_before(step)
+        if step not in self._missing:
+            return StepRecorder()
+        self._missing.remove(step)
+        return SpanRecorder(self._job.ranks.mesh, self._job.ranks.device)
+
+    def write(self, record: StepRecorder, metrics: StepMetrics, data: StepData) -> None:
+        """Collect what all ranks have recorded of a step, and write it beside the prediction. All ranks call it."""
+        if not isinstance(record, SpanRecorder):
+            return
+        ranks = self._job.ranks
+        shown = spread_evenly(ranks.mesh.shape.hdp, MAX_RANKS)
+        lanes = _on_first(_own_lane(ranks, record, data, shown), ranks.world.group, ranks.world.size)
+        if not ranks.is_first:
+            return
+        assert data.plan is not None, "the first rank has the whole plan"
+        predicted = predicted_step(self._job, data.plan)
+        facts = TraceFacts(
+            step=metrics.step,
+            measured_seconds=metrics.step_seconds,
+            predicted_seconds=predicted.step_seconds,
+            prediction=self._job.profile.name,
+            num_ranks=ranks.mesh.shape.hdp,
+        )
+        trace = StepTrace(
+            facts=facts,
+            measured=[lane for lane in lanes if lane.rank in shown],
+            predicted=[lane for rank in shown for lane in simulated_lanes(predicted, rank)],
+        )
+        path = self._run.trace(metrics.step)
+        path.parent.mkdir(exist_ok=True)
+        save_step_trace(trace, path)
+        self._say(
+            f"trace   step {metrics.step} took {format_seconds(metrics.step_seconds)}, predicted "
+            f"{format_seconds(predicted.step_seconds)}: {path} (open it in https://ui.perfetto.dev)"
+        )
+
+    def farewell(self) -> None:
+        """Say of which steps there is no trace because the run ended before them."""
+        for step in self._missing:
+            self._say(f"trace   none of step {step}, which trainer.trace_steps names: the run ended before it")
+        self._missing = []
+
+    def _tell_of_steps_before(self, step: int) -> None:
+        for past in [past for past in self._missing if past < step]:
+            self._missing.remove(past)
+            if not self._run.trace(past).exists():
+                self._say(
+                    f"trace   none of step {past}, which trainer.trace_steps names: the run goes on from step {step}"
+                )
+
+
+def _own_lane(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Container[int]) -> Lane:
+    """What this rank has recorded; nothing unless its HDP rank is ``shown``."""
+    spans = record.finish("agree")
+    if data.times.wait_seconds > 0:
+        wait = data.times.wait_seconds
+        begin = min(span.start for span in spans) - wait
+        spans = [Span(name="wait: data", category="data", start=begin, seconds=wait), *spans]
+    mesh = ranks.mesh
+    name = f"stage {mesh.stage}" + (f", tp {mesh.tp.rank}" if mesh.shape.tp > 1 else "")
+    return Lane(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [])
+
+
+def _on_first(lane: Lane, group: dist.ProcessGroup | None, size: int) -> list[Lane]:
+    """The lanes of all ranks, on the first rank; elsewhere none. Text of this kind packs to a tenth."""
+    if group is None:
+        return [lane]
+    packed = zlib.compress(json.dumps(asdict(lane)).encode())
+    rows: list[bytes] | None = [b""] * size if group.rank() == 0 else None
+    dist.gather_object(packed, rows, group=group, group_dst=0)
+    return [_unpacked(row) for row in rows or []]
+
+
+def _unpacked(row: bytes) -> Lane:
+    stored = json.loads(zlib.decompress(row))
+    return Lane(rank=stored["rank"], name=stored["name"], spans=[Span(**span) for span in stored["spans"]])
