@@ -1,8 +1,8 @@
-"""Clocks that measure what a rank really spends on something, on a CPU and on a GPU.
+"""Clocks that measure how long a rank really computes or waits, on a CPU and on a GPU.
 
-On a GPU a wait returns to the host at once and holds up the compute stream instead, so that the host's clock around it
-measures nothing. There events are recorded on the stream before and after, and read when the host knows that the device
-has come that far.
+On a GPU, waiting for a message returns to the host at once. It holds up the compute stream instead, so the host's clock
+would measure nothing. A GPU's clock therefore records one event on the stream before the wait and one after it. It
+reads them later, when the device has passed both.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ Listener = Callable[[Mark, Mark], None]
 
 
 class Clock(Protocol):
-    """Adds up the time of all spans."""
+    """Adds up the durations of all its spans."""
 
     def span(self) -> AbstractContextManager[None]:
-        """What the block takes counts; on a GPU, what the current stream takes from its beginning to its end."""
+        """Measure the block: on a GPU, the time that the current stream takes from its start to its end."""
         ...
 
     def take(self) -> Callable[[], float]:
-        """Begin anew. Returns how to read the seconds so far: on a GPU, reading waits for the last of these spans."""
+        """Reset the clock, and return a function that gives the seconds measured until now.
+
+        On a GPU, calling that function waits until the device has finished the last span.
+        """
         ...
 
     def tell(self, listener: Listener | None) -> None:
@@ -48,7 +51,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's own time."""
+    """Measures with the host's own clock."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -74,7 +77,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The time of a device's current stream, between events."""
+    """Measures the time between events on a device's current stream."""
 
     def __init__(self, make_event: Callable[[], Event]) -> None:
         self._make_event = make_event
@@ -122,7 +125,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock for what runs on ``device``."""
+    """Return a clock for work on ``device``."""
     if device.type == "cuda":
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[arg-type,return-value]
     return HostClock()

@@ -1,12 +1,13 @@
-"""Which of the flash implementations that PyTorch knows runs attention on a GPU: its own, FlashAttention 3, or 4.
+"""Chooses the flash implementation that runs attention on a GPU: PyTorch's own, FlashAttention 3 or FlashAttention 4.
 
-PyTorch ships FlashAttention 2. Two newer ones come as packages of their own, and PyTorch keeps a registry of them
-(``torch.nn.attention.activate_flash_attention_impl``): the one that is active takes the place of PyTorch's own behind
-the same operators, for the whole process. Hence ``CudaFlashKernel`` is the same for all of them.
+PyTorch ships FlashAttention 2. The two newer ones are separate packages, and PyTorch has a registry of them
+(``torch.nn.attention.activate_flash_attention_impl``). The active implementation serves PyTorch's flash operators in
+the whole process. So ``CudaFlashKernel`` calls the same operators for all of them.
 
-A package that can be imported may still not work: flash-attn-4 4.0.0b36 returns five values where torch 2.11 to 2.13
-unpack two, and says so only when the first batch runs. Therefore an implementation counts as usable after a trial, a
-forward and a backward of two short sequences with the model's heads, compared with the slow twin.
+A package that can be imported may still not work. For example, flash-attn-4 4.0.0b36 returns five values, torch 2.11 to
+2.13 unpack two, and the error comes only with the first batch. So every implementation is tried before it is used: it
+runs a forward and a backward of two short sequences with the model's heads, and the results are compared with those of
+the slow twin.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ right kernel within 0.01; one that masks or scales wrongly is off by 0.1 and mor
 
 @dataclass(frozen=True)
 class FlashImplementation:
-    """One of PyTorch's registry, besides its own."""
+    """An implementation in PyTorch's registry that is not PyTorch's own."""
 
     name: str
-    """As ``trainer.attention`` says it."""
+    """Its name in ``trainer.attention``."""
     registered: str
-    """As PyTorch's registry says it."""
+    """Its name in PyTorch's registry."""
     module: str
-    """What its package installs."""
+    """The Python module that its package installs."""
     capabilities: tuple[int, ...]
     """Major compute capabilities of the GPUs that PyTorch lets it run on."""
     install: str
-    """How to get it."""
+    """How to install it, for messages."""
 
 
 FA3 = FlashImplementation(
@@ -76,7 +77,7 @@ _OUR_FA4 = "FA4 (bytescale)"
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one rank's attention: H query heads, G key/value heads, of width D."""
+    """The heads of one rank: H query heads and G key/value heads, each of width D."""
 
     queries: int
     keys: int
@@ -87,13 +88,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The kernel of a run, and how it came to be chosen, for the run's log."""
+    """The kernel of a run, and for the run's log how it was chosen."""
 
     kernel: AttentionKernel
     name: str
     """``fa3``, ``fa4``, ``flash`` (PyTorch's own) or ``math``."""
     passed_over: tuple[str, ...] = ()
-    """Why each faster implementation is not used, a sentence each; only ``auto`` passes over any."""
+    """One sentence for each faster implementation that ``auto`` did not take, with the reason."""
 
 
 @contextmanager
@@ -104,14 +105,14 @@ def open_attention(
     heads: Heads,
     everywhere: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Iterator[AttentionChoice]:
-    """Activate what ``trainer.attention`` = ``name`` asks for, for the time of the block.
+    """Activate the implementation that ``trainer.attention`` names, until the block ends.
 
     Args:
-        heads: of this rank, for the trial.
-        everywhere: takes this rank's numbers and returns the smallest of any rank, so that all ranks run the same
-            implementation and all of them refuse one that a single rank has not. Called once for each that is tried.
+        heads: this rank's heads, for the trial.
+        everywhere: takes this rank's numbers and returns the smallest that any rank gave. It is called once per trial.
+            With it all ranks choose the same implementation, and none uses one that is missing on another rank.
 
-    Raises ``ConfigError`` where the implementation that is asked for cannot run on every rank.
+    Raises ``ConfigError`` if the implementation was asked for by name and cannot run on every rank.
     """
     wanted = {implementation.name: implementation for implementation in FASTEST_FIRST}
     if device.type != "cuda" or (name != "auto" and name not in wanted):
@@ -139,9 +140,9 @@ def chosen_implementation(
     heads: Heads,
     everywhere: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Iterator[tuple[FlashImplementation | None, list[str]]]:
-    """Activate the first candidate that works on every rank; also why those before it do not.
+    """Activate the first candidate that works on every rank, and say why the candidates before it do not.
 
-    ``major``: the major compute capability of ``device``.
+    ``major`` is the major compute capability of ``device``.
     """
     passed: list[str] = []
     for candidate in candidates:
@@ -158,7 +159,7 @@ def chosen_implementation(
 def why_not(
     implementation: FlashImplementation, major: int, device: torch.device, dtype: torch.dtype, heads: Heads
 ) -> str | None:
-    """Why an implementation cannot be used here, as the end of a sentence about it; None: it can."""
+    """Return why an implementation cannot be used here, as the end of a sentence about it, or None if it can."""
     if implementation.registered not in list_flash_attention_impls():
         return f"is unknown to torch {torch.__version__}"
     if major not in implementation.capabilities:
@@ -180,7 +181,7 @@ def why_not(
 
 @contextmanager
 def active(implementation: FlashImplementation) -> Iterator[None]:
-    """PyTorch's flash operators run this implementation for the time of the block."""
+    """Let PyTorch's flash operators run this implementation until the block ends."""
     if implementation is FA4:
         register_flash_attention_impl(_OUR_FA4, register_fn=_register_fa4)
         activate_flash_attention_impl(_OUR_FA4)
@@ -193,10 +194,10 @@ def active(implementation: FlashImplementation) -> Iterator[None]:
 
 
 def trial_error(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: Heads) -> float:
-    """Largest relative error (2-norms) of a kernel's output, LSE and gradients against the slow twin in fp32.
+    """Return a kernel's largest relative error (2-norms) of output, LSE and gradients against the slow twin in fp32.
 
-    Of causal triangles, and of a rectangle with more keys than queries: what a ring computes. With windows, also of
-    bands, and of a causal block with more keys than queries.
+    The trial has the blocks that a ring computes: causal triangles, and a rectangle with more keys than queries. With
+    windows it also has bands, and a causal block with more keys than queries.
     """
     total = sum(TRIAL_LENGTHS)
     generator = torch.Generator().manual_seed(0)
@@ -231,7 +232,7 @@ def _forward_and_backward(
     scale: float,
     whole: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """``out, lse, dq, dk, dv``; backward is given ``out, lse`` of ``whole``, or of its own forward."""
+    """Return ``out, lse, dq, dk, dv``. Backward uses ``out, lse`` of ``whole``, or if None of its own forward."""
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, blocks, scale)
     given_out, given_lse = (out, lse) if whole is None else (whole[0].to(out), whole[1].to(lse))
@@ -242,7 +243,7 @@ def _forward_and_backward(
 
 
 def _register_fa4() -> Any:
-    """Put FlashAttention 4 behind PyTorch's operators, by way of a module that returns what they unpack."""
+    """Register FlashAttention 4 with PyTorch, by a module of ours that returns as many values as PyTorch unpacks."""
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
     return register_flash_attention_fa4("bytescale.attention.flash_4")

@@ -1,32 +1,34 @@
 """The mesh of ranks: pipeline stages x hybrid data parallelism x tensor parallelism.
 
-Ranks are ordered (pp, hdp, tp) with tp innermost, where messages are most frequent and links fastest (inside a node)::
+Ranks are ordered (pp, hdp, tp). The tp index changes fastest, because tensor-parallel ranks exchange most messages, and
+neighbouring ranks have the fastest links (inside a node)::
 
     rank = (stage * hdp + hdp_index) * tp + tp_index
 
-Every (stage, tp index) has its own HDP group, every (stage, HDP index) its TP group, every (HDP index, tp index) its
-pipeline. A rank makes the groups that it is in, and none for a dimension of one.
+Every (stage, tp index) has its own HDP group, every (stage, HDP index) its own TP group, and every (HDP index, tp
+index) its own pipeline. A rank makes only the groups that it is in. A dimension of size one has no group.
 
-Why rings inside a node have a communicator of their own. NCCL gives every pair of a communicator's ranks the same
-number of channels: the smallest that any pair would get (``ncclTopoComputeP2pChannelsPerPeer`` in src/graph/paths.cc,
-NCCL 2.29 and 2.30). Two neighbours on NVSwitch would get up to 32. A peer behind the network gets two or as many as
-its adapters need, and with more than one node that is halved until 8 peers a channel make room for all ranks: about 4
-channels at 64 ranks, 1 at 256. A communicator of one node has no such peers. The other way would be the variable
-NCCL_NCHANNELS_PER_NET_PEER. It holds for all communicators of the process, gives every neighbour behind the network
-as many channels with their buffers, and takes away NCCL's own bound where many peers share an adapter. So we do not set
-it.
+**Why rings inside a node have their own communicator.** NCCL gives every pair of a communicator's ranks the same number
+of channels, namely the smallest number that any pair would get (``ncclTopoComputeP2pChannelsPerPeer`` in
+src/graph/paths.cc, NCCL 2.29 and 2.30). Two neighbours on NVSwitch alone would get up to 32. A peer behind the network
+gets two, or as many as its adapters need. In a job of several nodes NCCL halves this number until 8 peers per channel
+make room for all ranks: about 4 channels are left at 64 ranks, and 1 at 256. A communicator of one node has no peers
+behind the network. The variable NCCL_NCHANNELS_PER_NET_PEER would be another way, but it holds for all communicators of
+the process. It would give every neighbour behind the network that many channels with their buffers, and would remove
+NCCL's own bound for peers that share an adapter. So we do not set it.
 
-Why rings in two communicators hang no more than in one. Operations that meet in NCCL belong to one ring call of one
-slice group, at the same step. Give each such set a place: (action, ring call inside the action, step, keys before
-gradients). Actions have an order that all ranks share: that of slice groups, forward before backward; in a pipeline
-that of ``plan.pipeline_order``, which places the messages between stages too. ``plan.verify`` holds every plan against
-it. Each rank posts its operations in rising order of places, whatever their communicators, and all members of a slice
-group choose the same communicator. An operation waits on its own rank only for what was posted before it: operations
-ahead of it in its communicator, kernels, a host that a first use or a device-wide wait has blocked. Now take the
-lowest place with an operation that never ends. Everything lower has ended on all its members, so each of them posts its
-operation and starts it; so it ends, a contradiction. One order of actions is all that this needs, not one communicator.
-Moreover each ring waits for its own messages before it returns, so that a device never has two rings' operations at
-once, as NCCL's guide demands of several communicators.
+**Why rings in two communicators cannot hang if rings in one cannot.** Two operations meet in NCCL only if they belong
+to the same step of the same ring call of one slice group. Give every such set of operations a place: (action, ring
+call inside the action, step, keys before gradients). All ranks share one order of actions. Without a pipeline it is
+the order of slice groups, forward before backward. With a pipeline it is that of ``plan.pipeline_order``, which also
+places the messages between stages; ``plan.verify`` checks every plan against it. Each rank posts its operations in
+rising order of places, whatever their communicators, and all members of a slice group choose the same communicator.
+On its own rank, an operation waits only for what was posted before it: earlier operations of its communicator,
+kernels, and a host that is blocked by a first use or a device-wide wait. Suppose that some operation never ends, and
+take the lowest place that has one. Everything with a lower place has ended on all members. So each member posts its
+operation of this place, and starts it, and therefore it ends. This is a contradiction. The proof needs one order of
+actions, and not one communicator. Each ring also waits for its own messages before it returns, so a device never runs
+operations of two rings at once. NCCL's guide demands this of programs with several communicators.
 """
 
 from __future__ import annotations
@@ -70,20 +72,20 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """One rank's place, and the groups that it is in.
+    """One rank's place in the mesh, and the groups that it is in.
 
     Attributes:
         world: all ranks, for agreement and statistics.
-        hdp: the ranks with the same weights: rings between nodes, and sums at the end of a step.
-        node: those of them that share this rank's node, for rings inside it; ``hdp`` itself where all
-            do, or none other.
-        gradients: the same ranks, for gradients and parameters. With ``overlapped`` a group of its own: under NCCL the
-            operations of one group are done in order, so that a reduction under way would hold up a ring.
-        tp: the ranks that hold one another's parts of this stage.
-        forward, backward: the ranks of this pipeline, stage by stage, for what travels in each direction; one group for
-            every second boundary between stages. Under NCCL the messages of one group are done in order, so that a
-            receive would wait for a send before it: with these, a rank receives and sends in different groups, and
-            waits for nothing but what ``plan.pipeline_order`` knows.
+        hdp: the ranks with the same weights, for rings between nodes and for sums at the end of a step.
+        node: the HDP ranks on this rank's node, for rings inside the node. It is ``hdp`` itself if all HDP ranks are on
+            this node, or if no other one is.
+        gradients: the HDP ranks again, for gradients and parameters. With ``overlapped`` this is a group of its own.
+            NCCL runs the operations of one group in order, so in ``hdp`` a running reduction would hold up a ring.
+        tp: the ranks that share this stage's matrices.
+        forward, backward: the ranks of this pipeline in the order of stages, for messages in each direction. Each
+            has one group for the even and one for the odd boundaries between stages. NCCL runs the messages of one
+            group in order, so a receive would wait for an earlier send. With these groups a rank sends and receives
+            in different groups, and waits only for what ``plan.pipeline_order`` knows.
     """
 
     shape: MeshShape
@@ -101,32 +103,32 @@ class Mesh:
         return self.stage == self.shape.pp - 1
 
     def across(self, groups: Sequence[RankGroup], boundary: int) -> RankGroup:
-        """Of ``forward`` or ``backward`` the group of the boundary behind stage ``boundary`` (the last: to stage 0)."""
+        """Return the group that serves the boundary after stage ``boundary``; after the last comes stage 0."""
         return groups[boundary_colour(boundary, self.shape.pp)]
 
     def pipeline_groups(self) -> list[RankGroup]:
-        """All of both directions."""
+        """Return the groups of both directions."""
         return [*self.forward, *self.backward]
 
     def ring_exchange(self, shared: SharedGroup | None) -> Exchange:
-        """Where the messages of a slice group's ring go: through its node's group if all members are in it.
+        """Return the exchange for the messages of a slice group: the node's if all members are on this node.
 
-        All members decide alike, since every group's members are known to all of them. Peers are named by their HDP
-        ranks either way.
+        Every member knows all members of its slice group, so all of them choose the same exchange. Peers are named by
+        their HDP ranks in either.
         """
         if shared is None or self.node.members is None or not set(shared.ranks) <= set(self.node.members):
             return self.hdp.exchange
         return self.node.exchange
 
     def ring_groups(self) -> list[RankGroup]:
-        """The groups that rings use."""
+        """Return the groups that rings use."""
         return [self.hdp] if self.node is self.hdp else [self.hdp, self.node]
 
     def connect(self) -> None:
         """Send one number across every boundary between stages, in both directions; called once, by all ranks.
 
-        Under NCCL the first message between two ranks blocks the host until its peer has posted its side. Here nobody
-        waits for anything else. All ranks take the boundaries in rising order, so that no circle can close.
+        Under NCCL the first message between two ranks blocks the host until the peer has posted its side. Here no rank
+        waits for anything else, and all ranks take the boundaries in rising order. So ranks cannot wait in a circle.
         """
         for direction, groups in enumerate((self.forward, self.backward)):
             for boundary in range(self.shape.pp if groups else 0):
@@ -152,11 +154,12 @@ class Mesh:
         overlapped: bool = False,
         nodes: Sequence[int] | None = None,
     ) -> Mesh:
-        """The mesh over ``world``, whose size is the shape's; called by every rank of it.
+        """Make the mesh of ``shape`` over ``world``. Every rank of ``world`` calls this.
 
-        ``interleaved``: the last stage also sends to the first. ``overlapped``: gradients are reduced while ranks
-        compute (``runtime.buckets``), and need a group of their own. ``nodes``: the node of every world rank, by any
-        number; None: all ranks share one.
+        Args:
+            interleaved: the last stage also sends to the first.
+            overlapped: gradients are reduced while ranks compute (``runtime.buckets``), in a group of their own.
+            nodes: for every world rank, a number that names its node. None: all ranks are on one node.
         """
         if world.size != shape.size:
             raise ValueError(f"a mesh of {shape.pp} x {shape.hdp} x {shape.tp} ranks, but there are {world.size}")
@@ -208,10 +211,10 @@ class Mesh:
 def node_group(
     hdp: RankGroup, world_ranks: Sequence[int], nodes: Sequence[int] | None, make_group: GroupMaker
 ) -> RankGroup:
-    """The HDP ranks on this rank's node: ``hdp`` itself where these are all of them, or this one alone.
+    """Return the group of the HDP ranks on this rank's node: ``hdp`` itself if it has all of them or only this one.
 
-    ``world_ranks``: of the HDP group, in its order. One communicator a node, made at the start, never one per slice
-    group.
+    ``world_ranks`` are the HDP group's, in its order. Each node gets one communicator, at the start. A slice group
+    never gets one.
     """
     if nodes is None:
         return hdp
@@ -223,6 +226,6 @@ def node_group(
 
 
 def boundary_colour(boundary: int, num_stages: int) -> int:
-    """Neighbouring boundaries have different ones, also around the ring of stages."""
+    """Return a number that differs between neighbouring boundaries, also between the last one and the first."""
     closes_odd_ring = boundary == num_stages - 1 and num_stages % 2 == 1
     return 2 if closes_odd_ring else boundary % 2
