@@ -47,7 +47,7 @@ class Call:
 
 
 class Target(Protocol):
-    """What the layers of one pass call."""
+    """The attention that the layers call during one pass."""
 
     def attend(self, call: Call) -> Tensor:
         """``[B, T, H, Dv]``."""

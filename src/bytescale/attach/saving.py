@@ -116,7 +116,7 @@ class StoredOptimizer:
             self._states[name] = shards
 
     def states(self) -> dict[str, list[Tensor]]:
-        """By name, one tensor per shard. They may be filled; ``restore`` then hands them to the optimizer."""
+        """Return one tensor per shard, by name. They may be filled; ``restore`` then hands them to the optimizer."""
         return self._states
 
     def restore(self, num_updates: int) -> None:

@@ -100,7 +100,7 @@ class CompiledMerges:
         return self.kernel.backward(dout, q, k, v, out, lse, blocks, scale)
 
     def merge_rows(self, out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
-        """As ``kernels.merge_rows``."""
+        """The same as ``kernels.merge_rows``."""
         # CUDA's kernels give LSE as a transposed [H, T]: strides that change with every length, to each of which the
         # compiler would give a graph of its own. A contiguous copy costs 1 / D of what the outputs do.
         picked_out, picked_lse = out[rows], lse[rows].contiguous()

@@ -51,7 +51,7 @@ MergeRows = Callable[[Tensor, Tensor, Rows, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What one call of attention does with blocks: its kernel, its scale, and how partial results are merged."""
+    """How one call of attention computes blocks: the kernel, the scale, and how partial results are merged."""
 
     kernel: AttentionKernel
     scale: float
@@ -151,7 +151,7 @@ class Ring:
 
     @property
     def num_rows(self) -> int:
-        """Of this member's slice."""
+        """Number of rows of this member's slice."""
         return self.rows_per_member[self.member]
 
     def _shape(self, k: Tensor, v: Tensor) -> tuple[int, int]:

@@ -166,7 +166,7 @@ class Checkpointer:
         return state
 
     def _write(self, state: RunState, snapshot: Snapshot) -> None:
-        """In the background thread, on every rank: write, publish, prune."""
+        """Write, publish and prune. Every rank runs this in its background thread."""
         group, hidden = self.ranks.checkpoint_group, hidden_folder(self.folder, state.step)
         settle(attempt(self._clean_once), group)
         try:
@@ -189,7 +189,7 @@ class Checkpointer:
             self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
 
     def _clean_once(self) -> None:
-        """On the first rank, before this run uses its folder: delete what a killed run has left half written."""
+        """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""
         if self.ranks.is_first and not self._is_clean:
             clean(self._disk, self.folder)
         self._is_clean = True
@@ -210,7 +210,7 @@ class Checkpointer:
             self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, is_first=is_first, say=self._say)
 
     def _start_upload(self, step: int, file_number: int) -> None:
-        """On every rank: the first decides whether this checkpoint is uploaded now."""
+        """Return whether this checkpoint is uploaded now. Every rank calls this, and the first one decides."""
         assert self._uploader is not None, "there is a URL"
         is_chosen = self.ranks.is_first and self._uploader.prepare(step)
         if share_text("now" if is_chosen else "", self.ranks.checkpoint_group):
@@ -226,7 +226,7 @@ class Checkpointer:
         self._uploader.finish(seconds)
 
     def _newest_url(self, local_step: int) -> str:
-        """On the first rank: the URL of a complete checkpoint that is newer than ``local_step``; empty: none is."""
+        """Return the URL of a complete checkpoint newer than ``local_step``, or an empty string. For the first rank."""
         if self._uploader is None or not self.ranks.is_first:
             return ""
         try:

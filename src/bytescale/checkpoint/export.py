@@ -91,7 +91,7 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> 
 
 
 def _copy_tokenizer(target: Path, run_config: Config | None) -> None:
-    """From the folder that the run began with, then over it from where the run took its tokenizer."""
+    """Copy them from the folder that the run began with, and then from that of its tokenizer, which replaces them."""
     if run_config is None:
         return
     if run_config.trainer.init:

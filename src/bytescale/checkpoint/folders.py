@@ -41,7 +41,7 @@ class Folder(Protocol):
         ...
 
     def read_file(self, name: str) -> bytes:
-        """All of a file."""
+        """Return the whole content of a file."""
         ...
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:

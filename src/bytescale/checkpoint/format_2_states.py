@@ -75,7 +75,7 @@ class StoredPieces:
         self.pieces = pieces
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Return the size of the whole tensor."""
         return self.whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -66,7 +66,7 @@ def load_initial_weights(
 
 
 def architecture_pieces(architecture: Architecture) -> list[Piece]:
-    """All tensors of a model, without making it."""
+    """List all tensors of a model without making the model."""
     with torch.device("meta"):
         return pieces_of(build_model(architecture))
 

@@ -100,12 +100,12 @@ class Manifest:
 
 
 def file_name(number: int) -> str:
-    """Of the file that the rank ``number`` wrote."""
+    """Return the name of the file that rank ``number`` wrote."""
     return f"tensors-{number:05d}.safetensors"
 
 
 def step_name(step: int) -> str:
-    """Of the folder of the checkpoint after ``step``."""
+    """Return the name of the folder of the checkpoint after ``step``."""
     return f"step-{step:06d}"
 
 

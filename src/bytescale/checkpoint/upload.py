@@ -98,7 +98,7 @@ class Uploader:
         return self._pending[0] if self._pending is not None else None
 
     def prepare(self, step: int) -> bool:
-        """On the first rank, before any rank starts: whether to upload. Deletes what the store has of this step."""
+        """Return whether to upload. Deletes what the store has of this step. For the first rank, before ranks start."""
         if self.step_under_way is not None:
             return False
         try:
@@ -158,7 +158,7 @@ class Uploader:
             self.store.remove(old)
 
     def _wait_for_all(self, step: int, manifest: Manifest) -> None:
-        """Until the store has every rank's file. Raises ``CheckpointError`` when nothing arrives any more."""
+        """Wait until the store has every rank's file. Raises ``CheckpointError`` when nothing arrives any more."""
         wanted = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
         before, deadline = -1, time.monotonic() + _PATIENCE_SECONDS
         while True:

@@ -24,7 +24,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype

@@ -150,7 +150,7 @@ def _make_room(disk: Disk, folder: Path, num_bytes: int) -> None:
 
 
 def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -> tuple[list[StoredFile], list[Layout]]:
-    """On the first rank: what every rank wrote, and the layout of every HDP group. Empty on the others."""
+    """Return what every rank wrote, and the layout of every HDP group. On all ranks but the first both are empty."""
     is_leader = snapshot.shard == 0
     layout = json.dumps(layout_to_json(snapshot.layout)).encode() if is_leader else b""
     number = snapshot.layout.file_of(snapshot.shard)

@@ -1,4 +1,4 @@
-"""From a planner's decisions to a ``Plan``.
+"""Turns a planner's decisions into a ``Plan``.
 
 A planner decides which sequences form a group, on which ranks, and *when*: each group gets a **slot**, a whole number
 that is its place in time. A rank runs its groups in rising order of slots. Groups of equal slot on one rank form one

@@ -85,7 +85,7 @@ class ZeroShards:
         self._shard_of: dict[Bucket, Shard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
-        """From now on, reduce during backward and gather during forward. ``chunks`` are the parts of the model."""
+        """Begin to reduce during backward and to gather during forward. ``chunks`` are the parts of the model."""
         late_stop = self.parameters.late_stop
         self._overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop)
 

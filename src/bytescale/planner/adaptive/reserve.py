@@ -248,7 +248,7 @@ class Gaps:
         self.unused += range(2 * count - 1, count - 1, -1)
 
     def _cut_at_nodes(self, node: int) -> None:
-        """From now on, no gap reaches beyond a node."""
+        """Cut every gap at the edges of nodes, from now on."""
         self.node = node
         for gap in np.flatnonzero(self.width).tolist():
             self.width[gap] = 0

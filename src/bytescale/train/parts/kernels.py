@@ -67,5 +67,5 @@ def open_kernels(
 
 
 def _heads(shape: Architecture, tp: int) -> Heads:
-    """Of one rank."""
+    """Return the heads of one rank."""
     return Heads(max(1, shape.num_heads // tp), max(1, shape.num_kv_heads // tp), shape.head_dim)

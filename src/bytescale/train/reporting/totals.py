@@ -52,7 +52,7 @@ class Maxima:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one rank, or of all of them together.
+    """The figures of one rank, or of all ranks together.
 
     Attributes:
         bytes_read, bytes_received: of the rank's loader; of all ranks in rank order on the first rank, empty on others.
