@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -130,23 +131,29 @@ def test_a_batch_of_short_documents_sends_nothing() -> None:
     assert bytes_sent == [0, 0]
 
 
-def over_all(length: int, num_ranks: int) -> Plan:
+def over_all(length: int, num_ranks: int, columns: int = 1) -> Plan:
     """One sequence, shared by all ranks."""
     return Plan.build(
         lengths=[length],
         capacity_tokens=[length] * num_ranks,
-        groups=[GroupSpec(sequences=[0], ranks=range(num_ranks))],
+        groups=[GroupSpec(sequences=[0], ranks=range(num_ranks), columns=columns)],
         schedule=[[[0]]] * num_ranks,
     )
 
 
-def gradient_errors(num_ranks: int, dtype: torch.dtype, ring_gradients: torch.dtype | None) -> float:
-    """``|dk, dv - fp64's| / |fp64's|`` (2-norms) of a sequence over ``num_ranks``, against plain fp64 attention."""
+def gradient_errors(
+    num_ranks: int,
+    dtype: torch.dtype,
+    ring_gradients: torch.dtype | None,
+    columns: int = 1,
+    names: Sequence[str] = ("k", "v"),
+) -> float:
+    """``|d - fp64's| / |fp64's|`` (2-norms) of the gradients of a sequence over ``num_ranks``, against plain fp64."""
     data = inputs([8 * num_ranks + 1], dtype)
-    ours, _ = attend(over_all(len(data[0]["q"]), num_ranks), data, "math", ring_gradients)
+    ours, _ = attend(over_all(len(data[0]["q"]), num_ranks, columns), data, "math", ring_gradients)
     expected = reference(data[0])
     off, size = (
-        torch.cat([(scale * expected[name] - other[name].double()).flatten() for name in ("k", "v")]).norm()
+        torch.cat([(scale * expected[name] - other[name].double()).flatten() for name in names]).norm()
         for scale, other in ((1.0, ours[0]), (2.0, expected))
     )
     return float(off / size)
@@ -183,9 +190,9 @@ def test_all_layers_of_a_micro_batch_use_the_same_buffers() -> None:
             q, k, v = (torch.randn(micro_batch.num_tokens, heads, WIDTH) for _ in range(3))
             out, lse = attention.forward(q, k, v)
             attention.backward(out, q, k, v, out, lse)
-            ring = attention.ring
-            assert ring is not None
-            messages = (*ring.kv_buffers(k, v), *ring.gradient_buffers(k, v))
+            grid = attention.grid
+            assert grid is not None
+            messages = (*grid.kv_buffers(k, v), *grid.gradient_buffers(k, v))
             assert all(message.is_contiguous() for message in messages)
             places += [message.data_ptr() for message in messages]
         buffers.release()

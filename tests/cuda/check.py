@@ -29,7 +29,7 @@ from torch.nn.attention import _fa3, _fa4
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import Exchange, PackedAttention
-from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
+from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.models import build_model
@@ -307,8 +307,8 @@ def block_sets() -> list[tuple[BlockSet, int, int]]:
     tokens = (chunks[0] + chunks[1]).sum(axis=0)
     return [
         (causal_triangles(LENGTHS), sum(LENGTHS), sum(LENGTHS)),
-        (ring_blocks(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
-        (ring_blocks(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
+        (blocks_between(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
+        (blocks_between(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
         (causal_triangles([]), 0, 0),
     ]
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks import gpu
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.blocks import BlockSet, causal_triangles, ring_blocks
+from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
 from bytescale.attention.flash import FASTEST_FIRST, FlashImplementation, Heads, active, why_not
 from bytescale.attention.kernels import CudaFlashKernel, MathKernel
 from bytescale.config import PRESETS
@@ -38,8 +38,8 @@ def block_sets() -> list[tuple[str, BlockSet, int, int]]:
     tokens = (chunks[0] + chunks[1]).sum(axis=0)
     return [
         ("triangles", causal_triangles(lengths), int(lengths.sum()), int(lengths.sum())),
-        ("source before", ring_blocks(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
-        ("source after", ring_blocks(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
+        ("source before", blocks_between(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
+        ("source after", blocks_between(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
         ("nothing", causal_triangles([]), 0, 0),
         ("window", causal_triangles(lengths, 65), int(lengths.sum()), int(lengths.sum())),
         ("window, more keys", more_keys_than_queries(), 64, 200),

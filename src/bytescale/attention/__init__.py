@@ -6,9 +6,9 @@
 from bytescale.attention.choose import select_kernel
 from bytescale.attention.exchange import Exchange
 from bytescale.attention.kernels import AttentionKernel
+from bytescale.attention.messages import RingBuffers
 from bytescale.attention.packed import PackedAttention
 from bytescale.attention.reference import reference_attention
-from bytescale.attention.ring import RingBuffers
 from bytescale.attention.rules import AttentionRules
 
 __all__ = [

@@ -114,7 +114,7 @@ def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = Non
     return BlockSet.of(ranges, ranges, causal=True, window=window)
 
 
-def ring_blocks(chunks: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
+def blocks_between(chunks: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
     """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
 
     The members' chunks follow one another in the sequence in the order 0, 1, .., N-1, N-1, .., 1, 0 (``plan.layout``).

@@ -1,6 +1,6 @@
 """Attention of one micro-batch: the sequences that a rank holds whole, and its slices of those that a group shares.
 
-Sequences that a rank holds alone are blocks of one kernel call. Those of a shared group go through a ring (``ring``),
+Sequences that a rank holds alone are blocks of one kernel call. Those of a shared group go through a grid (``grid``),
 or, where a window reaches less far than the sequences, through an exchange of the rows that it reaches
 (``windowed_ring``). Every call may have rules of its own (``rules``), hence every layer.
 
@@ -20,8 +20,10 @@ from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.compiled import CompiledMerges
 from bytescale.attention.exchange import Exchange
+from bytescale.attention.grid import BlockWork, grid_backward, grid_forward
+from bytescale.attention.grid_messages import Grid
 from bytescale.attention.kernels import AttentionKernel, merge_rows
-from bytescale.attention.ring import BlockWork, Ring, RingBuffers, ring_backward, ring_forward
+from bytescale.attention.messages import RingBuffers
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
 from bytescale.attention.window import WindowLayout
@@ -68,7 +70,7 @@ class PackedAttention:
         slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
         self.lengths: list[int] = slices + micro_batch.local_lengths.tolist()
         self.triangles = causal_triangles(self.lengths)
-        self.ring = None if shared is None else Ring(shared, exchange, buffers or RingBuffers())
+        self.grid = None if shared is None else Grid(shared, exchange, buffers or RingBuffers())
         self._shared, self._local_lengths = shared, micro_batch.local_lengths
         self._bands: dict[int, BlockSet] = {}
         self._windowed: dict[int, WindowedRing] = {}
@@ -108,29 +110,29 @@ class PackedAttention:
         ``out`` and ``lse`` include the sinks, whose own gradient ``sinks.sinks_gradient`` computes.
         """
         work, blocks = self._work(q, rules), self._local_blocks(rules.window)
-        if self.ring is None:
+        if self.grid is None:
             return work.backward(dout, q, k, v, out, lse, blocks)
         windowed = self._windowed_ring(rules.window)
         if windowed is not None:
             return windowed_backward(dout, q, k, v, out, lse, windowed, work)
-        return ring_backward(dout, q, k, v, out, lse, blocks, self.ring, work)
+        return grid_backward(dout, (q, k, v), (out, lse), blocks, self.grid, work)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork, window: int | None) -> tuple[Tensor, Tensor]:
         blocks = self._local_blocks(window)
-        if self.ring is None:
+        if self.grid is None:
             return work.forward(q, k, v, blocks)
         windowed = self._windowed_ring(window)
         if windowed is not None:
             return windowed_forward(q, k, v, windowed, work)
-        return ring_forward(q, k, v, blocks, self.ring, work)
+        return grid_forward(q, k, v, blocks, self.grid, work)
 
     def _windowed_ring(self, window: int | None) -> WindowedRing | None:
-        """Return the exchange for a window, or None where it reaches over all shared sequences: then a ring runs."""
-        if self.ring is None or self._shared is None or window is None or window >= self._shared.lengths.max():
+        """Return the exchange for a window, or None where it reaches over all shared sequences: then the grid runs."""
+        if self.grid is None or self._shared is None or window is None or window >= self._shared.lengths.max():
             return None
         if window not in self._windowed:
             layout = WindowLayout.of(self._shared, self._local_lengths, window)
-            self._windowed[window] = WindowedRing(self.ring, layout)
+            self._windowed[window] = WindowedRing(self.grid, layout)
         return self._windowed[window]
 
     def _work(self, q: Tensor, rules: AttentionRules) -> BlockWork:

@@ -12,7 +12,8 @@ The steps of member ``i`` of ``N`` (``window`` says which rows and which blocks)
 
 Bytes that one member sends per layer, with ``b`` bytes a row (K and V together) and a window of ``w`` keys: at most
 ``2 (w - 1) b`` a sequence in forward, whatever its length, if chunks are at least that long; backward sends the same,
-and as many rows of gradients in their own dtype (``ring.RingBuffers``). In no case are more rows sent than in a ring.
+and as many rows of gradients in their own dtype (``messages.RingBuffers``). In no case are more rows sent than in a
+ring.
 
 Why this finishes under NCCL. Every message of an exchange has a place: (call, exchange, t). All members post their
 messages in rising order of places, the send and the receive of a step as one operation. So the argument of
@@ -28,30 +29,23 @@ from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
 from bytescale.attention.exchange import Transfer
+from bytescale.attention.grid import BlockWork
+from bytescale.attention.grid_messages import Grid
 from bytescale.attention.kernels import add_rows, lse_dtype
-from bytescale.attention.ring import (
-    BACKWARD_GRADIENTS,
-    BACKWARD_KV,
-    FORWARD_KV,
-    BlockWork,
-    Ring,
-    keys_of,
-    message_width,
-    values_of,
-)
+from bytescale.attention.messages import Kind, keys_of, message_width, values_of
 from bytescale.attention.window import WindowLayout
 
 
 class WindowedRing:
-    """One member's messages for one window. Their buffers are those of the member's ring."""
+    """One member's messages for one window. Their buffers are those of the member's grid."""
 
-    def __init__(self, ring: Ring, layout: WindowLayout) -> None:
-        self.ring = ring
+    def __init__(self, grid: Grid, layout: WindowLayout) -> None:
+        self.grid = grid
         self.layout = layout
         self.sent_counts = [rows.num_rows for rows in layout.sent]
         self.num_arriving = sum(layout.arriving)
 
-    def start_kv(self, k: Tensor, v: Tensor, kind: int) -> tuple[list[Transfer], Tensor]:
+    def start_kv(self, k: Tensor, v: Tensor, kind: Kind) -> tuple[list[Transfer], Tensor]:
         """Send the rows that others reach. Return the transfers and the rows that they fill, ``[n, G (D + Dv)]``."""
         outgoing, incoming = self._buffers("kv", k, v, k.dtype)
         messages = outgoing[: sum(self.sent_counts)].split(self.sent_counts)
@@ -68,35 +62,35 @@ class WindowedRing:
             dk: ``[n, G, D]`` sums for this member's shared rows; dv: ``[n, G, Dv]``.
             of_arrived: the gradients of K and V of the rows that arrived.
         """
-        dtype = self.ring.buffers.gradient_dtype or dk.dtype
+        dtype = self.grid.buffers.gradient_dtype or dk.dtype
         outgoing, incoming = self._buffers("gradients", dk, dv, dtype)
         messages = outgoing[: self.num_arriving]
         keys_of(messages, dk).copy_(of_arrived[0])
         values_of(messages, dv).copy_(of_arrived[1])
         returned = incoming[: sum(self.sent_counts)].split(self.sent_counts)
         parts = messages.split(self.layout.arriving)
-        for transfer in self._start(parts, returned, BACKWARD_GRADIENTS, forwards=False):
+        for transfer in self._start(parts, returned, Kind.BACKWARD_GRADIENTS, forwards=False):
             transfer.wait()
         for rows, part in zip(self.layout.sent, returned, strict=True):
             add_rows(dk, rows.on(dk.device), keys_of(part, dk))
             add_rows(dv, rows.on(dv.device), values_of(part, dv))
 
     def _start(
-        self, messages: tuple[Tensor, ...], arriving: tuple[Tensor, ...], kind: int, *, forwards: bool
+        self, messages: tuple[Tensor, ...], arriving: tuple[Tensor, ...], kind: Kind, *, forwards: bool
     ) -> list[Transfer]:
         """Post each step's send to member ``i + t`` and receive from ``i - t``, or the other way round."""
-        ring, transfers = self.ring, []
+        grid, transfers = self.grid, []
         for step, (message, room) in enumerate(zip(messages, arriving, strict=True), start=1):
             if not (len(message) or len(room)):
                 continue
             distance = step if forwards else -step
             transfers.append(
-                ring.exchange.start(
+                grid.exchange.start(
                     send=message,
-                    to=ring.ranks[(ring.member + distance) % ring.size],
+                    to=grid.ranks[(grid.member + distance) % grid.size],
                     receive=room,
-                    source=ring.ranks[(ring.member - distance) % ring.size],
-                    tag=ring.first_tag + kind,
+                    source=grid.ranks[(grid.member - distance) % grid.size],
+                    tag=kind.tag(grid.group),
                 )
             )
         return transfers
@@ -104,7 +98,8 @@ class WindowedRing:
     def _buffers(self, what: str, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Buffers for all rows that go one way, and for all that go the other way."""
         rows = max(sum(self.sent_counts), self.num_arriving)
-        return self.ring.buffers.pair(what, k, (rows, message_width(k, v)), dtype)
+        outgoing, incoming = self.grid.buffers.take(what, 2, k, (rows, message_width(k, v)), dtype)
+        return outgoing, incoming
 
     def gather(self, own: Tensor, arrived: Tensor) -> Tensor:
         """Copy the outer blocks' keys or values together from own rows and from rows that arrived."""
@@ -131,7 +126,7 @@ def windowed_forward(q: Tensor, k: Tensor, v: Tensor, windowed: WindowedRing, wo
         rows = blocks.query_rows(q.device)
         out[rows], lse[rows] = work.forward(q, keys, values, blocks)
 
-    transfers, arrived = windowed.start_kv(k, v, FORWARD_KV)
+    transfers, arrived = windowed.start_kv(k, v, Kind.FORWARD_KV)
     compute(k, v, layout.inner)
     for transfer in transfers:
         transfer.wait()
@@ -154,7 +149,7 @@ def windowed_backward(
     """Return ``dq, dk, dv`` of all rows, from the gradient of ``out`` and what ``windowed_forward`` returned."""
     layout, device, wide = windowed.layout, q.device, lse.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    transfers, arrived = windowed.start_kv(k, v, BACKWARD_KV)
+    transfers, arrived = windowed.start_kv(k, v, Kind.BACKWARD_KV)
 
     # Inner blocks: their keys are own rows, each in at most one block.
     query_rows, key_rows = layout.inner.query_rows(device), layout.inner.key_rows(device)
@@ -163,7 +158,7 @@ def windowed_backward(
     # Outer blocks: their keys are own rows and rows that have arrived, each in at most two blocks.
     for transfer in transfers:
         transfer.wait()
-    shared = windowed.ring.num_rows
+    shared = windowed.grid.num_tokens
     own = dk[:shared].to(wide), dv[:shared].to(wide)
     dk_arrived, dv_arrived = (like.new_zeros(windowed.num_arriving, *like.shape[1:]) for like in own)
     if layout.outer:

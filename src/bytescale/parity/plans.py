@@ -1,4 +1,4 @@
-"""Random valid plans: any group size, any member order, any filling, any number of micro-batches per rank."""
+"""Random valid plans: any group size and shape, any member order, any filling, any number of micro-batches a rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bytescale.plan.plan import GroupSpec
 def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False) -> Plan:
     """A plan that respects every rule except that capacity is whatever it takes.
 
-    Sequences are thrown together into groups of random ranks in random member order; local groups ride along in the
-    micro-batches of shared ones or get their own, wherever they fall.
+    Sequences are thrown together into groups of random ranks in random member order, with a random shape. Local groups
+    join the micro-batches of shared ones or get their own, wherever they fall.
     """
     random = np.random.default_rng(seed)
     sequences = random.permutation(len(lengths))
@@ -26,7 +26,8 @@ def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: 
         size = int(random.integers(1, num_ranks + 1))
         ranks = random.permutation(num_ranks)[:size].tolist()
         weights = random.integers(1, 5, size).tolist() if weighted else ()
-        groups.append(GroupSpec(sequences=members.tolist(), ranks=ranks, weights=weights))
+        columns = int(random.choice([columns for columns in range(1, size + 1) if size % columns == 0]))
+        groups.append(GroupSpec(sequences=members.tolist(), ranks=ranks, weights=weights, columns=columns))
     schedule: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for number, group in enumerate(groups):
         for rank in group.ranks:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import PlanError, problem
 from bytescale.plan.plan import Plan
@@ -22,12 +23,21 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one."""
+    """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one.
+
+    In a plan that was written before groups had shapes, all groups are rings.
+    """
     try:
         with np.load(path, allow_pickle=False) as stored:
-            values = {spec.name: stored[spec.name] for spec in fields(Plan)}
+            columns = {} if "group_columns" in stored else {"group_columns": _rings(stored["group_rank_offsets"])}
+            values = columns | {spec.name: stored[spec.name] for spec in fields(Plan) if spec.name not in columns}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise PlanError(
             problem(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/")
         ) from error
     return Plan(**{**values, "planner": str(values["planner"])})
+
+
+def _rings(group_rank_offsets: IntArray) -> IntArray:
+    """``[G]`` one column for every group."""
+    return np.ones(len(group_rank_offsets) - 1, dtype=np.int64)

@@ -3,8 +3,9 @@
 A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. A plan has three levels.
 
 * A **slice group** is a set of sequences sharded over the same ranks. On one rank, its sequences are whole and cause no
-  traffic (a *local* group, or pack). On several ranks the group is *shared* and runs ring attention. A group's number
-  is its place in ONE total order: every rank runs its shared groups in rising order, so no two ranks ever wait for each
+  traffic (a *local* group, or pack). On several ranks the group is *shared*: its members form a grid of rows, which
+  share queries, and columns, which share keys (``attention.grid``). A grid of one column is a ring. A group's number is
+  its place in ONE total order: every rank runs its shared groups in rising order, so no two ranks ever wait for each
   other.
 * A **micro-batch** of a rank consists of at most one slice of a shared group and any number of local groups. Together
   they hold at most the rank's capacity in tokens.
@@ -34,7 +35,8 @@ class Plan:
 
     ``capacity_tokens`` and ``lengths`` are in tokens. ``group_offload_ratio`` is the share r of a group's tokens whose
     activations are sent to host memory (Eq. 3). ``group_weights`` are the integer shares of the members, all 1 unless
-    members differ in speed (``plan.layout``).
+    members differ in speed (``plan.layout``). ``group_columns`` is the number Q of columns of the group's grid, which
+    divides its number of ranks; 1 is a ring. Members are numbered row by row: member ``p Q + q`` is in row p, column q.
     """
 
     lengths: IntArray  # [S] tokens of each sequence
@@ -44,6 +46,7 @@ class Plan:
     group_rank_offsets: IntArray  # [G + 1] into group_ranks and group_weights
     group_ranks: IntArray  # [sum of group sizes] in member order
     group_weights: IntArray  # [sum of group sizes]
+    group_columns: IntArray  # [G] columns of the grid
     group_offload_ratio: NDArray[np.float64]  # [G] in [0, 1]
     rank_micro_batch_offsets: IntArray  # [R + 1] numbers of a rank's micro-batches, in execution order
     micro_batch_group_offsets: IntArray  # [M + 1] into micro_batch_groups
@@ -107,11 +110,15 @@ class Plan:
         return range(int(self.rank_micro_batch_offsets[rank]), int(self.rank_micro_batch_offsets[rank + 1]))
 
     def digest(self) -> int:
-        """A 63-bit fingerprint of the plan. Ranks compare it before they start a step."""
+        """A 63-bit fingerprint of the plan. Ranks compare it before they start a step.
+
+        A plan whose groups are all rings has the fingerprint that it had before plans knew grids.
+        """
         content = hashlib.blake2b(digest_size=8)
+        rings = bool((self.group_columns == 1).all())
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if isinstance(value, np.ndarray):
+            if isinstance(value, np.ndarray) and not (rings and spec.name == "group_columns"):
                 content.update(spec.name.encode())
                 content.update(np.ascontiguousarray(value).tobytes())
         return int.from_bytes(content.digest(), "little") >> 1
@@ -142,6 +149,7 @@ class Plan:
             group_rank_offsets=offsets_of(len(group.ranks) for group in groups),
             group_ranks=_concatenate(group.ranks for group in groups),
             group_weights=_concatenate(group.weights or (1,) * len(group.ranks) for group in groups),
+            group_columns=np.array([group.columns for group in groups], dtype=np.int64),
             group_offload_ratio=np.array([group.offload_ratio for group in groups], dtype=np.float64),
             rank_micro_batch_offsets=offsets_of(len(rank) for rank in schedule),
             micro_batch_group_offsets=offsets_of(len(micro_batch) for micro_batch in micro_batches),
@@ -161,6 +169,7 @@ class GroupSpec:
     sequences: Sequence[int]
     ranks: Sequence[int]
     weights: Sequence[int] = ()
+    columns: int = 1
     offload_ratio: float = 0.0
 
 

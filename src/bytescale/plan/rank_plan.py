@@ -28,10 +28,22 @@ class SharedGroup:
     sequences: IntArray  # [K] sequence numbers
     lengths: IntArray  # [K] tokens
     weights: IntArray  # [N] shares
+    columns: int = 1  # of the members' grid, which is numbered row by row; 1: a ring
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The members of this member's row, which share queries, by column."""
+        first = self.member - self.member % self.columns
+        return tuple(range(first, first + self.columns))
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """The members of this member's column, which share keys, by row."""
+        return tuple(range(self.member % self.columns, self.size, self.columns))
 
     @cached_property
     def chunks(self) -> tuple[IntArray, IntArray]:
@@ -125,6 +137,7 @@ def _micro_batch_view(plan: Plan, rank: int, number: int, index: int) -> MicroBa
                 sequences=group_sequences,
                 lengths=lengths,
                 weights=plan.weights_of(group),
+                columns=int(plan.group_columns[group]),
             )
             bounds = segment_bounds(lengths, shared.weights, member)
             sequences.append(np.repeat(group_sequences, 2))

@@ -4,7 +4,7 @@ The rules are checked in this order:
 
 1. **Arrays**: lengths, offsets and numbers are well formed.
 2. **Tokens**: every sequence is in exactly one group. ``plan.layout`` then gives every token to exactly one rank.
-3. **Members**: the ranks of a group are distinct.
+3. **Members**: the ranks of a group are distinct, and its columns divide their number.
 4. **Micro-batches**: each has at most one shared group, and that group comes first.
 5. **Schedule**: every group is scheduled exactly once on each of its members, and on no other rank.
 6. **Capacity**: no micro-batch holds more tokens than its rank has room for. Offloaded tokens do not count.
@@ -46,13 +46,14 @@ def verify(
         plan: the plan of one global batch.
         num_stages: number of pipeline stages. With more than one, rule 9 is checked for 1F1B, at every level.
         num_chunks: chunks of layers per stage. With more than one, the schedule is interleaved 1F1B.
-        level: ``"full"`` checks every rule. ``"cheap"`` leaves out rules 3 and 5, which need sorting. It is meant for
-            plans that come directly from a planner whose tests use ``"full"``.
+        level: ``"full"`` checks every rule. ``"cheap"`` leaves out what needs sorting, which is rule 5 and the ranks of
+            rule 3. It is meant for plans that come directly from a planner whose tests use ``"full"``.
         limits: memory of a rank. None: rule 8 is not checked, and in rule 6 an offloaded token needs no room on the
             device, although in fact the last layers never offload.
     """
     _check_arrays(plan)
     _check_tokens(plan)
+    _check_shapes(plan)
     if level == "full":
         _check_members(plan)
     _check_micro_batches(plan)
@@ -70,7 +71,7 @@ def _check_arrays(plan: Plan) -> None:
     """Rule 1."""
     if plan.num_ranks < 1:
         _refuse("arrays", "the plan has no ranks")
-    for name, least in (("lengths", 1), ("capacity_tokens", 1), ("group_weights", 1)):
+    for name, least in (("lengths", 1), ("capacity_tokens", 1), ("group_weights", 1), ("group_columns", 1)):
         values = getattr(plan, name)
         if len(values) and values.min() < least:
             place = int(values.argmin())
@@ -87,6 +88,7 @@ def _check_arrays(plan: Plan) -> None:
     sizes = (
         ("group_rank_offsets", len(plan.group_rank_offsets), plan.num_groups + 1),
         ("group_weights", len(plan.group_weights), len(plan.group_ranks)),
+        ("group_columns", len(plan.group_columns), plan.num_groups),
         ("group_offload_ratio", len(plan.group_offload_ratio), plan.num_groups),
         ("rank_micro_batch_offsets", len(plan.rank_micro_batch_offsets), plan.num_ranks + 1),
     )
@@ -128,8 +130,21 @@ def _check_tokens(plan: Plan) -> None:
         )
 
 
+def _check_shapes(plan: Plan) -> None:
+    """Rule 3, the columns."""
+    uneven = np.flatnonzero(plan.group_sizes % plan.group_columns)
+    if len(uneven):
+        group = int(uneven[0])
+        _refuse(
+            "members",
+            f"group {group} has {plan.group_sizes[group]} ranks in {plan.group_columns[group]} columns",
+            so="some rows of its grid would lack a member",
+            fix="take a number of columns that divides the number of ranks; 1 is a ring",
+        )
+
+
 def _check_members(plan: Plan) -> None:
-    """Rule 3. Members are usually in rising order, and then no sort is needed."""
+    """Rule 3, the ranks. They are usually in rising order, and then no sort is needed."""
     if len(plan.group_ranks) < 2:
         return
     rising = np.diff(plan.group_ranks) > 0

@@ -30,6 +30,7 @@ class Draft:
     degrees: IntArray  # [G]
     slots: IntArray  # [G] place in time
     weights: IntArray | None = None  # [E] shares of the members; None: all equal
+    columns: IntArray | None = None  # [G] columns of each group's grid; None: all are rings
 
 
 def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str) -> Plan:
@@ -52,6 +53,7 @@ def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str)
         group_rank_offsets=_offsets(degrees),
         group_ranks=ranks,
         group_weights=np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights,
+        group_columns=np.ones(len(degrees), dtype=np.int64) if draft.columns is None else draft.columns,
         group_offload_ratio=_offload_ratios(lengths, sequences, counts, degrees, cluster),
         rank_micro_batch_offsets=_offsets(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
         micro_batch_group_offsets=np.append(first_entries, len(by_rank)),
@@ -74,6 +76,7 @@ def _in_order(draft: Draft) -> Draft:
         degrees=draft.degrees[order],
         slots=draft.slots[order],
         weights=None if draft.weights is None else draft.weights[members],
+        columns=None if draft.columns is None else draft.columns[order],
     )
 
 

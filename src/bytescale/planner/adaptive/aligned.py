@@ -86,5 +86,6 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
         ranks=np.concatenate((placed.ranks, local_ranks)),
         degrees=plan.group_sizes[groups],
         slots=np.arange(len(groups)),
+        columns=plan.group_columns[groups],
     )
     return assemble(draft, lengths=plan.lengths, cluster=cluster, planner=f"{plan.planner}/aligned")

@@ -335,8 +335,8 @@ def measure_ring_step(hdp: RankGroup, measurer: Measurer) -> float:
         schedule=[[[0]]] * hdp.size,
     )
     ring = PackedAttention(RankPlan.of(plan, hdp.rank).micro_batches[0], measurer.kernel, hdp.exchange)
-    assert ring.ring is not None, "the only sequence is shared"
-    blocks = list(ring.ring.blocks.values())
+    assert ring.grid is not None, "the only sequence is shared"
+    blocks = list(ring.grid.blocks.values())
     q = measurer._random(RING_TOKENS, shape.num_heads, shape.head_dim).requires_grad_()
     k, v = (measurer._random(RING_TOKENS, shape.num_kv_heads, shape.head_dim).requires_grad_() for _ in range(2))
     scale = shape.head_dim**-0.5

@@ -1,0 +1,175 @@
+"""Groups whose members form a grid, against whole sequences, a slow twin, and the formula of their traffic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bytescale.attention import reference_attention
+from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
+from bytescale.attention.grid import _equivalent_output
+from bytescale.attention.kernels import MathKernel, merge_rows
+from bytescale.common.errors import PlanError
+from bytescale.plan import Plan, RankPlan, SharedGroup
+from bytescale.plan.io import load_plan, save_plan
+from bytescale.plan.plan import GroupSpec
+from bytescale.plan.verify import verify
+from tests.attention.test_ring import HEADS, KV_HEADS, WIDTH, attend, gradient_errors, inputs, reference
+from tests.helpers.effort import examples, one_in
+
+SHAPES = [(size, columns) for size in range(2, 17) for columns in range(1, size + 1) if size % columns == 0]
+
+
+def grid_plan(lengths: list[int], size: int, columns: int, weights: tuple[int, ...] = ()) -> Plan:
+    """All sequences in one group of all ranks."""
+    group = GroupSpec(sequences=range(len(lengths)), ranks=range(size), weights=weights, columns=columns)
+    return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)] * size, groups=[group], schedule=[[[0]]] * size)
+
+
+@examples(12, 120)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    shape=st.sampled_from(SHAPES),
+    weighted=st.booleans(),
+    # As for rings: fp64 is exact to the order of sums, fp32 to 24 bits, bf16 to 8 bits of each block's result.
+    precision=st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]),
+    kernel=st.sampled_from(["flash", "math"]),
+)
+def test_a_grid_of_any_shape_is_attention(
+    lengths: list[int],
+    shape: tuple[int, int],
+    weighted: bool,
+    precision: tuple[torch.dtype, float],
+    kernel: str,
+) -> None:
+    (size, columns), (dtype, tolerance) = shape, precision
+    data = inputs(lengths, dtype)
+    weights = tuple(1 + member % 3 for member in range(size)) if weighted else ()
+    ours, _ = attend(grid_plan(lengths, size, columns, weights), data, kernel)
+    for sequence, result in zip(data, ours, strict=True):
+        for name, expected in reference(sequence).items():
+            torch.testing.assert_close(result[name].double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+def slow_twin(data: list[dict[str, Tensor]], shared: SharedGroup) -> Tensor:
+    """The output of one member's rows, from everybody's tensors: all tiles are computed here, and then merged."""
+    kernel = MathKernel()
+    names = ("q", "k", "v")
+    slices = []  # per member, its rows of every sequence, front chunk then back chunk
+    for member in range(shared.size):
+        front, back = shared.chunks
+        rows = []
+        for index, tokens in enumerate(shared.lengths.tolist()):
+            first, last = int(front[index, :member].sum()), tokens - int(back[index, :member].sum())
+            rows.append((index, first, first + int(front[index, member])))
+            rows.append((index, last - int(back[index, member]), last))
+        slices.append([torch.cat([data[i][name][a:b] for i, a, b in rows]) for name in names])
+    own = slices[shared.member]
+    lengths = (shared.chunks[0] + shared.chunks[1])[:, shared.member]
+    out, lse = kernel.forward(*own, causal_triangles(lengths), WIDTH**-0.5)
+    for other in range(shared.size):
+        if other == shared.member:
+            continue
+        blocks: BlockSet = blocks_between(shared.chunks, shared.member, other)
+        if blocks:
+            part = kernel.forward(own[0], *slices[other][1:], blocks, WIDTH**-0.5)
+            merge_rows(out, lse, blocks.query_rows(out.device), *part)
+    return out
+
+
+@pytest.mark.parametrize(("size", "columns"), [(4, 2), (6, 3), (6, 2)])
+def test_gathering_everything_and_computing_every_tile_alone_gives_the_same(size: int, columns: int) -> None:
+    lengths = [29, 3, 50]
+    data = inputs(lengths, torch.float64)
+    plan = grid_plan(lengths, size, columns)
+    ours, _ = attend(plan, data, "math")
+    for rank in range(size):
+        (micro_batch,) = RankPlan.of(plan, rank).micro_batches
+        assert micro_batch.shared is not None
+        segments = zip(
+            micro_batch.segment_sequences, micro_batch.segment_starts, micro_batch.segment_stops, strict=True
+        )
+        own = torch.cat([ours[sequence]["out"][start:stop] for sequence, start, stop in segments])
+        torch.testing.assert_close(own, slow_twin(data, micro_batch.shared), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "columns"), one_in(9, SHAPES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grid_sends_what_the_formula_says_to_the_byte(size: int, columns: int, dtype: torch.dtype) -> None:
+    """The docstring of ``attention.grid``, summed over slices: each is as long as it is."""
+    rows, b, w = size // columns, dtype.itemsize, 4
+    for narrow in (None, torch.bfloat16):
+        _, sent = attend(grid_plan([103], size, columns), inputs([103], dtype), ring_gradients=narrow)
+        g = 2 if narrow else w
+        forward = (rows - 1) * KV_HEADS * 2 * WIDTH * b + (columns - 1) * HEADS * (2 * WIDTH * b + w)
+        backward = (rows - 1) * KV_HEADS * 2 * WIDTH * (b + g)
+        backward += (columns - 1) * HEADS * (2 * WIDTH * b + WIDTH * g + 2 * w)
+        assert sum(sent) == 103 * (forward + backward)
+
+
+@pytest.mark.parametrize(("size", "columns"), [(4, 2), (8, 2), (8, 4), (16, 4)])
+def test_in_bf16_a_grid_is_as_exact_as_a_ring(size: int, columns: int) -> None:
+    """Its members round more partial outputs, and fewer sums of gradients."""
+    assert output_error(size, columns) <= 1.5 * output_error(size, 1)
+    for name in ("q", "k", "v"):
+        ring, grid = (gradient_errors(size, torch.bfloat16, None, shape, (name,)) for shape in (1, columns))
+        assert grid <= 1.5 * ring
+
+
+def output_error(size: int, columns: int) -> float:
+    """``|out - fp64's| / |fp64's|`` of a sequence over all ranks in bf16."""
+    data = inputs([16 * size + 1], torch.bfloat16)
+    ours, _ = attend(grid_plan([16 * size + 1], size, columns), data, "math")
+    exact = reference_attention(*(data[0][name].double() for name in ("q", "k", "v")), [16 * size + 1])
+    return float((ours[0]["out"].double() - exact).norm() / exact.norm())
+
+
+@examples(20, 100)
+@given(
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([1e-30, 1e-20, 1.0, 1e20]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_an_equivalent_output_has_the_same_delta(seed: int, size: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dout = (torch.randn(7, 3, 16, generator=generator, dtype=torch.float64) * size).to(dtype)
+    dout[0] = 0  # as for a token without a target
+    out = torch.randn(7, 3, 16, generator=generator, dtype=torch.float64).to(dtype)
+    delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
+    ours = (dout.to(wide) * _equivalent_output(dout, delta).to(wide)).sum(dim=-1)
+    assert torch.isfinite(ours).all()
+    assert (ours[0] == 0).all()
+    # Half a unit in the last place of the output's dtype, and some of the sum's.
+    bound = torch.finfo(dtype).eps + 16 * torch.finfo(wide).eps
+    assert ((ours - delta).abs() <= bound * delta.abs()).all()
+
+
+def test_a_plan_without_columns_is_read_as_rings(tmp_path) -> None:
+    """Files from before plans knew grids; their fingerprints stay."""
+    plan = grid_plan([40, 30], 4, 1)
+    save_plan(plan, tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as stored:
+        old = {name: stored[name] for name in stored.files if name != "group_columns"}
+    np.savez(tmp_path / "old.npz", **old)
+    read = load_plan(tmp_path / "old.npz")
+    assert read.group_columns.tolist() == [1]
+    assert read.digest() == plan.digest()
+    assert plan.digest() != grid_plan([40, 30], 4, 2).digest()
+    assert load_plan(tmp_path / "new.npz").digest() == plan.digest()
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_columns_that_do_not_divide_the_ranks_are_refused(level) -> None:
+    for columns in (1, 2, 3, 6):
+        verify(grid_plan([60], 6, columns), level=level)
+    with pytest.raises(PlanError, match=r"group 0 has 6 ranks in 4 columns. Some rows of its grid would lack a member"):
+        verify(grid_plan([60], 6, 4), level=level)
+    with pytest.raises(PlanError, match=r"group_columns\[0\] is 0, below 1"):
+        verify(replace(grid_plan([60], 6, 2), group_columns=np.array([0])), level=level)
