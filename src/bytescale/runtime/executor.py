@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
@@ -56,13 +58,17 @@ class MicroBatchTokens(Protocol):
     def labels(self) -> IntArray | Tensor: ...
     @property
     def position_ids(self) -> IntArray | Tensor: ...
+    @property
+    def weights(self) -> NDArray[np.float64] | Tensor | None:
+        """``[T]`` of the tokens' losses; None: all are 1."""
+        ...
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Sums over the tokens that this rank counts: every token is counted by one rank, whatever the mesh."""
 
-    loss_sum: float  # sum of the tokens' cross-entropies, in nats
+    loss_sum: float  # weighted sum of the tokens' cross-entropies, in nats
     num_targets: int
     batch_loss: float = 0.0  # of this rank's layers, over the global batch; not in loss_sum (runtime.auxiliary)
 
@@ -94,16 +100,17 @@ class Executor:
         rank_plan: RankPlan,
         micro_batches: Sequence[MicroBatchTokens],
         *,
-        num_global_targets: int,
+        num_global_targets: float,
         after_last_message: Callable[[], None] = lambda: None,
         around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> StepResult:
-        """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
+        """Accumulate the gradient of ``sum of weighted losses / num_global_targets`` over this rank's tokens (Eq. 1-2).
 
         Args:
             rank_plan: this rank's part of the plan.
             micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
-            num_global_targets: tokens with a target in the whole global batch, over all ranks.
+            num_global_targets: tokens with a target in the whole global batch, over all ranks; or whatever else the sum
+                of weighted losses is to be divided by.
             after_last_message: called when this rank has sent and received everything, before the first collective of
                 the step's end.
             around: makes the context in which each forward and each backward runs, for measurements. A wait for another
@@ -140,7 +147,7 @@ class _Run:
     executor: Executor
     plan: Sequence[MicroBatch]
     data: Sequence[MicroBatchTokens]
-    num_global_targets: int
+    num_global_targets: float
     buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
@@ -192,6 +199,7 @@ class _Run:
             torch.as_tensor(data.labels),
             z_loss=self.executor.z_loss,
             group=self.executor.mesh.tp.group,
+            token_weights=None if data.weights is None else torch.as_tensor(data.weights),
         )
         self.losses.append(loss_sum.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
