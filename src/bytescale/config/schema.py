@@ -286,6 +286,17 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    """Loss and perplexity on other data, by the length of sequences. It changes nothing of the training."""
+
+    sources: tuple[str, ...] = ()
+    """Files, folders or URLs, read with all other settings of [data]. Each document counts once. Empty: no
+    evaluation."""
+    every: int = 100
+    """Steps between evaluations; 0: only after the last step, which is always evaluated."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Config:
     """A whole training run."""
 
@@ -298,3 +309,4 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

@@ -261,6 +261,7 @@ def _at_least_one(config: Config) -> None:
         ("checkpoint.every", config.checkpoint.every, 0),
         ("checkpoint.keep", config.checkpoint.keep, 1),
         ("checkpoint.keep_every", config.checkpoint.keep_every, 0),
+        ("eval.every", config.eval.every, 0),
         ("checkpoint.export_every", config.checkpoint.export_every, 0),
     )
     for name, value, least in rules:

@@ -60,6 +60,28 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, group, token_weights)
 
 
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """``[T]`` ``-log softmax(hidden @ weight.T)[label]`` of every token, 0 without a target; for evaluation alone.
+
+    Arguments, chunks and the dtype of the result are those of ``linear_cross_entropy``. No gradient flows.
+    """
+    with torch.no_grad():
+        wide, rows = _wide(hidden.dtype), _row_kernel(hidden)
+        losses = hidden.new_zeros(len(hidden), dtype=wide)
+        first_word = 0 if group is None else group.rank() * weight.shape[0]
+        with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
+        for part in on_device.split(loss_chunk_tokens(weight.shape[0], hidden.device.type), dim=1):
+            chosen, targets = part
+            logits = hidden[chosen] @ weight.T
+            if isinstance(rows, TorchRows):
+                logits = logits.to(wide)
+            lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
+            losses[chosen] = (lse - target_logits).to(wide)
+            del logits
+        return losses
+
+
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Identity. In backward, the head's gradient is accumulated immediately, not when the tied embedding finishes.
 
