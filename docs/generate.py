@@ -21,7 +21,7 @@ import tyro
 
 from bytescale.cli.checkpoint import ListOptions, UpgradeOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
-from bytescale.cli.data import AuditConfig, StatsConfig, TokenizeConfig
+from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.init import InitOptions
 from bytescale.cli.plan import PlanOptions
 from bytescale.cli.profile import ProfileOptions
@@ -47,6 +47,7 @@ OPTIONS: dict[str, type] = {
     "checkpoint upgrade": UpgradeOptions,
     "data tokenize": TokenizeConfig,
     "data stats": StatsConfig,
+    "data show": ShowConfig,
     "data audit": AuditConfig,
 }
 """The class that each command's arguments are parsed into."""
