@@ -25,6 +25,7 @@ from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeCon
 from bytescale.cli.init import InitOptions
 from bytescale.cli.plan import PlanOptions
 from bytescale.cli.profile import ProfileOptions
+from bytescale.cli.report import ReportOptions
 from bytescale.cli.simulate import SimulateOptions
 from bytescale.cli.train import TrainOptions
 from bytescale.common.units import format_count
@@ -41,6 +42,7 @@ OPTIONS: dict[str, type] = {
     "plan": PlanOptions,
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
+    "report": ReportOptions,
     "convert": ConvertOptions,
     "checkpoint list": ListOptions,
     "checkpoint verify": VerifyOptions,

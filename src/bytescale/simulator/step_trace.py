@@ -70,6 +70,8 @@ def load_step_trace(path: Path) -> StepTrace:
         shift = float(about.pop("shift_seconds"))
         lanes = _lanes(content["traceEvents"], shift)
         facts = TraceFacts(**about)
+        if not any(lane.spans for lane in lanes):
+            raise ValueError("it holds nothing that was measured")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
