@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def test_ranks_over_time_shows_measured_and_predicted_lanes() -> None:
     assert "wait: gradients" not in html  # it is the reduction's
 
 
+def test_lanes_are_sorted_by_the_number_of_their_stage(tmp_path: Path) -> None:
+    trace = trace_of_two_ranks(3)
+    lanes = [replace(trace.measured[0], name=f"stage {stage}") for stage in (10, 2, 0)]
+    save_step_trace(replace(trace, measured=lanes, predicted=[]), tmp_path / "trace.json")
+    names = [lane.name for lane in load_step_trace(tmp_path / "trace.json").measured]
+    assert names == ["stage 0", "stage 2", "stage 10"]
+
+
 def test_predictions_come_from_metrics_or_else_from_traces(tmp_path: Path) -> None:
     traced = read_run(write_run(tmp_path / "traced", lines(4), traced=trace_of_two_ranks(3)), "traced")
     (found,) = forecasts(traced)
@@ -154,7 +163,7 @@ def test_advice_on_slow_steps_and_slow_ranks(tmp_path: Path) -> None:
 def test_advice_follows_the_settings(tmp_path: Path) -> None:
     path = write_run(tmp_path / "static", lines(5), planner="static")
     remedies = " ".join(one.remedy for one in advice_for(read_run(path, "run")))
-    assert 'Use planner.name = "balanced" instead of "static"' in remedies
+    assert 'Use `planner.name = "balanced"` instead of "static"' in remedies
 
 
 def test_the_page_has_the_figures_and_loads_nothing(tmp_path: Path) -> None:

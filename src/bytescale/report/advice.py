@@ -59,14 +59,14 @@ def data_comes_late(run: RunRecord) -> Advice | None:
         return Advice(
             share=share,
             figure=f"{figure} Planning a batch takes {format_seconds(planning)}, a step {format_seconds(seconds)}.",
-            remedy='Let one planner plan for all ranks (data.loader = "ray"), or use planner.balance = "greedy", '
+            remedy='Let one planner plan for all ranks (`data.loader = "ray"`), or use `planner.balance = "greedy"`, '
             "which plans faster.",
         )
     return Advice(
         share=share,
         figure=figure,
-        remedy="Raise data.prefetch_steps, so that slow batches are read earlier. If every step waits, the disk or the "
-        'network is too slow for the ranks: use data.loader = "ray" with more data.servers.',
+        remedy="Raise `data.prefetch_steps`, so that slow batches are read earlier. If every step waits, the disk or "
+        'the network is too slow for the ranks: use `data.loader = "ray"` with more `data.servers`.',
     )
 
 
@@ -80,17 +80,17 @@ def ranks_wait_in_rings(run: RunRecord) -> Advice | None:
     figure += f"; rings send {format_bytes(sent)} a step." if sent else "."
     remedies = []
     if run.settings["planner.name"] != "balanced":
-        remedies.append(f'Use planner.name = "balanced" instead of "{run.settings["planner.name"]}"')
+        remedies.append(f'Use `planner.name = "balanced"` instead of "{run.settings["planner.name"]}"')
     if sent:
         capacity = run.settings["parallel.capacity_tokens"]
         now = f" (now {format_count(capacity)})" if isinstance(capacity, int) and capacity else ""
         remedies.append(
-            f"Raise parallel.capacity_tokens{now} if memory allows: fewer ranks then have to share a sequence"
+            f"Raise `parallel.capacity_tokens`{now} if memory allows: fewer ranks then have to share a sequence"
         )
         if run.settings["trainer.ring_gradients"] == "wide":
-            remedies.append('trainer.ring_gradients = "bf16" halves the bytes of gradients in rings')
+            remedies.append('`trainer.ring_gradients = "bf16"` halves the bytes of gradients in rings')
     if not run.settings["cost.profile"]:
-        remedies.append("Measure this machine with `bytescale profile` and set cost.profile: the planner then knows "
+        remedies.append("Measure this machine with `bytescale profile` and set `cost.profile`: the planner then knows "
                         "what a message costs here")  # fmt: skip
     return Advice(share=share, figure=figure, remedy=". ".join(remedies) + ".")
 
@@ -101,9 +101,11 @@ def one_rank_computes_longer(run: RunRecord) -> Advice | None:
     if imbalance is None or imbalance < 1 + WORTH_SAYING:
         return None
     share = 1.0 - 1.0 / imbalance
-    remedy = "Measure this machine with `bytescale profile` and set cost.profile, so that equal plans take equal times."
+    remedy = (
+        "Measure this machine with `bytescale profile` and set `cost.profile`, so that equal plans take equal times."
+    )
     if run.settings["planner.name"] != "balanced":
-        remedy = f'Use planner.name = "balanced" instead of "{run.settings["planner.name"]}".'
+        remedy = f'Use `planner.name = "balanced"` instead of "{run.settings["planner.name"]}".'
     return Advice(
         share=share * _shares(run)["compute"],
         figure=f"The slowest rank computes {imbalance - 1:.0%} longer than the mean of all ranks, in the median step.",
@@ -119,11 +121,11 @@ def reduction_takes_long(run: RunRecord) -> Advice | None:
     tokens = int(run.settings["data.batch_tokens"]) if str(run.settings["data.batch_tokens"]).isdigit() else None
     remedies = []
     if not run.settings["trainer.gradient_bucket_mib"]:
-        remedies.append("Set trainer.gradient_bucket_mib to 1: gradients are then reduced while ranks still compute")
+        remedies.append("Set `trainer.gradient_bucket_mib` to 1: gradients are then reduced while ranks still compute")
     half = share / (2 - share)
     batch = f" (now {format_count(tokens)})" if tokens else ""
     remedies.append(
-        f"Raise data.batch_tokens{batch}: a reduction costs the same for a large batch, so twice the tokens would "
+        f"Raise `data.batch_tokens`{batch}: a reduction costs the same for a large batch, so twice the tokens would "
         f"bring it to about {half:.0%}"
     )
     return Advice(
@@ -145,7 +147,7 @@ def predictions_are_off(run: RunRecord) -> Advice | None:
         figure=f"Predicted times are off: step {forecast.step} was predicted to take "
         f"{format_seconds(forecast.predicted)} and took {format_seconds(forecast.measured)}.",
         remedy="Plans are made from these times. Measure the machine while nothing else runs: `bytescale profile`, "
-        "then cost.profile."
+        "then `cost.profile`."
         + (" The profile in use is of another state of this machine." if run.settings["cost.profile"] else ""),
     )
 
@@ -202,8 +204,8 @@ def memory_is_left(run: RunRecord) -> Advice | None:
         return None
     return Advice(
         share=0.0,
-        figure=f"The fullest rank uses {format_bytes(peak)}, {used:.0%} of memory.device_gib = {limit}.",
-        remedy='Set parallel.capacity_tokens = "auto": larger micro-batches need fewer ranks for a long sequence.',
+        figure=f"The fullest rank uses {format_bytes(peak)}, {used:.0%} of `memory.device_gib = {limit}`.",
+        remedy='Set `parallel.capacity_tokens = "auto"`: larger micro-batches need fewer ranks for a long sequence.',
     )
 
 

@@ -12,7 +12,7 @@ from html import escape
 
 from bytescale.common.units import KIBI, format_bytes, format_count, format_seconds
 from bytescale.report.parts import waits_of
-from bytescale.simulator.step_trace import StepTrace
+from bytescale.simulator.step_trace import StepTrace, lane_place
 from bytescale.simulator.trace import Span, spread_evenly
 
 WIDTH, HEIGHT = 1000.0, 100.0  # of every drawing, in its own units
@@ -118,7 +118,7 @@ def ranks_over_time(trace: StepTrace, *, until: float | None = None) -> str:
     shown = {ranks[place] for place in spread_evenly(len(ranks), MAX_RANKS)}
     lanes = [("measured", lane) for lane in trace.measured] + [("predicted", lane) for lane in trace.predicted]
     lanes = [(kind, lane) for kind, lane in lanes if lane.rank in shown]
-    lanes.sort(key=lambda item: (item[1].rank, item[1].name.partition(", tp")[0], item[0]))
+    lanes.sort(key=lambda item: (*lane_place(item[1])[:2], item[0], item[1].name))
     spans = [span for _, lane in lanes for span in lane.spans]
     axis = _Axis(min(span.start for span in spans), max(span.end for span in spans) if until is None else until)
     many_lanes = len(lanes) > 2 * len(shown)

@@ -45,6 +45,7 @@ TRACE_KEYS = (
     ("k-wait", "waiting for other ranks"),
     ("k-reduction", "reducing gradients"),
     ("k-update", "update"),
+    ("k-report", "agreement, sums"),
     ("k-data", "waiting for data"),
 )
 
