@@ -83,12 +83,13 @@ def write_run(
     log: str = "",
     traced: StepTrace | None = None,
     planner: str = "balanced",
+    trace_steps: tuple[int, ...] = (),
 ) -> Path:
     """Make a run folder with these lines of metrics, and a plan for each."""
     config = Config(
         data=DataConfig(sources=("corpus",), batch_tokens=8192),
         parallel=ParallelConfig(ranks=2),
-        trainer=TrainerConfig(steps=steps, run_dir=str(path)),
+        trainer=TrainerConfig(steps=steps, run_dir=str(path), trace_steps=trace_steps),
     )
     config = replace(config, planner=replace(config.planner, name=planner))
     folder = RunFolder(path)

@@ -200,6 +200,16 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "All settings" in page.text
 
 
+def test_traces_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", lines(4), traced=trace_of_two_ranks(3), trace_steps=(2, 3, 5))
+    text = page_of(*read_runs([path])).text
+    assert (
+        "Step 5 will be traced if the run is continued so far. There is no trace of step 2; log.txt says why." in text
+    )
+    none = write_run(tmp_path / "none", lines(4))
+    assert "No step was traced." in page_of(*read_runs([none])).text
+
+
 def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     page = page_of(*read_runs([write_run(tmp_path / "run", [])]))
     assert "has not finished its first step" in page.text

@@ -108,17 +108,22 @@ def time_section(runs: Sequence[RunRecord]) -> str:
 
 def traces_section(runs: Sequence[RunRecord]) -> str:
     """Ranks over time in the traced steps."""
-    if not any(run.traces for run in runs):
+    if not any(run.traces or run.settings["trainer.trace_steps"] for run in runs):
         last = max((int(run.settings["trainer.steps"]) for run in runs), default=1)
         return note(
             f"No step was traced. With `bytescale train ... --trainer.trace-steps {min(5, last)}`, this shows what "
             "every rank did in that step, beside what was predicted."
         )
+    blocks = [(run.name, _missing_traces(run)) for run in runs]
+    if not any(run.traces for run in runs):
+        return per_run(blocks)
     ends = [span.end for run in runs for trace in run.traces for lane in trace.measured for span in lane.spans]
     ends += [span.end for run in runs for trace in run.traces for lane in trace.predicted for span in lane.spans]
     until = max(ends) if len(runs) > 1 else None  # runs are compared on equal axes
-    blocks = [(run.name, "".join(_one_trace(trace, until) for trace in run.traces)) for run in runs]
-    return legend(TRACE_KEYS) + per_run(blocks)
+    drawn = ["".join(_one_trace(trace, until) for trace in run.traces) for run in runs]
+    return legend(TRACE_KEYS) + per_run(
+        [(name, charts + missing) for charts, (name, missing) in zip(drawn, blocks, strict=True)]
+    )
 
 
 def batches_section(runs: Sequence[RunRecord]) -> str:
@@ -203,6 +208,22 @@ def settings_section(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         first = table(head, different) if different else note("All settings are the same.")
     return first + details("All settings", table(head, rows))
+
+
+def _missing_traces(run: RunRecord) -> str:
+    """What became of the steps that should have been traced and were not."""
+    traced = {trace.facts.step for trace in run.traces}
+    wanted = [int(step) for step in run.settings["trainer.trace_steps"]]
+    last = run.step_numbers[-1] if run.steps else 0
+    coming = [str(step) for step in wanted if step > last and step not in traced]
+    past = [str(step) for step in wanted if step <= last and step not in traced]
+    lines = []
+    if coming:
+        when = "when the run comes to it" if run.state == "running" else "if the run is continued so far"
+        lines.append(f"Step {', '.join(coming)} will be traced {when}.")
+    if past:
+        lines.append(f"There is no trace of step {', '.join(past)}; log.txt says why.")
+    return note(" ".join(lines)) if lines else ""
 
 
 def _one_trace(trace: StepTrace, until: float | None) -> str:
