@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bytescale.cli.main import main
@@ -17,6 +18,8 @@ from bytescale.report.charts import Series, line_chart, ranks_over_time
 from bytescale.report.parts import forecasts, rank_times, step_parts
 from bytescale.report.runs import RunRecord, read_run
 from bytescale.simulator.step_trace import load_step_trace, save_step_trace
+from bytescale.train.reporting.evaluations import EvaluationMetrics
+from bytescale.train.run_folder import RunFolder
 from tests.report.folders import metrics_line, trace_of_two_ranks, write_run
 
 
@@ -198,6 +201,16 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "At step 4 its loss is 5.0000, and 7.0000 in first." in page.text
     assert "planner.name balanced static" in page.text
     assert "All settings" in page.text
+
+
+def test_evaluations_stand_beside_the_loss(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", lines(4))
+    metrics = EvaluationMetrics.of(2, np.array([64, 256]), np.array([[30.0, 10.0, 10], [0.0, 0.0, 0], [8.0, 4.0, 4]]))
+    RunFolder(path).evaluations.write_text(metrics.to_json() + "\n", encoding="utf-8")
+    html = report_page(read_runs([path]))
+    assert 'class="line s0 dashed"' in html
+    assert "Evaluation after step 2, by length" in Page(html).text
+    assert "up to 64 3.0000 20.09 10 longer 2.0000 7.39 4" in Page(html).text
 
 
 def test_traces_that_are_missing_are_named(tmp_path: Path) -> None:

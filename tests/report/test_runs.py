@@ -53,6 +53,14 @@ def test_a_last_line_that_is_cut_off_is_left_out_and_named(tmp_path: Path) -> No
     assert run.notes == ["The last line of metrics.jsonl is cut off, as when a run is killed; it is left out."]
 
 
+def test_evaluations_are_read_and_their_cut_off_line_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", lines(4))
+    RunFolder(path).evaluations.write_text('{"step": 2, "loss": 7.5, "buckets": []}\n{"step": 4, "lo', encoding="utf-8")
+    run = read_run(path, "run")
+    assert [line["loss"] for line in run.evaluations] == [7.5]
+    assert run.notes == ["The last line of evaluations.jsonl is cut off, as when a run is killed; it is left out."]
+
+
 def test_a_damaged_line_a_damaged_plan_and_a_damaged_trace_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", lines(3), traced=trace_of_two_ranks(2))
     folder = RunFolder(path)

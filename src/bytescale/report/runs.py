@@ -50,6 +50,7 @@ class RunRecord:
         state_text: the state in a sentence.
         notes: what could not be read, in sentences.
         log: log.txt, line by line.
+        evaluations: the lines of evaluations.jsonl in the order of steps.
     """
 
     name: str
@@ -60,6 +61,7 @@ class RunRecord:
     state_text: str
     notes: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     batches: Batches | None = None
 
@@ -95,7 +97,7 @@ def read_run(path: Path, name: str) -> RunRecord:
     folder = RunFolder(path)
     notes: list[str] = []
     settings = _settings(folder, notes)
-    steps = _metrics(folder.metrics, notes)
+    steps = _lines(folder.metrics, NEEDED, notes)
     log = folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if folder.log.exists() else []
     state, state_text = _state(folder, settings, steps, log)
     return RunRecord(
@@ -107,6 +109,7 @@ def read_run(path: Path, name: str) -> RunRecord:
         state_text=state_text,
         notes=notes,
         log=log,
+        evaluations=_lines(folder.evaluations, ("step", "loss"), notes),
         traces=_traces(folder, notes),
         batches=_batches(folder, [int(line["step"]) for line in steps], notes),
     )
@@ -141,8 +144,11 @@ def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, by step. The last line of a run that was killed may be cut off."""
+def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
+    """The lines of a file with one JSON object a step, by step. The last line of a killed run may be cut off.
+
+    ``needed``: numbers without which a line is not whole.
+    """
     if not path.exists():
         return []
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -150,14 +156,14 @@ def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     for place, line in enumerate(lines, start=1):
         try:
             content = json.loads(line)
-            for name in NEEDED:
+            for name in needed:
                 float(content[name])
             steps[int(content["step"])] = content
         except (ValueError, KeyError, TypeError):
             if place == len(lines):
-                notes.append("The last line of metrics.jsonl is cut off, as when a run is killed; it is left out.")
+                notes.append(f"The last line of {path.name} is cut off, as when a run is killed; it is left out.")
             else:
-                notes.append(f"Line {place} of metrics.jsonl is damaged; it is left out.")
+                notes.append(f"Line {place} of {path.name} is damaged; it is left out.")
     return [steps[step] for step in sorted(steps)]
 
 

@@ -70,8 +70,19 @@ def overview_section(runs: Sequence[RunRecord]) -> str:
 
 
 def loss_section(runs: Sequence[RunRecord]) -> str:
-    """The loss of all runs on one pair of axes."""
-    return line_chart(_series(runs, "loss"), label="{:.3g}".format)
+    """The loss of all runs on one pair of axes, with that on evaluation data, and the last evaluations by length."""
+    evaluated = [
+        Series(
+            name=f"{run.name}, evaluation" if len(runs) > 1 else "evaluation",
+            css=f"s{place % 6} dashed",
+            xs=[float(line["step"]) for line in run.evaluations],
+            ys=[float(line["loss"]) for line in run.evaluations],
+        )
+        for place, run in enumerate(runs)
+        if run.evaluations
+    ]
+    chart = line_chart([*_series(runs, "loss"), *evaluated], label="{:.3g}".format)
+    return chart + per_run([(run.name, _by_length(run)) for run in runs])
 
 
 def throughput_section(runs: Sequence[RunRecord]) -> str:
@@ -224,6 +235,24 @@ def _missing_traces(run: RunRecord) -> str:
     if past:
         lines.append(f"There is no trace of step {', '.join(past)}; log.txt says why.")
     return note(" ".join(lines)) if lines else ""
+
+
+def _by_length(run: RunRecord) -> str:
+    """The newest evaluation, by the length of sequences."""
+    buckets = run.evaluations[-1].get("buckets", []) if run.evaluations else []
+    rows = [
+        [
+            "longer" if bucket["longest_tokens"] is None else f"up to {format_count(bucket['longest_tokens'])}",
+            f"{bucket['loss']:.4f}",
+            f"{bucket['perplexity']:.2f}",
+            format_count(bucket["num_targets"]),
+        ]
+        for bucket in buckets
+    ]
+    if not rows:
+        return ""
+    head = ["tokens of a sequence", "loss", "perplexity", "targets"]
+    return details(f"Evaluation after step {run.evaluations[-1]['step']}, by length", table(head, rows))
 
 
 def _one_trace(trace: StepTrace, until: float | None) -> str:
