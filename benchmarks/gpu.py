@@ -254,7 +254,6 @@ class Tokens:
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
-    weights: None = None
 
     @staticmethod
     def random(vocab_size: int, micro_batch: MicroBatch, device: torch.device) -> Tokens:

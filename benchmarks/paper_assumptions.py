@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 
 from bytescale.config import PRESETS, Architecture
 from bytescale.cost import Profile, flops, load_profile
-from bytescale.cost.gradient_sync import GRADIENT_BYTES, PARAMETER_BYTES
+from bytescale.cost.gradient_sync import GRADIENT_BYTES
 
 KIBI = 1024
 BATCH_TOKENS = 32 * KIBI**2
@@ -57,6 +57,7 @@ CAPACITY_TOKENS = 8 * KIBI
 GPUS_PER_NODE = 8
 HOST_BYTES = 64e9
 DEVICE_BYTES = 0.8 * 80e9
+PARAMETER_BYTES = 2  # parameters are in bf16
 
 STATIC_SECONDS = 520.0
 ABLATION = {"dynamic communication": 1.59, "offloading": 2.01, "balance": 3.69, "remote loader": 3.89}

@@ -40,11 +40,10 @@ def make_model(shape: Architecture, dtype: torch.dtype, seed: int = 0) -> Llama:
 
 @dataclass
 class Batch:
-    """Tokens and labels of every sequence of a global batch, and the weights of the labels; None: all are 1."""
+    """Tokens and labels of every sequence of a global batch."""
 
     tokens: list[Tensor]
     labels: list[Tensor]
-    weights: list[Tensor] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -55,10 +54,8 @@ class Batch:
         return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
 
 
-def random_batch(
-    lengths: Sequence[int], vocab_size: int, seed: int, masked_share: float = 0.2, *, real_weights: bool = False
-) -> Batch:
-    """Random tokens; labels are the next tokens, some of them masked out. ``real_weights``: they weigh -1 to 1."""
+def random_batch(lengths: Sequence[int], vocab_size: int, seed: int, masked_share: float = 0.2) -> Batch:
+    """Random tokens; labels are the next tokens, some of them masked out."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = [], []
     for length in lengths:
@@ -67,8 +64,7 @@ def random_batch(
         label[torch.rand(length, generator=generator) < masked_share] = IGNORE_INDEX
         tokens.append(sequence)
         labels.append(label)
-    draws = [2 * torch.rand(length, generator=generator, dtype=torch.float64) - 1 for length in lengths]
-    return Batch(tokens, labels, draws if real_weights else None)
+    return Batch(tokens, labels)
 
 
 @dataclass
@@ -76,7 +72,6 @@ class MicroBatchTokens:
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
-    weights: Tensor | None = None
 
 
 def slice_batch(batch: Batch, micro_batch: MicroBatch) -> MicroBatchTokens:
@@ -94,7 +89,6 @@ def slice_batch(batch: Batch, micro_batch: MicroBatch) -> MicroBatchTokens:
         tokens=torch.cat([batch.tokens[s][a:b] for s, a, b in segments] or empty),
         labels=torch.cat([batch.labels[s][a:b] for s, a, b in segments] or empty),
         position_ids=torch.as_tensor(micro_batch.position_ids()),
-        weights=None if batch.weights is None else torch.cat([batch.weights[s][a:b] for s, a, b in segments] or empty),
     )
 
 
@@ -110,11 +104,9 @@ def reference_step(model: Llama, batch: Batch) -> StepOutcome:
     """Every document on its own through SDPA, all logits at once: no packing, no ring, no chunks."""
     total = torch.zeros((), dtype=torch.float64)
     model.zero_grad()
-    for tokens, labels, weights in zip(
-        batch.tokens, batch.labels, batch.weights or [None] * len(batch.tokens), strict=True
-    ):
+    for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
         hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
-        loss = reference_cross_entropy(hidden, model.head_weight, labels, 0.0, weights) / batch.num_targets
+        loss = reference_cross_entropy(hidden, model.head_weight, labels) / batch.num_targets
         loss.backward()
         total += loss.detach().double()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

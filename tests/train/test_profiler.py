@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
@@ -19,7 +20,9 @@ from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.parts.job import measured_profile
-from bytescale.train.profiling.profiler import CURVES, Measurer, measure_links, measure_profile
+from bytescale.train.profiling.links import measure_links
+from bytescale.train.profiling.measurer import Measurer
+from bytescale.train.profiling.profiler import CURVES, measure_profile
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import small_shape
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
@@ -166,3 +169,40 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_measuring(
 ) -> None:
     assert main(["profile", "--out", str(tmp_path / out)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_links_inside_and_across_nodes_are_measured_apart() -> None:
+    """Four ranks that believe to be on two nodes. Messages across are held up, as a slow link would."""
+
+    def one_rank(hdp: RankGroup) -> Links:
+        start = hdp.exchange.start
+
+        def slow_across(*, send: Tensor, to: int, receive: Tensor, source: int, tag: int) -> object:
+            if to // 2 != hdp.rank // 2:
+                time.sleep(0.002 + send.numel() / 2e6)
+            return start(send=send, to=to, receive=receive, source=source, tag=tag)
+
+        hdp.exchange.start = slow_across  # type: ignore[method-assign,assignment]
+        return measure_links(hdp, Measurer(SHAPE, torch.device("cpu"), torch.float32), nodes=[5, 5, 9, 9])
+
+    first, *others = run_ranks(4, one_rank)
+    assert all(other == first for other in others)
+    assert first.inter_node_bytes_per_second < 2e6 < first.intra_node_bytes_per_second
+    assert first.inter_node_latency_seconds is not None
+    assert first.inter_node_latency_seconds > 0.002
+    assert first.node_bytes_per_second > 1.2 * first.inter_node_bytes_per_second
+    assert 0 < (first.reduce_bytes_per_second or 0) < 1e12
+
+
+def test_a_profile_with_all_links_is_read_as_it_was_written(profile: Profile, tmp_path: Path) -> None:
+    links = Links(
+        inter_node_bytes_per_second=2e6, inter_node_latency_seconds=0.01, node_bytes_per_second=3e6,
+        reduce_bytes_per_second=1e6, gather_bytes_per_second=2e6, collective_seconds=0.1,
+    )  # fmt: skip
+    path = tmp_path / "links.toml"
+    for wanted in (links, Links(latency_seconds=1.0)):
+        save_profile(replace(profile, links=wanted), path)
+        assert load_profile(path).links == wanted
+    cost = replace(profile, links=links).cost_model(ranks_per_node=2)
+    assert cost.latency_seconds(True) == pytest.approx(2 * SHAPE.num_layers * 0.01)
+    assert cost.latency_seconds(False) == 0

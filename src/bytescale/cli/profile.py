@@ -36,7 +36,8 @@ class ProfileOptions:
     seconds: float = 60.0
     """Seconds for all lengths together. Lengths that would take longer are left out."""
     ranks: int = 1
-    """Ranks on this machine that measure at the same time. The links between them are measured too. 1: ideal links."""
+    """Ranks on this machine that measure at the same time. The links between them are measured too. 1: ideal links.
+    Under torchrun, the ranks of all its nodes measure, and links inside and across nodes are told apart."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """The kind of device to measure."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
@@ -129,6 +130,7 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
             max_tokens=options.max_tokens,
             seconds=options.seconds,
             hdp=ranks.hdp,
+            nodes=ranks.nodes(),
             progress=show,
         )
 

@@ -28,8 +28,7 @@ from bytescale.cost.split import stage_chunks
 
 MOST_BUCKETS = 64
 """More buckets would hardly shorten the visible part, and every bucket costs the latency of two collectives."""
-GRADIENT_BYTES = 4  # gradients are reduced in fp32
-PARAMETER_BYTES = 2  # updated parameters are gathered in bf16
+GRADIENT_BYTES = 4  # gradients are reduced in fp32 or wider
 
 
 def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, virtual_stages: int = 1) -> float:
@@ -41,9 +40,15 @@ def stage_parameters(profile: Profile, *, stage: int, pipeline_parallel: int, vi
     return weights / profile.tensor_parallel
 
 
-def sync_bytes(parameters_per_device: float, num_ranks: int) -> float:
+def sync_bytes(profile: Profile, parameters_per_device: float, num_ranks: int) -> float:
     """Bytes that each device sends in a step's reduce-scatter and all-gather: (R - 1) / R of the bytes of both."""
-    return parameters_per_device * (GRADIENT_BYTES + PARAMETER_BYTES) * (num_ranks - 1) / num_ranks
+    both = gradient_bytes(profile) + profile.parameter_bytes
+    return parameters_per_device * both * (num_ranks - 1) / num_ranks
+
+
+def gradient_bytes(profile: Profile) -> int:
+    """Bytes of one gradient: sums are made in fp32 or wider."""
+    return max(GRADIENT_BYTES, profile.parameter_bytes)
 
 
 def sync_seconds(profile: Profile, parameters_per_device: float, *, num_ranks: int, ranks_per_node: int) -> float:
@@ -65,15 +70,22 @@ def bucket_seconds(
 ) -> BucketSeconds:
     """Time of each collective for one of ``num_buckets`` equal parts of the parameters.
 
-    The time is ``bytes / bandwidth + ceil(log2 R) latency``. The bandwidth is that of the slowest link between the
-    ranks, and every rank sends (R - 1) / R of the bucket.
+    The time is ``bytes / bandwidth + latency``, and every rank sends (R - 1) / R of the bucket. Where the profile has
+    not measured collectives, the bandwidth is that of the slowest link between the ranks, and the latency that of
+    ceil(log2 R) messages.
     """
     if num_ranks == 1:
         return BucketSeconds(reduce=0.0, gather=0.0)
-    rate = profile.links.ring_bytes_per_second(num_ranks > ranks_per_node)
-    latency = math.ceil(math.log2(num_ranks)) * profile.links.latency_seconds
+    links, far = profile.links, num_ranks > ranks_per_node
+    ring = links.ring_bytes_per_second(far)
+    latency = links.collective_seconds
+    if latency is None:
+        latency = math.ceil(math.log2(num_ranks)) * links.ring_latency_seconds(far)
     sent = parameters_per_device / num_buckets * (num_ranks - 1) / num_ranks
-    return BucketSeconds(reduce=GRADIENT_BYTES * sent / rate + latency, gather=PARAMETER_BYTES * sent / rate + latency)
+    return BucketSeconds(
+        reduce=gradient_bytes(profile) * sent / (links.reduce_bytes_per_second or ring) + latency,
+        gather=profile.parameter_bytes * sent / (links.gather_bytes_per_second or ring) + latency,
+    )
 
 
 def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:

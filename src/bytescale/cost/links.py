@@ -16,21 +16,41 @@ class Links:
     """To a neighbour in the same node (NVLink, shared memory)."""
     inter_node_bytes_per_second: float = math.inf
     """To a neighbour in another node (RDMA)."""
+    node_bytes_per_second: float = math.inf
+    """To other nodes, of all ranks of a node together, which may share an adapter."""
     latency_seconds: float = 0.0
     """Time from the start of a transfer until its first byte arrives. Compute can hide it, like the transfer itself."""
+    inter_node_latency_seconds: float | None = None
+    """The same to a neighbour in another node. None: as inside a node."""
     message_seconds: float = 0.0
     """Time of every ring step and direction that no compute hides: starting, waking up, adding up what arrived."""
     device_to_host_bytes_per_second: float = math.inf
     """For offloading, in forward."""
     host_to_device_bytes_per_second: float = math.inf
     """For loading back, in backward."""
+    reduce_bytes_per_second: float | None = None
+    """Bytes of a bucket that each rank has to send, (R - 1) / R of it, over the time of its reduce-scatter. None: the
+    bandwidth of a ring."""
+    gather_bytes_per_second: float | None = None
+    """The same of the all-gather."""
+    collective_seconds: float | None = None
+    """Time of a collective of a few bytes over all ranks. None: ceil(log2 R) latencies."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
+            if value is None:
+                continue
             if math.isnan(value) or value < 0 or (value == 0 and spec.name.endswith("bytes_per_second")):
                 raise ConfigError(problem(f"links: {spec.name} is {value}", fix="use a number above 0"))
 
     def ring_bytes_per_second(self, inter_node: bool) -> float:
         """Bandwidth of a ring, which is that of its slowest link."""
-        return self.inter_node_bytes_per_second if inter_node else self.intra_node_bytes_per_second
+        if not inter_node:
+            return self.intra_node_bytes_per_second
+        return min(self.inter_node_bytes_per_second, self.node_bytes_per_second)
+
+    def ring_latency_seconds(self, inter_node: bool) -> float:
+        """Latency of a ring's step."""
+        across = self.inter_node_latency_seconds
+        return across if inter_node and across is not None else self.latency_seconds

@@ -18,14 +18,13 @@ which a transfer is longer than a block is exposed (paper section 3: O(s^2) work
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError, problem
-from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,9 @@ class CostModel:
     ring_bytes_per_token: float = 0.0
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
     ring_step_seconds: float = 0.0
-    """Latency of one ring step, all layers, forward and backward."""
+    """Latency of one ring step inside a node, all layers, forward and backward."""
+    inter_node_ring_step_seconds: float | None = None
+    """The same for a ring that leaves a node. None: as inside."""
     ring_message_seconds: float = 0.0
     """Part of a ring step that no compute hides, all layers, forward and backward."""
     intra_node_bytes_per_second: float = math.inf
@@ -57,6 +58,8 @@ class CostModel:
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
+            if value is None:
+                continue
             above_zero = spec.name.endswith("bytes_per_second") or spec.name == "ranks_per_node"
             if math.isnan(value) or value < 0 or (above_zero and value == 0):
                 rule = "above 0" if above_zero else "of at least 0"
@@ -104,6 +107,11 @@ class CostModel:
             + self.micro_batch_seconds
         )
 
+    def latency_seconds(self, inter_node: bool) -> float:
+        """Latency of one ring step, all layers, forward and backward."""
+        across = self.inter_node_ring_step_seconds
+        return across if inter_node and across is not None else self.ring_step_seconds
+
     def leaves_node(self, first_rank: ArrayLike, degree: ArrayLike) -> NDArray[np.bool_]:
         """Whether a group of consecutive ranks from ``first_rank`` spans two nodes or more. Broadcasts."""
         first = np.asarray(first_rank)
@@ -116,24 +124,8 @@ class CostModel:
             1.0 / self.inter_node_bytes_per_second,
             1.0 / self.intra_node_bytes_per_second,
         )
-        return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + self.ring_step_seconds
-
-    def forward_only(self, bytes_per_element: int) -> CostModel:
-        """The costs of the same model without backward.
-
-        A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. A ring
-        carries K and V of ``bytes_per_element`` once, instead of twice and their gradients in fp32 or wider.
-        """
-        traffic = bytes_per_element / (2 * bytes_per_element + max(4, bytes_per_element))
-        return replace(
-            self,
-            attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
-            token_seconds=self.token_seconds / 3,
-            micro_batch_seconds=self.micro_batch_seconds / 2,
-            ring_bytes_per_token=self.ring_bytes_per_token * traffic,
-            ring_step_seconds=self.ring_step_seconds / 2,
-            ring_message_seconds=self.ring_message_seconds / 2,
-        )
+        latency = np.where(inter_node, self.latency_seconds(True), self.latency_seconds(False))
+        return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + latency
 
     @staticmethod
     def from_work(*, linear_per_square: float = 24576) -> CostModel:

@@ -59,6 +59,8 @@ class Profile:
     links: Links = field(default_factory=Links)
     layer_parameters: int
     """Weights of one layer, over all tp devices and all experts. Gradients are reduced for all of them."""
+    parameter_bytes: int = 2
+    """Bytes of one parameter, which is gathered after every update."""
     points: tuple[Point, ...] = ()
 
     @property
@@ -115,6 +117,7 @@ class Profile:
             ring_backward_bytes_per_token=ring[1] / tensor_parallel,
             links=links or Links(),
             layer_parameters=flops.layer_parameters(architecture),
+            parameter_bytes=bytes_per_element,
         )
 
     def of_model(self, architecture: Architecture) -> Profile:
@@ -188,10 +191,11 @@ class Profile:
             micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
             + sum(curve.constant for curve in heads) / pipeline_parallel,
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
-            ring_step_seconds=2 * layers * self.links.latency_seconds,
+            ring_step_seconds=2 * layers * self.links.ring_latency_seconds(False),
+            inter_node_ring_step_seconds=2 * layers * self.links.ring_latency_seconds(True),
             ring_message_seconds=2 * layers * self.links.message_seconds,
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
-            inter_node_bytes_per_second=self.links.inter_node_bytes_per_second,
+            inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
         )
 

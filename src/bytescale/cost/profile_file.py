@@ -151,9 +151,11 @@ def profile_to_toml(profile: Profile) -> str:
     lines += ["[traffic]"]
     lines += [f"ring_forward_bytes_per_token = {profile.ring_forward_bytes_per_token!r}"]
     lines += [f"ring_backward_bytes_per_token = {profile.ring_backward_bytes_per_token!r}"]
-    lines += [f"layer_parameters = {profile.layer_parameters}", "", "[links]"]
+    lines += [f"layer_parameters = {profile.layer_parameters}", f"parameter_bytes = {profile.parameter_bytes}"]
+    lines += ["", "[links]"]
     for spec in fields(Links):
-        lines.append(f"{spec.name} = {_number(getattr(profile.links, spec.name))}")
+        if (value := getattr(profile.links, spec.name)) is not None:
+            lines.append(f"{spec.name} = {_number(value)}")
     lines += ["", "[architecture]"]
     for name, value in profile.architecture.as_dict().items():
         lines.append(f"{name} = {_quoted(value) if isinstance(value, str) else str(value).lower()}")

@@ -107,10 +107,10 @@ def stage_activation_bytes(profile: Profile, loads: Loads, *, num_layers: int) -
 
 def ring_transfer_seconds(profile: Profile, bytes_per_token: float, loads: Loads) -> FloatArray:
     """``[M]`` seconds of one transfer of one layer's ring, x; 0 where nothing is shared."""
-    rate = np.where(
-        loads.inter_node, profile.links.inter_node_bytes_per_second, profile.links.intra_node_bytes_per_second
-    )
-    seconds = bytes_per_token * loads.largest_share * loads.shared_tokens / rate + profile.links.latency_seconds
+    links = profile.links
+    rate = np.where(loads.inter_node, links.ring_bytes_per_second(True), links.ring_bytes_per_second(False))
+    latency = np.where(loads.inter_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
+    seconds = bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
     return np.where(loads.degree > 1, seconds, 0.0)
 
 

@@ -74,7 +74,7 @@ def simulate(
     ]
     seconds = np.stack([events.longest_member(times.total) for times in parts])
     hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
-    transfer = events.longest_member(hop + profile.links.latency_seconds)
+    transfer = events.longest_member(hop + profile.links.ring_latency_seconds(True))
     used: Schedule = "1f1b" if schedule == "auto" else schedule
     run = partial(run_events, events, seconds, transfer, num_stages=cluster.pp, progress=progress)
     try:
@@ -280,6 +280,6 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
         ring_intra_node=ring * float(events.intra_node_ring_tokens.sum()),
         ring_inter_node=ring * float(events.inter_node_ring_tokens.sum()),
         pipeline=2 * (cluster.num_parts - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
-        gradient_sync=sum(sync_bytes(count, events.num_ranks) for count in parameters) * tp * events.num_ranks,
+        gradient_sync=sum(sync_bytes(profile, count, events.num_ranks) for count in parameters) * tp * events.num_ranks,
         offload=movable * tp * float(moved.sum()),
     )

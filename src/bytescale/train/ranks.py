@@ -49,6 +49,15 @@ class Ranks:
         """The ranks with the same weights as this one."""
         return self.mesh.hdp
 
+    def nodes(self) -> list[int]:
+        """The node of every world rank, by a number that means nothing else. Every rank calls it."""
+        return [int(node) for (node,) in self.world.share([float(own_node(self.world.rank))])]
+
+    def hdp_ranks_per_node(self) -> int:
+        """HDP ranks of one stage that share a node, on the node that has fewest. Every rank calls it."""
+        nodes = self.nodes()
+        return max(1, min(nodes.count(node) for node in nodes) // self.mesh.shape.tp)
+
     def smallest(self, own: Sequence[float]) -> list[float]:
         """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
         return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]

@@ -39,7 +39,7 @@ class Rectangles(NamedTuple):
 
 def is_ideal(cost: CostModel) -> bool:
     """Whether communication is free."""
-    return cost.ring_step_seconds == cost.ring_message_seconds == 0 and (
+    return cost.latency_seconds(False) == cost.latency_seconds(True) == cost.ring_message_seconds == 0 and (
         cost.ring_bytes_per_token == 0
         or (np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second))
     )
@@ -102,13 +102,14 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     launch = cost.micro_batch_seconds
     if is_ideal(cost):
         return lambda work, length, degree: work / degree + launch
-    latency, message, squares = cost.ring_step_seconds, cost.ring_message_seconds, cost.attention_seconds_per_pair
+    near, far = cost.latency_seconds(False), cost.latency_seconds(True)
+    message, squares = cost.ring_message_seconds, cost.attention_seconds_per_pair
     intra = cost.ring_bytes_per_token / cost.intra_node_bytes_per_second
     inter = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second
     node = cost.ranks_per_node
 
     def seconds_on(work: float, length: int, degree: int) -> float:
-        transfer = (inter if degree > node else intra) * length / degree + latency
+        transfer = inter * length / degree + far if degree > node else intra * length / degree + near
         block = squares * length * length / (degree * degree)
         return work / degree + (degree - 1) * (max(transfer - block, 0.0) + message) + launch
 

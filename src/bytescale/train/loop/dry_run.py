@@ -39,7 +39,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     profile = measured_profile(config, architecture, device, dtype)
     warn_of_bad_fits(profile)
     memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
-    cost = planning_cost(config, profile, architecture, device, dtype)
+    cost = planning_cost(config, profile, architecture, device, dtype, ranks_per_node=ranks)
     plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)
     print_line(f"model   {format_si(flops.total_parameters(architecture))} parameters on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -93,7 +93,9 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
     if ranks.is_first:
         warn_of_bad_fits(profile)
-    cost = planning_cost(config, profile, architecture, ranks.device, ranks.dtype)
+    cost = planning_cost(
+        config, profile, architecture, ranks.device, ranks.dtype, ranks_per_node=ranks.hdp_ranks_per_node()
+    )
 
     # 3. Memory: capacity, offloading, and the limits of every plan, all set by the rank with the least memory.
     memory = memory_budget(
@@ -198,27 +200,29 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
     )
 
 
-def forward_planner(job: Job) -> VerifiedPlanner:
-    """The planner for passes without backward, on the ranks and with the limits of a job."""
-    ranks, config = job.ranks, job.config
-    profile = measured_profile(config, job.architecture, ranks.device, ranks.dtype)
-    cost = planning_cost(config, profile, job.architecture, ranks.device, ranks.dtype)
-    forward = cost.forward_only(ranks.dtype.itemsize)
-    return verified_planner(config, job.memory, forward, ranks.mesh.hdp.size)
-
-
 def planning_cost(
-    config: Config, profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
+    config: Config,
+    profile: Profile | None,
+    architecture: Architecture,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    ranks_per_node: int,
 ) -> CostModel:
-    """The cost model for planning: from the profile's times for the model's layers, or from assumed round numbers."""
+    """The cost model for planning: from the profile's times for the model's layers, or from assumed round numbers.
+
+    ``ranks_per_node``: consecutive HDP ranks with the links of one node between them.
+    """
     if profile is None:
-        return assumed_cost(
+        assumed = assumed_cost(
             architecture,
             device=_kind(device),
             bytes_per_element=dtype.itemsize,
             ring_gradients=config.trainer.ring_gradients,
         )
-    return profile.of_model(architecture).cost_model(pipeline_parallel=config.parallel.pp)
+        return replace(assumed, ranks_per_node=ranks_per_node)
+    own = profile.of_model(architecture)
+    return own.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=config.parallel.pp)
 
 
 def predicting_profile(
