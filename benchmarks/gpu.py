@@ -254,6 +254,7 @@ class Tokens:
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
+    weights: None = None
 
     @staticmethod
     def random(vocab_size: int, micro_batch: MicroBatch, device: torch.device) -> Tokens:

@@ -182,6 +182,7 @@ class Tokens:
         self.tokens = torch.randint(256, (TOKENS,), generator=generator)
         self.labels = torch.randint(256, (TOKENS,), generator=generator)
         self.position_ids = torch.arange(TOKENS // 3).repeat(3)
+        self.weights = None
 
 
 def whole_sequences(num_micro_batches: int) -> Plan:

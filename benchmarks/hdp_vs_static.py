@@ -167,14 +167,7 @@ class Worker:
         """Time a step on the longest document, with a ring of all ranks and with one process alone."""
         piece = int(self.corpus.pieces.length.argmax())
         pieces = self.corpus.all_pieces[[piece]]
-        batch = GlobalBatch(
-            step=0,
-            epoch=0,
-            pieces=pieces,
-            lengths=self.corpus.pieces.length[[piece]],
-            num_targets=self.corpus.pieces.num_targets[[piece]],
-            ends_epoch=False,
-        )
+        batch = GlobalBatch.of(self.corpus.index, pieces, step=0, epoch=0, ends_epoch=False)
         length = batch.num_tokens
         ring, alone = (one_document_plan(length, ranks, self.num_ranks) for ranks in (range(self.num_ranks), [0]))
         times: dict[str, list[float]] = {"ring_seconds": [], "alone_seconds": []}

@@ -64,6 +64,7 @@ class Tokens:
         self.tokens = torch.randint(vocabulary, (num_tokens,))
         self.labels = self.tokens.roll(-1)
         self.position_ids = torch.arange(num_tokens)
+        self.weights = None
 
 
 class Nothing(nn.Module):

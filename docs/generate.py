@@ -21,10 +21,11 @@ import tyro
 
 from bytescale.cli.checkpoint import ListOptions, UpgradeOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
-from bytescale.cli.data import AuditConfig, StatsConfig, TokenizeConfig
+from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.init import InitOptions
 from bytescale.cli.plan import PlanOptions
 from bytescale.cli.profile import ProfileOptions
+from bytescale.cli.report import ReportOptions
 from bytescale.cli.simulate import SimulateOptions
 from bytescale.cli.train import TrainOptions
 from bytescale.common.units import format_count
@@ -41,12 +42,14 @@ OPTIONS: dict[str, type] = {
     "plan": PlanOptions,
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
+    "report": ReportOptions,
     "convert": ConvertOptions,
     "checkpoint list": ListOptions,
     "checkpoint verify": VerifyOptions,
     "checkpoint upgrade": UpgradeOptions,
     "data tokenize": TokenizeConfig,
     "data stats": StatsConfig,
+    "data show": ShowConfig,
     "data audit": AuditConfig,
 }
 """The class that each command's arguments are parsed into."""

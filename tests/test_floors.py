@@ -7,7 +7,19 @@ import sys
 
 import pytest
 
-FLOORS_WITHOUT_TORCH = ("common", "config", "plan", "cost", "planner", "simulator", "data", "cli.plan", "cli.simulate")
+FLOORS_WITHOUT_TORCH = (
+    "common",
+    "config",
+    "plan",
+    "cost",
+    "planner",
+    "simulator",
+    "data",
+    "cli.plan",
+    "cli.simulate",
+    "report",
+    "cli.report",
+)
 
 SCRIPT = """
 import importlib, importlib.abc, pkgutil, sys

@@ -103,7 +103,7 @@ def test_a_listener_learns_when_spans_ran_without_waiting_for_the_device() -> No
     (_, wait_start, wait_end), (_, run_start, run_end) = told
     assert seconds_between(run_start, run_end) == pytest.approx(3.5)
     assert seconds_between(run_start, wait_start) == pytest.approx(2.0)
-    assert seconds_between(wait_end, run_start) == pytest.approx(-2.5)
+    assert seconds_between(run_start, wait_end) == pytest.approx(2.5)
     assert run.take()() == pytest.approx(3.5)  # the listener takes nothing away
 
 

@@ -40,10 +40,11 @@ def make_model(shape: Architecture, dtype: torch.dtype, seed: int = 0) -> Llama:
 
 @dataclass
 class Batch:
-    """Tokens and labels of every sequence of a global batch."""
+    """Tokens and labels of every sequence of a global batch, and the weights of the labels; None: all are 1."""
 
     tokens: list[Tensor]
     labels: list[Tensor]
+    weights: list[Tensor] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -54,8 +55,10 @@ class Batch:
         return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
 
 
-def random_batch(lengths: Sequence[int], vocab_size: int, seed: int, masked_share: float = 0.2) -> Batch:
-    """Random tokens; labels are the next tokens, some of them masked out."""
+def random_batch(
+    lengths: Sequence[int], vocab_size: int, seed: int, masked_share: float = 0.2, *, real_weights: bool = False
+) -> Batch:
+    """Random tokens; labels are the next tokens, some of them masked out. ``real_weights``: they weigh -1 to 1."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = [], []
     for length in lengths:
@@ -64,7 +67,8 @@ def random_batch(lengths: Sequence[int], vocab_size: int, seed: int, masked_shar
         label[torch.rand(length, generator=generator) < masked_share] = IGNORE_INDEX
         tokens.append(sequence)
         labels.append(label)
-    return Batch(tokens, labels)
+    draws = [2 * torch.rand(length, generator=generator, dtype=torch.float64) - 1 for length in lengths]
+    return Batch(tokens, labels, draws if real_weights else None)
 
 
 @dataclass
@@ -72,6 +76,7 @@ class MicroBatchTokens:
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
+    weights: Tensor | None = None
 
 
 def slice_batch(batch: Batch, micro_batch: MicroBatch) -> MicroBatchTokens:
@@ -89,6 +94,7 @@ def slice_batch(batch: Batch, micro_batch: MicroBatch) -> MicroBatchTokens:
         tokens=torch.cat([batch.tokens[s][a:b] for s, a, b in segments] or empty),
         labels=torch.cat([batch.labels[s][a:b] for s, a, b in segments] or empty),
         position_ids=torch.as_tensor(micro_batch.position_ids()),
+        weights=None if batch.weights is None else torch.cat([batch.weights[s][a:b] for s, a, b in segments] or empty),
     )
 
 
@@ -104,9 +110,11 @@ def reference_step(model: Llama, batch: Batch) -> StepOutcome:
     """Every document on its own through SDPA, all logits at once: no packing, no ring, no chunks."""
     total = torch.zeros((), dtype=torch.float64)
     model.zero_grad()
-    for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+    for tokens, labels, weights in zip(
+        batch.tokens, batch.labels, batch.weights or [None] * len(batch.tokens), strict=True
+    ):
         hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
-        loss = reference_cross_entropy(hidden, model.head_weight, labels) / batch.num_targets
+        loss = reference_cross_entropy(hidden, model.head_weight, labels, 0.0, weights) / batch.num_targets
         loss.backward()
         total += loss.detach().double()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

@@ -118,6 +118,9 @@ def assert_same_data(ours: StepData, theirs: StepData) -> None:
             left, right = getattr(mine, name), getattr(other, name)
             assert left.dtype == right.dtype
             assert np.array_equal(left, right), name
+        ones = np.ones(len(mine.tokens))
+        assert np.array_equal(*(ones if data.weights is None else data.weights for data in (mine, other)))
+    assert ours.loss_divisor == theirs.loss_divisor
 
 
 def kill_minus_9(actor: Any) -> None:

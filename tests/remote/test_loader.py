@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bytescale.cli.data import run
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.epoch import epoch_order
 from bytescale.data.remote.remote_feed import RemoteFeed
+from tests.data.chats import chat_folder, conversations
 from tests.data.support import write_jsonl
 from tests.helpers.effort import one_of
 from tests.remote.support import (
@@ -50,6 +52,33 @@ def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> Non
             assert theirs[0].plan is not None
             assert ours[0].plan.digest() == theirs[0].plan.digest()
             assert all(data.plan is None for data in ours[1:])
+
+
+def test_both_loaders_give_the_same_weights(tmp_path: Path) -> None:
+    """Conversations, a pair with weights, and a pair without: every weight of every label to the last bit."""
+    folder, pairs = chat_folder(tmp_path / "model"), tmp_path / "pairs"
+    write_jsonl(tmp_path / "a.jsonl", conversations(20))
+    write_jsonl(
+        tmp_path / "b.jsonl",
+        [{"tokens": [7] * n, "weights": [0.5 + n % 3 - k % 2 for k in range(n)]} for n in range(2, 30)],
+    )
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "word " * n} for n in range(1, 9)])
+    tokenizer = ["--tokenizer", str(folder)]
+    for name, content in (("b", "tokens"), ("c", "text")):
+        source = str(tmp_path / f"{name}.jsonl")
+        assert run(["tokenize", source, *tokenizer, "--content", content, "--output", str(pairs / name)]) == 0
+    config = numbered_config(
+        tmp_path,
+        sources=(str(tmp_path / "a.jsonl"), str(pairs)),
+        content="messages",
+        tokenizer=str(folder),
+        loss_per="sequence",
+        servers=2,
+    )
+    with feeds(config, "ray", 3) as remote, feeds(config, "local", 3) as local:
+        for ours, theirs in zip(take_steps(remote, 8)[0], take_steps(local, 8)[0], strict=True):
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_same_data(mine, other)
 
 
 def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int) -> None:

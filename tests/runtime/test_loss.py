@@ -44,6 +44,22 @@ def test_loss_and_gradients(
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_weights_of_tokens(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real-valued weights, some negative and some zero; weights of 1 change no bit."""
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 37 * 7)
+    hidden, weight, labels = inputs(dtype)
+    weights = torch.randn(len(labels), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights[::5] = 0
+    ours = gradients(linear_cross_entropy, hidden, weight, labels, z_loss=1e-2, token_weights=weights)
+    reference = gradients(reference_cross_entropy, hidden, weight, labels, z_loss=1e-2, token_weights=weights)
+    for got, expected in zip(ours, reference, strict=True):
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    ones = gradients(linear_cross_entropy, hidden, weight, labels, token_weights=torch.ones_like(weights))
+    for got, expected in zip(ones, gradients(linear_cross_entropy, hidden, weight, labels), strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("numbers", [1, 12 * 5, 12 * 36 + 1])
 def test_a_heads_gradient_in_pieces_has_the_same_bits(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In BF16, whose sums are converted piece by piece, into their own memory."""

@@ -95,6 +95,15 @@ def test_a_pipeline_has_one_lane_a_stage(corpus: Path, tmp_path: Path) -> None:
     assert any(span.name == "wait: stages" for lane in trace.measured for span in lane.spans)
 
 
+def test_tensor_parallel_ranks_have_a_lane_each(corpus: Path, tmp_path: Path) -> None:
+    config = on_ranks(small_run(corpus, tmp_path / "run", steps=1, trace_steps=(1,)), 2)
+    run(replace(config, parallel=replace(config.parallel, tp=2)))
+    trace = load_step_trace(RunFolder(tmp_path / "run").trace(1))
+    assert [(lane.rank, lane.name) for lane in trace.measured] == [(0, "stage 0, tp 0"), (0, "stage 0, tp 1")]
+    assert [(lane.rank, lane.name) for lane in trace.predicted] == [(0, "stage 0")]
+    assert any(span.name == "wait: tensor parallel" for lane in trace.measured for span in lane.spans)
+
+
 @pytest.mark.parametrize("step", [0, 9])
 def test_a_trace_of_a_step_that_the_run_has_not_is_refused(corpus: Path, tmp_path: Path, step: int) -> None:
     config = small_run(corpus, tmp_path / "run", steps=8, trace_steps=(2, step))

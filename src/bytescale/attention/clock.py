@@ -111,10 +111,7 @@ class DeviceClock:
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Seconds from one mark to another of the same device. On a GPU, the host waits until the device has reached both.
-
-    The result is negative if ``end`` came first.
-    """
+    """Seconds from one mark to a later one of the same device. On a GPU, the host waits until the device is there."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float), "marks of the host and of a device do not compare"
         assert isinstance(end, float), "marks of the host and of a device do not compare"

@@ -1,11 +1,11 @@
-"""``bytescale data``: the commands ``tokenize``, ``stats`` and ``audit``."""
+"""``bytescale data``: the commands ``tokenize``, ``stats``, ``show`` and ``audit``."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bytescale.cli.options import parse
+from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import DataConfig
+from bytescale.config.validate import check_content
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corpus
 from bytescale.data.loading.record import check_record
@@ -32,7 +34,7 @@ from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.facts import TokenFacts
 from bytescale.data.tokens.indexed import pair_paths, read_index
 from bytescale.data.tokens.progress import progress_bar
-from bytescale.data.tokens.shards import fetched
+from bytescale.data.tokens.shards import example_encoder, fetched
 from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
 
 _SHOWN_SKIPPED = 5
@@ -46,6 +48,12 @@ class CorpusOptions:
     """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending."""
+    content: Literal["text", "messages", "prompt", "tokens"] = "text"
+    """What a JSONL or Parquet record is: a text, a conversation, a prompt with its completion, or tokens."""
+    chat_template: str = ""
+    """messages only. A file with the chat template; empty: the tokenizer's own."""
+    fields: tuple[str, ...] = ()
+    """tokens only. Further keys with a number per token."""
     text_key: str = "text"
     """JSONL key or Parquet column that holds the text."""
     tokenizer: str = "bytes"
@@ -89,6 +97,16 @@ class StatsConfig(CorpusOptions):
 
 
 @dataclass(slots=True, kw_only=True)
+class ShowConfig(CorpusOptions):
+    """Show what is trained on: runs of tokens with the same weight, in the first documents of a corpus."""
+
+    documents: int = 3
+    """Number of documents to show."""
+    json: bool = False
+    """Print one JSON object per run instead of a table."""
+
+
+@dataclass(slots=True, kw_only=True)
 class AuditConfig:
     """Check that a run with `data.record = true` lost no token and was given none twice, range by range."""
 
@@ -97,17 +115,20 @@ class AuditConfig:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale data tokenize``, ``stats`` or ``audit``. Returns the exit code."""
+    """Run ``bytescale data tokenize``, ``stats``, ``show`` or ``audit``. Returns the exit code."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name == "tokenize":
         return tokenize_command(parse(TokenizeConfig, rest, prog="bytescale data tokenize"))
     if name == "stats":
         return stats_command(parse(StatsConfig, rest, prog="bytescale data stats"))
+    if name == "show":
+        return show_command(parse(ShowConfig, rest, prog="bytescale data show"))
     if name == "audit":
         return audit_command(parse(AuditConfig, rest, prog="bytescale data audit"))
     usage = (
         "bytescale data tokenize SOURCE ... --output PREFIX   turn text, JSONL or Parquet into PREFIX.bin and .idx\n"
         "bytescale data stats SOURCE ...                      how the tokens are distributed over document lengths\n"
+        "bytescale data show SOURCE ...                       which tokens are trained on, with which weights\n"
         "bytescale data audit RUN_FOLDER                      check that a run lost no token and had none twice\n"
         "\n`bytescale data tokenize --help` and so on list the options."
     )
@@ -124,6 +145,7 @@ def tokenize_command(config: TokenizeConfig) -> int:
         raise ConfigError(problem(f"num_workers is {config.num_workers}", fix="use a whole number of at least 1"))
     if config.read_retries < 0:
         raise ConfigError(problem(f"read_retries is {config.read_retries}", fix="use a whole number of at least 0"))
+    check_content(config.data_config())
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)
     files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
@@ -141,7 +163,12 @@ def tokenize_command(config: TokenizeConfig) -> int:
         tokenizing = time.perf_counter()
         encode = None
         if tokenizer is not None:
-            encode = UnitEncoder(tokenizer=tokenizer, text_key=config.text_key, read_retries=config.read_retries)
+            encode = UnitEncoder(
+                tokenizer=tokenizer,
+                text_key=config.text_key,
+                read_retries=config.read_retries,
+                examples=example_encoder(config.data_config(), tokenizer),
+            )
         facts = tokenize_files(files, encode, prefix, num_workers=config.num_workers, progress=progress)
     _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
     console.print(
@@ -164,6 +191,19 @@ def stats_command(config: StatsConfig) -> int:
         print(json.dumps(_stats_as_dict(stats)))
     else:
         _print_stats(Console(), stats, config.compare)
+    return 0
+
+
+def show_command(config: ShowConfig) -> int:
+    """Run ``bytescale data show``. Returns the exit code; raises what ``prepare_corpus`` raises."""
+    with progress_bar() as progress:
+        corpus = prepare_corpus(replace(config.data_config(), context_length=2**62), progress)
+    shown = runs_of_documents(corpus, config.documents)
+    if config.json:
+        for row in shown:
+            print(json.dumps(asdict(row), ensure_ascii=False))
+    else:
+        print_runs(Console(), shown)
     return 0
 
 

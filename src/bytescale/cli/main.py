@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("bytescale.cli.plan", "plan one batch for any number of ranks and compare planners"),
     "simulate": ("bytescale.cli.simulate", "simulate a training step on a modelled cluster of up to 16,384 GPUs"),
     "profile": ("bytescale.cli.profile", "measure a model's layers and links on this machine, for planning"),
+    "report": ("bytescale.cli.report", "write one HTML file about one or several runs"),
     "convert": ("bytescale.cli.convert", "turn a checkpoint into a Hugging Face folder"),
     "checkpoint": ("bytescale.cli.checkpoint", "list, verify or upgrade checkpoints"),
     "data": ("bytescale.cli.data", "tokenise a corpus, or show its length distribution"),

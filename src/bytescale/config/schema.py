@@ -12,6 +12,7 @@ from typing import Literal
 AUTO_CAPACITY = 0
 AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
+LossPer = Literal["token", "sequence", "weight"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +66,18 @@ class DataConfig:
     """Folders, files, globs, URLs of them (s3://, hdfs://, http://), or `python:stdlib`, Python's own library."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending (.bin: Megatron .bin/.idx pair, already tokens)."""
+    content: Literal["text", "messages", "prompt", "tokens"] = "text"
+    """What a JSONL or Parquet record is. text: text_key. messages: a conversation under `messages`, of which what the
+    assistant says is trained on. prompt: `prompt` and `completion`, of which the completion is. tokens: `tokens` or
+    `input_ids`, with `labels` and `weights` if there are any (docs/data.md)."""
+    chat_template: str = ""
+    """messages only. A file with the chat template; empty: the tokenizer's own."""
+    fields: tuple[str, ...] = ()
+    """tokens only. Further keys with a number per token (advantages, old log-probabilities), for loops of your own."""
+    loss_per: LossPer = "token"
+    """What the sum of weighted losses is divided by. token: the tokens of the GLOBAL batch whose weight is not 0.
+    weight: the sum of their absolute weights. sequence: each sequence's by its own sum of absolute weights, and then by
+    the number of sequences in the GLOBAL batch that are trained on."""
     text_key: str = "text"
     """JSONL key or Parquet column that holds the text."""
     tokenizer: str = "bytes"
@@ -273,6 +286,17 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    """Loss and perplexity on other data, by the length of sequences. It changes nothing of the training."""
+
+    sources: tuple[str, ...] = ()
+    """Files, folders or URLs, read with all other settings of [data]. Each document counts once. Empty: no
+    evaluation."""
+    every: int = 100
+    """Steps between evaluations; 0: only after the last step, which is always evaluated."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Config:
     """A whole training run."""
 
@@ -285,3 +309,4 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

@@ -38,6 +38,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                 f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
             )
         )
+    check_content(data)
     _check_weights(data)
     if data.batch_tokens < data.context_length:
         raise ConfigError(
@@ -189,6 +190,32 @@ def may_offload(config: Config, device: str) -> bool:
     return config.memory.offload == "on" or (config.memory.offload == "auto" and device == "cuda")
 
 
+def check_content(data: DataConfig) -> None:
+    """Raise ``ConfigError`` for settings that ``data.content`` does not know."""
+    if data.content == "text":
+        return
+    for name, given, content in (
+        ("chat_template", bool(data.chat_template), "messages"),
+        ("fields", bool(data.fields), "tokens"),
+    ):
+        if given and data.content != content:
+            raise ConfigError(
+                problem(
+                    f'data.{name} is set, but data.content is "{data.content}"',
+                    so="the setting would have no effect",
+                    fix=f'leave it out, or set data.content = "{content}"',
+                )
+            )
+    if data.tokenizer == "bpe":
+        raise ConfigError(
+            problem(
+                f'data.tokenizer is "bpe", but data.content is "{data.content}"',
+                so="a tokenizer is trained on texts",
+                fix="set data.tokenizer to the model's own",
+            )
+        )
+
+
 def _check_weights(data: DataConfig) -> None:
     """One positive weight per source, together 1."""
     if not data.weights:
@@ -234,6 +261,7 @@ def _at_least_one(config: Config) -> None:
         ("checkpoint.every", config.checkpoint.every, 0),
         ("checkpoint.keep", config.checkpoint.keep, 1),
         ("checkpoint.keep_every", config.checkpoint.keep_every, 0),
+        ("eval.every", config.eval.every, 0),
         ("checkpoint.export_every", config.checkpoint.export_every, 0),
     )
     for name, value, least in rules:

@@ -18,13 +18,14 @@ which a transfer is longer than a block is exposed (paper section 3: O(s^2) work
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError, problem
+from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,23 @@ class CostModel:
         )
         latency = np.where(inter_node, self.latency_seconds(True), self.latency_seconds(False))
         return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + latency
+
+    def forward_only(self, bytes_per_element: int) -> CostModel:
+        """The costs of the same model without backward.
+
+        A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. A ring
+        carries K and V of ``bytes_per_element`` once, instead of twice and their gradients in fp32 or wider.
+        """
+        traffic = bytes_per_element / (2 * bytes_per_element + max(4, bytes_per_element))
+        return replace(
+            self,
+            attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
+            token_seconds=self.token_seconds / 3,
+            micro_batch_seconds=self.micro_batch_seconds / 2,
+            ring_bytes_per_token=self.ring_bytes_per_token * traffic,
+            ring_step_seconds=self.ring_step_seconds / 2,
+            ring_message_seconds=self.ring_message_seconds / 2,
+        )
 
     @staticmethod
     def from_work(*, linear_per_square: float = 24576) -> CostModel:

@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
@@ -20,7 +22,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
-from bytescale.runtime.loss import IGNORE_INDEX, accumulated_at_once, linear_cross_entropy
+from bytescale.runtime.loss import IGNORE_INDEX, accumulated_at_once, linear_cross_entropy, token_losses
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.pipeline import Action, StageLinks
 
@@ -56,13 +58,17 @@ class MicroBatchTokens(Protocol):
     def labels(self) -> IntArray | Tensor: ...
     @property
     def position_ids(self) -> IntArray | Tensor: ...
+    @property
+    def weights(self) -> NDArray[np.float64] | Tensor | None:
+        """``[T]`` of the tokens' losses; None: all are 1."""
+        ...
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Sums over the tokens that this rank counts: every token is counted by one rank, whatever the mesh."""
 
-    loss_sum: float  # sum of the tokens' cross-entropies, in nats
+    loss_sum: float  # weighted sum of the tokens' cross-entropies, in nats
     num_targets: int
     batch_loss: float = 0.0  # of this rank's layers, over the global batch; not in loss_sum (runtime.auxiliary)
 
@@ -94,16 +100,17 @@ class Executor:
         rank_plan: RankPlan,
         micro_batches: Sequence[MicroBatchTokens],
         *,
-        num_global_targets: int,
+        num_global_targets: float,
         after_last_message: Callable[[], None] = lambda: None,
         around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> StepResult:
-        """Accumulate the gradient of ``sum of losses / num_global_targets`` over this rank's tokens (paper Eq. 1-2).
+        """Accumulate the gradient of ``sum of weighted losses / num_global_targets`` over this rank's tokens (Eq. 1-2).
 
         Args:
             rank_plan: this rank's part of the plan.
             micro_batches: the tokens of each of the plan's micro-batches. A label of ``IGNORE_INDEX`` has no loss.
-            num_global_targets: tokens with a target in the whole global batch, over all ranks.
+            num_global_targets: tokens with a target in the whole global batch, over all ranks; or whatever else the sum
+                of weighted losses is to be divided by.
             after_last_message: called when this rank has sent and received everything, before the first collective of
                 the step's end.
             around: makes the context in which each forward and each backward runs, for measurements. A wait for another
@@ -132,6 +139,38 @@ class Executor:
         after_last_message()
         return run.result()
 
+    @torch.no_grad()
+    def evaluate(self, rank_plan: RankPlan, micro_batches: Sequence[MicroBatchTokens]) -> list[Tensor]:
+        """Run forward only. Returns the losses ``[T]`` of each micro-batch's tokens; 0 for a token without a target.
+
+        Weights, gradients and the state of a step stay as they are. On ranks that are not on the last stage the result
+        is empty. The order is that of a training step, which cannot hang; messages of backward carry zeros.
+        """
+        run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers(self.ring_gradients))
+        model = self.parts[0].model
+        dtype = next(iter(model.parameters())).dtype
+        links = StageLinks(self.mesh, rank_plan, len(self.parts), model.hidden_size, dtype)
+        losses: dict[int, Tensor] = {}
+        inputs: dict[tuple[int, int], Tensor | None] = {}
+        links.exchange(0)
+        for place, (backward, chunk, index) in enumerate(links.actions):
+            received = links.receive(place)
+            if backward:
+                given = inputs.pop((chunk, index))
+                links.exchange(place + 1, None if given is None else torch.zeros_like(given))
+                continue
+            inputs[chunk, index] = received
+            output = run.output(self.parts[chunk], index, received)
+            made = None if run.is_last(chunk) else output
+            if made is None:
+                labels = torch.as_tensor(micro_batches[index].labels)
+                losses[index] = token_losses(
+                    output, self.parts[chunk].model.head_weight, labels, group=self.mesh.tp.group
+                )
+            links.exchange(place + 1, made)
+        links.finish()
+        return [losses[index] for index in sorted(losses)]
+
 
 @dataclass
 class _Run:
@@ -140,7 +179,7 @@ class _Run:
     executor: Executor
     plan: Sequence[MicroBatch]
     data: Sequence[MicroBatchTokens]
-    num_global_targets: int
+    num_global_targets: float
     buffers: RingBuffers
     losses: list[Tensor] = field(default_factory=list)
     num_targets: int = 0
@@ -150,20 +189,25 @@ class _Run:
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Run one forward. Returns the input ``[t, C]`` of the next part; None on the last part, which has the loss."""
         _, chunk, index = action
-        part, data = self.executor.parts[chunk], self.data[index]
-        inputs = self._to_device(data.tokens) if received is None else received.requires_grad_()
-        micro_batch = self.plan[index]
+        part = self.executor.parts[chunk]
+        with part.activations.forward(index):
+            output = self.output(part, index, None if received is None else received.requires_grad_())
+            if self.is_last(chunk):
+                output = self._loss(part, output, self.data[index])
+        self.held[chunk, index] = received, output
+        return None if self.is_last(chunk) else output.detach()
+
+    def output(self, part: ModelPart, index: int, received: Tensor | None) -> Tensor:
+        """``[t, C]`` output of a part of the model for a micro-batch; ``received``: None on the first part."""
+        data, micro_batch = self.data[index], self.plan[index]
+        inputs = self._to_device(data.tokens) if received is None else received
         exchange = self.executor.mesh.ring_exchange(micro_batch.shared)
         attention = PackedAttention(
             micro_batch, self.executor.kernel, exchange, part.activations.attention_memory, self.buffers
         )
-        with part.activations.forward(index):
-            output = part.model(inputs, self._to_device(data.position_ids), attention)
-            self.buffers.release()
-            if self._is_last(chunk):
-                output = self._loss(part, output, data)
-        self.held[chunk, index] = received, output
-        return None if self._is_last(chunk) else output.detach()
+        hidden = part.model(inputs, self._to_device(data.position_ids), attention)
+        self.buffers.release()
+        return hidden
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Run one backward from the gradient of the output. Returns that of the input; None on the first part."""
@@ -192,12 +236,14 @@ class _Run:
             torch.as_tensor(data.labels),
             z_loss=self.executor.z_loss,
             group=self.executor.mesh.tp.group,
+            token_weights=None if data.weights is None else torch.as_tensor(data.weights),
         )
         self.losses.append(loss_sum.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
         return loss_sum / self.num_global_targets
 
-    def _is_last(self, chunk: int) -> bool:
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk of this stage is the last part of the model."""
         return self.executor.mesh.is_last_stage and chunk == len(self.executor.parts) - 1
 
     def _to_device(self, array: IntArray | Tensor) -> Tensor:

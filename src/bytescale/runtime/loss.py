@@ -38,6 +38,7 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     group: dist.ProcessGroup | None = None,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of ``-log softmax(hidden @ weight.T)[label]``, plus ``z_loss * lse^2``.
 
@@ -50,12 +51,35 @@ def linear_cross_entropy(
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
         group: tensor-parallel ranks that hold one V-word shard each, in rank order; hidden states and labels (of the
             whole vocabulary) are the same on all of them. None: this rank has all words.
+        token_weights: ``[T]``, in CPU memory: what each token's summand is multiplied with. None: all are 1.
 
     Returns:
         Scalar in fp32 (fp64 for fp64 inputs), the same on every rank of ``group``. Zero, with zero gradients, when no
         token has a target.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, group)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, group, token_weights)
+
+
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """``[T]`` ``-log softmax(hidden @ weight.T)[label]`` of every token, 0 without a target; for evaluation alone.
+
+    Arguments, chunks and the dtype of the result are those of ``linear_cross_entropy``. No gradient flows.
+    """
+    with torch.no_grad():
+        wide, rows = _wide(hidden.dtype), _row_kernel(hidden)
+        losses = hidden.new_zeros(len(hidden), dtype=wide)
+        first_word = 0 if group is None else group.rank() * weight.shape[0]
+        with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
+        for part in on_device.split(loss_chunk_tokens(weight.shape[0], hidden.device.type), dim=1):
+            chosen, targets = part
+            logits = hidden[chosen] @ weight.T
+            if isinstance(rows, TorchRows):
+                logits = logits.to(wide)
+            lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
+            losses[chosen] = (lse - target_logits).to(wide)
+            del logits
+        return losses
 
 
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,12 +95,15 @@ def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     return result
 
 
-def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+def reference_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0, token_weights: Tensor | None = None
+) -> Tensor:
     """The slow twin: all logits at once, PyTorch's own loss."""
     wide = _wide(hidden.dtype)
     logits = (hidden @ weight.T).to(wide)
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    return loss + z_loss * logits.logsumexp(dim=1)[labels != IGNORE_INDEX].square().sum()
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    losses = losses + z_loss * logits.logsumexp(dim=1).where(labels != IGNORE_INDEX, 0).square()
+    return (losses if token_weights is None else losses * token_weights.to(wide)).sum()
 
 
 class RowKernel(Protocol):
@@ -121,7 +148,13 @@ class TorchRows:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, group: dist.ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        group: dist.ProcessGroup | None,
+        token_weights: Tensor | None,
     ) -> Tensor:
         wide = _wide(hidden.dtype)
         rows = _row_kernel(hidden)
@@ -133,15 +166,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
         # One copy to the device serves all chunks: the rows that have a target, and their targets.
         on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
-        for chosen, targets in zip(*(half.split(chunk_tokens) for half in on_device), strict=True):
+        factors = None if token_weights is None else to_device(token_weights[with_target].to(wide), hidden.device)
+        for start in range(0, on_device.shape[1], chunk_tokens):
+            chosen, targets = on_device[:, start : start + chunk_tokens]
+            factor = None if factors is None else factors[start : start + chunk_tokens]
             chunk = hidden[chosen]
             logits = chunk @ weight.T
             if isinstance(rows, TorchRows):
                 logits = logits.to(wide)
             lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
-            loss += (lse - target_logits + z_loss * lse.square()).sum()
+            losses = lse - target_logits + z_loss * lse.square()
+            loss += (losses if factor is None else losses * factor).sum()
             if d_hidden is not None or d_weight is not None:
-                logits = rows.gradient(logits, targets, lse, z_loss).to(hidden.dtype)
+                logits = rows.gradient(logits, targets, lse, z_loss)
+                if factor is not None:
+                    logits.mul_(factor[:, None])
+                logits = logits.to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[chosen] = logits @ weight
             if d_weight is not None:
@@ -154,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         (scale,) = gradients
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy: a second backward, but the first has used its gradients up")
@@ -164,7 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden.mul_(scale.to(d_hidden.dtype))
         if d_weight is not None:
             d_weight = _converted(d_weight.mul_(scale), ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 class _AccumulatedAtOnce(torch.autograd.Function):

@@ -52,7 +52,7 @@ def save_step_trace(trace: StepTrace, path: Path) -> None:
     shift = max(0.0, -min((span.start for span in spans), default=0.0))
     lanes = [_renamed(lane, _MEASURED) for lane in trace.measured]
     lanes += [_renamed(lane, _PREDICTED) for lane in trace.predicted]
-    lanes.sort(key=lambda lane: (lane.rank, lane.name))
+    lanes.sort(key=lane_place)
     content = {
         "traceEvents": entries_of(lanes, shift_seconds=shift),
         "displayTimeUnit": "ms",
@@ -70,6 +70,8 @@ def load_step_trace(path: Path) -> StepTrace:
         shift = float(about.pop("shift_seconds"))
         lanes = _lanes(content["traceEvents"], shift)
         facts = TraceFacts(**about)
+        if not any(lane.spans for lane in lanes):
+            raise ValueError("it holds nothing that was measured")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
@@ -82,6 +84,12 @@ def load_step_trace(path: Path) -> StepTrace:
         measured=[_renamed(lane, _MEASURED, back=True) for lane in lanes if lane.name.endswith(_MEASURED)],
         predicted=[_renamed(lane, _PREDICTED, back=True) for lane in lanes if lane.name.endswith(_PREDICTED)],
     )
+
+
+def lane_place(lane: Lane) -> tuple[int, int, str]:
+    """Sorts lanes by rank, by stage as a number, then by what follows in the name."""
+    stage, _, rest = lane.name.partition(", ")
+    return lane.rank, int(stage.removeprefix("stage ")), rest
 
 
 def _renamed(lane: Lane, suffix: str, *, back: bool = False) -> Lane:

@@ -1,4 +1,4 @@
-"""A run's folder: config.toml, metrics.jsonl, log.txt, plans/, checkpoints/, origin/; traces/ and data/ if wanted."""
+"""A run's folder: config.toml, log.txt, metrics.jsonl, plans/, checkpoints/, and what else a run is asked to keep."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations.jsonl"
 
     @property
     def log(self) -> Path:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from bytescale.common.atomic import file_lock
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
+from bytescale.config.validate import check_content
 from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
 from bytescale.data.order.pieces import PieceTable
 from bytescale.data.sources.expand import expand_sources
@@ -30,7 +31,7 @@ from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.indexed import Tokens
-from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.shards import Shard, ShardReader, fingerprint_shards, remote_parts
 from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +44,8 @@ class Corpus:
     parts: OpenParts | Sequence[Tokens]
     """Tokens of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
     index: CorpusIndex
+    fields: Callable[[int], Mapping[str, Tokens]] = lambda part: {}
+    """Function from the number of a part to its fields, by name (``data.tokens.fields``)."""
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
     close: Callable[[], None] = lambda: None
@@ -57,6 +60,11 @@ class Corpus:
     def facts(self) -> CorpusFacts:
         """Summary of the parts read so far."""
         return self.index.facts
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some of the parts read so far have weights."""
+        return self.index.has_weights
 
     @property
     def fingerprint(self) -> str:
@@ -93,6 +101,28 @@ class Corpus:
             labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
         return tokens, labels
 
+    def read_fields(
+        self, pieces: IntArray, starts: IntArray, stops: IntArray, names: Sequence[str]
+    ) -> dict[str, NDArray[np.float32]]:
+        """Read fields of the labels in ranges of samples. The arguments are those of ``read``.
+
+        Returns:
+            by name, fp32 ``[sum of stops - starts]``: a number for the token that each label stands for, and 0 where
+            there is no label. Weights that a part does not have are 1.
+        """
+        part, place = self.index.locate(pieces, starts)
+        counts = stops - starts
+        num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
+        found = {name: np.zeros(int(counts.sum()), dtype=np.float32) for name in names}
+        columns = (part, place, np.cumsum(counts) - counts, num_labels)
+        for number, first, at, with_label in zip(*(column.tolist() for column in columns), strict=True):
+            held = self.fields(number)
+            for name, values in found.items():
+                source = held.get(name)
+                own = 1 if source is None else source[first + 1 : first + 1 + with_label]
+                values[at : at + with_label] = own
+        return found
+
     def piece_tokens(self, piece: int) -> NDArray[np.integer]:
         """Return the tokens of one sample, ``[length]``, a view into the file."""
         name = np.array([piece])
@@ -126,10 +156,12 @@ def prepare_corpus(
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
+    open_fields = lru_cache(MOST_OPEN)(lambda part: reader.open_fields(shards[part]))
     finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
         parts=OpenParts(lambda part: reader.open_tokens(shards[part]), remote_parts(shards)),
         index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
+        fields=open_fields,
         tokenizer=reader.tokenizer,
         close=finder.close,
     )
@@ -201,6 +233,7 @@ def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress
 
     Returns the shards, and the reader that opens them.
     """
+    check_content(config)
     files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
     tokenizer = choose_tokenizer(config, [file for file in files if file.format != "bin"], progress)
     reader = ShardReader.of(config, tokenizer)

@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bytescale.common.arrays import IntArray
-from bytescale.config.schema import DataConfig
+from bytescale.config.schema import DataConfig, LossPer
 from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
 from bytescale.data.loading.prefetch import Prefetcher
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
+from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.plan.plan import Plan, Planner
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
 from bytescale.plan.summary import PlanSummary
@@ -27,6 +31,7 @@ __all__ = [
     "MicroBatchData",
     "StepData",
     "read_micro_batch",
+    "weighted_labels",
 ]
 
 
@@ -38,6 +43,7 @@ class MicroBatchData:
     labels: IntArray  # [T] next token of the same document, or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
     segment_pieces: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.pieces_of)
+    weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,9 @@ class StepData:
 
     step: int
     num_targets: int
-    """Tokens with a label in the GLOBAL batch. The loss is divided by this number."""
+    """Labels in the GLOBAL batch that are trained on."""
+    loss_divisor: float
+    """What the sum of weighted losses of the GLOBAL batch is divided by (``data.loss_per``)."""
     summary: PlanSummary
     plan: Plan | None
     """The whole plan, or None if this rank has only its part. Under the remote loader only the first rank has it."""
@@ -138,7 +146,13 @@ class LocalFeed:
 
     def open(self, planner: Planner, stop_step: int | None) -> LocalLoader:
         return LocalLoader(
-            self._corpus, self._started(), planner, self._rank, self._prefetch_steps, stop_step=stop_step
+            self._corpus,
+            self._started(),
+            planner,
+            self._rank,
+            self._prefetch_steps,
+            stop_step=stop_step,
+            loss_per=self._config.loss_per,
         )
 
     def _started(self) -> BatchSampler:
@@ -151,11 +165,42 @@ class LocalFeed:
         self._corpus.close()
 
 
-def read_micro_batch(corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch) -> MicroBatchData:
+def read_micro_batch(
+    corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch, loss_per: LossPer = "token"
+) -> MicroBatchData:
     """Read the segments of ``micro_batch``, and the one token behind each, which is its last label."""
-    pieces = batch.pieces[micro_batch.segment_sequences]
-    tokens, labels = corpus.read(pieces, micro_batch.segment_starts, micro_batch.segment_stops)
-    return MicroBatchData(tokens=tokens, labels=labels, position_ids=micro_batch.position_ids(), segment_pieces=pieces)
+    sequences = micro_batch.segment_sequences
+    ranges = (batch.pieces[sequences], micro_batch.segment_starts, micro_batch.segment_stops)
+    tokens, labels = corpus.read(*ranges)
+    own = corpus.read_fields(*ranges, names=[WEIGHTS])[WEIGHTS] if corpus.has_weights else None
+    scales = batch.scaling(loss_per).scales[sequences]
+    labels, weights = weighted_labels(labels, own, scales, micro_batch.segment_stops - micro_batch.segment_starts)
+    return MicroBatchData(
+        tokens=tokens,
+        labels=labels,
+        position_ids=micro_batch.position_ids(),
+        segment_pieces=ranges[0],
+        weights=weights,
+    )
+
+
+def weighted_labels(
+    labels: IntArray, weights: NDArray[np.float32] | None, scales: NDArray[np.float64], counts: IntArray
+) -> tuple[IntArray, NDArray[np.float64] | None]:
+    """Return the labels without those of weight 0, and the weights of their losses; None if all are 1.
+
+    Args:
+        labels: ``[T]`` next tokens, or ``IGNORE_INDEX``.
+        weights: ``[T]`` of each label; None: all are 1.
+        scales: ``[P]`` factor of each segment's weights (``LossScaling``).
+        counts: ``[P]`` tokens of each segment.
+    """
+    if weights is None and (scales == 1).all():
+        return labels, None
+    if weights is None:
+        return labels, np.repeat(scales, counts)
+    scaled = weights.astype(np.float64) * np.repeat(scales, counts)
+    return np.where(weights == 0, IGNORE_INDEX, labels), scaled
 
 
 class PrefetchedSteps:
@@ -207,6 +252,7 @@ class LocalLoader(PrefetchedSteps):
         prefetch_steps: int,
         *,
         stop_step: int | None = None,
+        loss_per: LossPer = "token",
     ) -> None:
         """Start reading at the sampler's state.
 
@@ -217,8 +263,10 @@ class LocalLoader(PrefetchedSteps):
             rank: HDP rank whose slices are read.
             prefetch_steps: finished steps that may wait, at least 1.
             stop_step: the iteration ends before the step of this number; None: it has no end.
+            loss_per: see ``data.loss_per``.
         """
         self._corpus = corpus
+        self._loss_per = loss_per
         self._sampler = sampler
         self._planner = planner
         self._rank = rank
@@ -244,12 +292,14 @@ class LocalLoader(PrefetchedSteps):
             rank_plan = RankPlan.of(plan, self._rank)
             planned = time.perf_counter()
             micro_batches = tuple(
-                read_micro_batch(self._corpus, batch, micro_batch) for micro_batch in rank_plan.micro_batches
+                read_micro_batch(self._corpus, batch, micro_batch, self._loss_per)
+                for micro_batch in rank_plan.micro_batches
             )
             num_tokens = sum(len(micro_batch.tokens) for micro_batch in micro_batches)
             yield StepData(
                 step=batch.step,
                 num_targets=batch.total_targets,
+                loss_divisor=batch.scaling(self._loss_per).divisor,
                 summary=PlanSummary.of(plan),
                 plan=plan,
                 rank_plan=rank_plan,

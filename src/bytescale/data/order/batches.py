@@ -22,14 +22,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.config.schema import DataConfig
+from bytescale.config.schema import DataConfig, LossPer
 from bytescale.data.order.epoch import EVERYTHING, PieceStream
 from bytescale.data.order.index import CorpusIndex
 
 SamplerState = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaling:
+    """The loss of a batch is ``sum of scale * weight * cross-entropy over labels / divisor``. Letter: S sequences."""
+
+    scales: NDArray[np.float64]  # [S]
+    divisor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +51,11 @@ class GlobalBatch:
     """Epoch of the first sequence."""
     pieces: IntArray  # [S] names of the samples in the corpus (CorpusIndex.pieces_of)
     lengths: IntArray  # [S] tokens
-    num_targets: IntArray  # [S] tokens with a label; the loss is divided by their sum
+    num_targets: IntArray  # [S] tokens with a label
     ends_epoch: bool
     """Whether the batch holds the last sample of an epoch."""
+    num_trained: IntArray  # [S] labels with a weight other than 0
+    weight_sums: NDArray[np.float64]  # [S] sums of the absolute weights of labels
 
     @staticmethod
     def of(index: CorpusIndex, pieces: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
@@ -57,6 +68,8 @@ class GlobalBatch:
             lengths=index.pieces.length[rows],
             num_targets=index.pieces.num_targets[rows],
             ends_epoch=ends_epoch,
+            num_trained=index.pieces.num_trained[rows],
+            weight_sums=index.pieces.weight_sums[rows],
         )
 
     @property
@@ -69,7 +82,21 @@ class GlobalBatch:
 
     @property
     def total_targets(self) -> int:
-        return int(self.num_targets.sum())
+        """Labels with a weight other than 0: those that are trained on."""
+        return int(self.num_trained.sum())
+
+    def scaling(self, loss_per: LossPer) -> LossScaling:
+        """How the weighted losses of the batch become its loss (``data.loss_per``)."""
+        ones = np.ones(len(self.lengths))
+        match loss_per:
+            case "token":
+                return LossScaling(ones, max(1.0, float(self.total_targets)))
+            case "weight":
+                return LossScaling(ones, float(self.weight_sums.sum()) or 1.0)
+            case _:
+                counted = self.num_trained > 0
+                scales = np.divide(1.0, self.weight_sums, out=np.zeros_like(ones), where=counted)
+                return LossScaling(scales, max(1.0, float(counted.sum())))
 
 
 def check_drawable(index: CorpusIndex, batch_tokens: int, shuffle_seed: int) -> None:

@@ -23,7 +23,7 @@ from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
 from bytescale.data.order.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
 from bytescale.data.tokens.facts import TokenFacts
-from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records
+from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records, example_encoder
 from bytescale.data.tokens.tokenizer import Tokenizer
 
 _PART_SHIFT = 32
@@ -104,6 +104,8 @@ class CorpusIndex:
         """``[number of parts]`` whether a part has to be tokenised before its samples are known."""
         self.part_bytes = np.array([shard.num_bytes for shard in shards], dtype=np.int64)
         """``[number of parts]`` bytes of the files that belong to each part."""
+        self.has_weights = False
+        """Whether some of the parts read so far have weights. Without any, every label has weight 1."""
         self._pieces = GrowingPieces()
         self.facts: CorpusFacts
         """Summary of the parts read so far. It is replaced and never changed, because other threads may read it."""
@@ -128,7 +130,10 @@ class CorpusIndex:
         """
         config = self._config
         cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
-        made_by = (config.text_key, self._tokenizer.fingerprint) if self._tokenizer and self.is_text.any() else ()
+        made_by: tuple[str, ...] = ()
+        if self._tokenizer and self.is_text.any():
+            examples = example_encoder(config, self._tokenizer)
+            made_by = (examples.fingerprint if examples else config.text_key, self._tokenizer.fingerprint)
         parts = [
             f"text {[unit.num_bytes for unit in shard.units]}" if shard.file is None else self._known[part].content_hash
             for part, shard in enumerate(self._shards)
@@ -259,6 +264,11 @@ class CorpusIndex:
             self._config.min_document_tokens,
             self._config.max_document_tokens,
         )
+        if content.weights is not None:
+            self.has_weights = True
+            first = table.start - self._num_tokens + 1  # the label of a token is the next one
+            num_trained, weight_sums = content.weights.sums(first, first + table.num_targets)
+            table = replace(table, num_trained=num_trained, weight_sums=weight_sums)
         return replace(table, document=table.document + self._num_documents), counts
 
 

@@ -11,9 +11,10 @@ is input exactly once, and every token except the first of each document is a ta
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.plan.rank_plan import concatenated_ranges
@@ -29,6 +30,20 @@ class PieceTable:
     start: IntArray  # [P] first token, counted from the first token of the first part in the table
     length: IntArray  # [P] tokens, 1 to context_length
     num_targets: IntArray  # [P] tokens that have a label: the first num_targets tokens of the sample
+    num_trained: IntArray  # [P] how many of these labels have a weight other than 0
+    weight_sums: NDArray[np.float64]  # [P] sum of the absolute weights of these labels
+
+    @staticmethod
+    def unweighted(*, document: IntArray, start: IntArray, length: IntArray, num_targets: IntArray) -> PieceTable:
+        """Return the table of samples in which every label has weight 1."""
+        return PieceTable(
+            document=document,
+            start=start,
+            length=length,
+            num_targets=num_targets,
+            num_trained=num_targets,
+            weight_sums=num_targets.astype(np.float64),
+        )
 
     @property
     def num_pieces(self) -> int:
@@ -44,24 +59,26 @@ class GrowingPieces:
 
     def __init__(self) -> None:
         self.num_pieces = 0
-        self._columns = np.zeros((len(fields(PieceTable)), 0), dtype=np.int64)
+        kinds: dict[str, type] = {"weight_sums": np.float64}
+        self._columns: dict[str, Any] = {
+            spec.name: np.zeros(0, kinds.get(spec.name, np.int64)) for spec in fields(PieceTable)
+        }
 
     def append(self, table: PieceTable) -> None:
         """Add the samples of ``table`` at the end."""
         stop = self.num_pieces + table.num_pieces
-        if stop > self._columns.shape[1]:
-            columns = np.zeros((len(self._columns), max(stop, 2 * self._columns.shape[1])), dtype=np.int64)
-            columns[:, : self.num_pieces] = self._columns[:, : self.num_pieces]
-            self._columns = columns
-        for column, spec in zip(self._columns, fields(PieceTable), strict=True):
-            column[self.num_pieces : stop] = getattr(table, spec.name)
+        for name, column in self._columns.items():
+            if stop > len(column):
+                column = np.zeros(max(stop, 2 * len(column)), dtype=column.dtype)
+                column[: self.num_pieces] = self._columns[name][: self.num_pieces]
+                self._columns[name] = column
+            column[self.num_pieces : stop] = getattr(table, name)
         self.num_pieces = stop
 
     @property
     def table(self) -> PieceTable:
         """The table of all samples so far. Its arrays are views that a later ``append`` does not change."""
-        columns = zip(fields(PieceTable), self._columns, strict=True)
-        return PieceTable(**{spec.name: column[: self.num_pieces] for spec, column in columns})
+        return PieceTable(**{name: column[: self.num_pieces] for name, column in self._columns.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +137,7 @@ def make_pieces(
         table = _split(document, starts, lengths, context_length)
     else:
         length = np.minimum(lengths, context_length)
-        table = PieceTable(document=document, start=starts, length=length, num_targets=length - 1)
+        table = PieceTable.unweighted(document=document, start=starts, length=length, num_targets=length - 1)
     counts = PieceCounts(
         num_documents=len(too_long) - num_empty,
         num_empty_documents=num_empty,
@@ -139,7 +156,7 @@ def _split(document: IntArray, starts: IntArray, lengths: IntArray, context_leng
     offset = place * context_length
     length = np.minimum(np.repeat(lengths, num_pieces) - offset, context_length)
     is_last = place == np.repeat(num_pieces, num_pieces) - 1
-    return PieceTable(
+    return PieceTable.unweighted(
         document=np.repeat(document, num_pieces),
         start=np.repeat(starts, num_pieces) + offset,
         length=length,

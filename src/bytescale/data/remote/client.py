@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bytescale.data.loading.loader import LoaderTimes, PrefetchedSteps, StepData
 from bytescale.data.order.batches import SamplerState
@@ -76,10 +75,11 @@ class RemoteLoader(PrefetchedSteps):
             # 2. Call each server that has tokens of this part once, all servers at the same time.
             answers = self._fetch(part.segments)
             micro_batches = assemble(part.rank_plan, part.segments, answers)
-            num_bytes = sum(tokens.nbytes for tokens in answers.values())
+            num_bytes = sum(answer.num_bytes for answer in answers.values())
             yield StepData(
                 step=part.step,
                 num_targets=part.num_targets,
+                loss_divisor=part.loss_divisor,
                 summary=part.summary,
                 plan=part.plan,
                 rank_plan=part.rank_plan,
@@ -136,17 +136,17 @@ class RemoteLoader(PrefetchedSteps):
                 answer.num_parts,
             )
 
-    def _fetch(self, segments: SegmentTable) -> dict[int, NDArray[np.integer]]:
+    def _fetch(self, segments: SegmentTable) -> dict[int, ServerSlices]:
         ranges = segments.ranges
         wanted = {}
         for server in np.unique(segments.servers[ranges > 0]).tolist():
             own = (segments.servers == server) & (ranges > 0)
             wanted[server] = self._servers[server].read.remote(segments.parts[own], segments.places[own], ranges[own])
-        answers: dict[int, NDArray[np.integer]] = {}
+        answers: dict[int, ServerSlices] = {}
         for server, reference in wanted.items():
             slices: ServerSlices = wait_for(reference, f"data server {server}", self._answer_seconds)
             self._alive(f"server {server}", slices.server_life)
-            answers[server] = slices.tokens
+            answers[server] = slices
         return answers
 
     def _alive(self, actor: str, life: str) -> None:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data.loading.loader import MicroBatchData
-from bytescale.data.order.batches import GlobalBatch, SamplerState
+from bytescale.config.schema import LossPer
+from bytescale.data.loading.loader import MicroBatchData, weighted_labels
+from bytescale.data.order.batches import GlobalBatch, LossScaling, SamplerState
 from bytescale.data.order.index import CorpusIndex
 from bytescale.data.tokens.remote_tokens import BLOCK_TOKENS
 from bytescale.plan import Plan, RankPlan
@@ -33,6 +34,7 @@ class SegmentTable:
     places: IntArray  # [P] its first token inside the part
     counts: IntArray  # [P] its number of tokens
     num_labels: IntArray  # [P] its tokens that have a label, which are the first ones
+    scales: NDArray[np.float64]  # [P] factor of the weights of its labels (data.loss_per)
 
     @property
     def ranges(self) -> IntArray:
@@ -55,6 +57,8 @@ class PlannedStep:
     parts: IntArray  # [S] part of the corpus that holds it
     places: IntArray  # [S] its first token inside the part
     num_targets: IntArray  # [S] its tokens that have a label, which are the first ones
+    num_trained: int  # labels of the batch whose weight is not 0
+    scaling: LossScaling
     owners: PartOwners
     summary: PlanSummary
     state_after: SamplerState
@@ -68,6 +72,7 @@ class PlannedStep:
         owners: PartOwners,
         state_after: SamplerState,
         planning_seconds: float,
+        loss_per: LossPer = "token",
     ) -> PlannedStep:
         """Locate every sequence of the batch."""
         parts, places = index.locate(batch.pieces, np.zeros_like(batch.pieces))
@@ -79,6 +84,8 @@ class PlannedStep:
             parts=parts,
             places=places,
             num_targets=batch.num_targets,
+            num_trained=batch.total_targets,
+            scaling=batch.scaling(loss_per),
             owners=owners,
             summary=PlanSummary.of(plan),
             state_after=state_after,
@@ -89,7 +96,7 @@ class PlannedStep:
     def num_bytes(self) -> int:
         """Bytes of all arrays."""
         arrays = [getattr(self.plan, spec.name) for spec in fields(self.plan)]
-        arrays += [self.pieces, self.parts, self.places, self.num_targets]
+        arrays += [self.pieces, self.parts, self.places, self.num_targets, self.scaling.scales]
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
@@ -101,7 +108,8 @@ class RankStep:
     rank_plan: RankPlan
     segments: SegmentTable
     num_targets: int
-    """Tokens with a label in the GLOBAL batch."""
+    """Labels in the GLOBAL batch that are trained on."""
+    loss_divisor: float
     summary: PlanSummary
     plan: Plan | None
     """The whole plan for the first rank, which records it; None for the others."""
@@ -120,7 +128,8 @@ class RankStep:
             step=planned.step,
             rank_plan=rank_plan,
             segments=locate_segments(rank_plan, planned),
-            num_targets=int(planned.num_targets.sum()),
+            num_targets=planned.num_trained,
+            loss_divisor=planned.scaling.divisor,
             summary=planned.summary,
             plan=planned.plan if rank == 0 else None,
             state_after=planned.state_after,
@@ -163,7 +172,13 @@ class ServerSlices:
     """A server's answer: the tokens of the ranges, one range after the other, in the integer type of the file."""
 
     tokens: NDArray[np.integer]
+    weights: NDArray[np.float32] | None  # of the same tokens; None: all are 1
     server_life: str  # changes when the server is restarted
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.tokens.nbytes + (0 if self.weights is None else self.weights.nbytes)
 
 
 def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
@@ -182,6 +197,7 @@ def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
         places=places,
         counts=counts,
         num_labels=np.clip(planned.num_targets[sequences] - starts, 0, counts),
+        scales=planned.scaling.scales[sequences],
     )
 
 
@@ -207,29 +223,35 @@ class PartOwners:
 
 
 def assemble(
-    rank_plan: RankPlan, segments: SegmentTable, answers: dict[int, NDArray[np.integer]]
+    rank_plan: RankPlan, segments: SegmentTable, answers: dict[int, ServerSlices]
 ) -> tuple[MicroBatchData, ...]:
     """Join the servers' answers into the data of each micro-batch, equal to what ``loader.read_micro_batch`` reads.
 
     Args:
         rank_plan: the plan that ``segments`` belongs to.
         segments: where each segment lies in the corpus.
-        answers: for each server, the tokens of its ranges in the order of ``segments``.
+        answers: for each server, the tokens and weights of its ranges in the order of ``segments``.
     """
     ends = np.cumsum(segments.counts)
     num_tokens = int(ends[-1]) if len(ends) else 0
     tokens = np.empty(num_tokens, dtype=np.int64)
     labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+    has_weights = any(answer.weights is not None for answer in answers.values())
+    weights = np.zeros(num_tokens, dtype=np.float32) if has_weights else None
     read = dict.fromkeys(answers, 0)
     columns = (segments.servers, ends - segments.counts, segments.counts, segments.num_labels, segments.ranges)
     for server, at, count, with_label, fetched in zip(*(column.tolist() for column in columns), strict=True):
         if not fetched:
             continue
         first = read[server]
-        source = answers[server]
+        source = answers[server].tokens
         tokens[at : at + count] = source[first : first + count]
         labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
+        if weights is not None:
+            own = answers[server].weights
+            weights[at : at + with_label] = 1 if own is None else own[first + 1 : first + 1 + with_label]
         read[server] = first + fetched
+    labels, scaled = weighted_labels(labels, weights, segments.scales, segments.counts)
     # The micro-batches are views of these arrays, so nothing is copied again.
     data = []
     token = segment = 0
@@ -242,6 +264,7 @@ def assemble(
                 labels=labels[token:stop],
                 position_ids=micro_batch.position_ids(),
                 segment_pieces=segments.pieces[segment : segment + num_segments],
+                weights=None if scaled is None else scaled[token:stop],
             )
         )
         token, segment = stop, segment + num_segments

@@ -183,7 +183,8 @@ class PlannerActor:
         started = time.perf_counter()
         plan = self._planner(batch.lengths)
         after = sampler.state_dict()
-        planned = PlannedStep.of(batch, plan, index, self._owners, after, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        planned = PlannedStep.of(batch, plan, index, self._owners, after, seconds, self._config.loss_per)
         return StepReference(planned=ray.put(planned), state_before=state, state_after=after, life=self._life)
 
     async def _run_ahead(self, state: SamplerState) -> None:

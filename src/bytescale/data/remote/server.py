@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import ray
 
 from bytescale.common.arrays import IntArray
 from bytescale.data.remote.messages import PartOwners, ServerSlices
+from bytescale.data.tokens.fields import FIELD_DTYPE, WEIGHTS
 from bytescale.data.tokens.indexed import Tokens
-from bytescale.data.tokens.open_parts import OpenParts
+from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard, ShardReader, remote_parts
 
 
@@ -52,6 +54,7 @@ class DataServer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
         self._shards, self._reader = work.get()
         self._tokens = OpenParts(self._open_tokens, remote_parts(self._shards))
+        self._fields = lru_cache(MOST_OPEN)(self._open_fields)
         self._life = uuid.uuid4().hex
 
     @ray.method(concurrency_group=TOKENISING)
@@ -65,11 +68,22 @@ class DataServer:
         return self._reader.open(self._shards[part]).content
 
     def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
-        """Read ranges of tokens, one after the other: ``ranges[i]`` tokens from ``places[i]`` on in ``parts[i]``."""
+        """Read ranges of tokens, one after the other: ``ranges[i]`` tokens from ``places[i]`` on in ``parts[i]``.
+
+        Their weights come along if one of the parts has any.
+        """
         self._tokens.fetch(parts, places, ranges)
         columns = (parts.tolist(), places.tolist(), ranges.tolist())
         found = [self._tokens[part][place : place + count] for part, place, count in zip(*columns, strict=True)]
-        return ServerSlices(tokens=np.concatenate(found), server_life=self._life)
+        fields = [self._fields(part).get(WEIGHTS) for part in columns[0]]
+        weights = None
+        if any(values is not None for values in fields):
+            taken = [
+                np.ones(count, FIELD_DTYPE) if values is None else values[place : place + count].astype(FIELD_DTYPE)
+                for values, place, count in zip(fields, columns[1], columns[2], strict=True)
+            ]
+            weights = np.concatenate(taken)
+        return ServerSlices(tokens=np.concatenate(found), weights=weights, server_life=self._life)
 
     def pid(self) -> int:
         """Return the id of the process that this server lives in."""
@@ -79,6 +93,10 @@ class DataServer:
         # A restarted server may be asked for text before it has the pair in its cache.
         self._reader.prepare([self._shards[part]])
         return self._reader.open_tokens(self._shards[part])
+
+    def _open_fields(self, part: int) -> Mapping[str, Tokens]:
+        self._reader.prepare([self._shards[part]])
+        return self._reader.open_fields(self._shards[part])
 
 
 def server_actor() -> Any:

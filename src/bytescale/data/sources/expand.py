@@ -31,6 +31,8 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".bin": "bin",
 }
+_BESIDE_TOKENS = (".weights.bin", ".meta.json")
+"""Endings of files that belong to a pair of tokens (``data.tokens``). Found in folders, they are no sources."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
@@ -80,6 +82,8 @@ def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
                 if not named:
                     continue
                 path, kind, listed = path.with_suffix(".bin"), "bin", None
+            if not named and str(path).endswith(_BESIDE_TOKENS):
+                continue
             num_bytes, version = path.describe(listed)
             yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:
@@ -132,6 +136,10 @@ def _source_file(path: Path, file_format: str, named: bool) -> SourceFile | None
         if not named:
             return None
         path = path.with_suffix(".bin")
+    for ending in _BESIDE_TOKENS:
+        tokens = path.with_name(path.name.removesuffix(ending) + ".bin")
+        if not named and path.name.endswith(ending) and tokens.exists():
+            return None
     try:
         status = path.stat()
     except OSError as error:

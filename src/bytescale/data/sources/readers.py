@@ -101,7 +101,7 @@ def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNI
             if file_format == "text":
                 units.extend(_text_units(run, unit_bytes))
             elif file_format == "jsonl":
-                units.extend(unit for file in run for unit in _jsonl_units(file, unit_bytes))
+                units.extend(unit for file in run for unit in jsonl_units(file, unit_bytes))
             elif file_format == "parquet":
                 units.extend(unit for file in run for unit in _parquet_units(file, text_key, unit_bytes))
             else:
@@ -179,7 +179,7 @@ def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
 # JSONL: each line is a document. A byte range holds the lines that START in it.
 
 
-def _jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
+def jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
     for start in range(0, file.num_bytes, unit_bytes):
         stop = min(start + unit_bytes, file.num_bytes)
         yield WorkUnit(files=(file,), start=start, stop=stop, num_bytes=stop - start)
@@ -187,7 +187,18 @@ def _jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
 
 def _jsonl_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterator[Document]:
     path = unit.files[0].path
-    with path.open("rb") as lines:
+    for offset, line in jsonl_lines(unit):
+        try:
+            text = _text_of_line(line, text_key, path, offset)
+        except DataError as error:
+            counts.leave_out(error)
+        else:
+            yield Document(text=text, place=f"{path}, byte {offset}")
+
+
+def jsonl_lines(unit: WorkUnit) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a unit of a JSONL file that are not blank, each with the byte at which it starts."""
+    with unit.files[0].path.open("rb") as lines:
         offset = 0
         if unit.start:
             lines.seek(unit.start - 1)
@@ -195,36 +206,40 @@ def _jsonl_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Itera
             offset = lines.tell()
         while offset < unit.stop and (line := lines.readline()):
             if content := line.strip():
-                try:
-                    text = _text_of_line(content, text_key, path, offset)
-                except DataError as error:
-                    counts.leave_out(error)
-                else:
-                    yield Document(text=text, place=f"{path}, byte {offset}")
+                yield offset, content
             offset += len(line)
 
 
-def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> str:
-    """Return the text of one JSONL line. ``null`` counts as empty. The line number is counted only for an error."""
+def object_of_line(line: bytes, path: SourcePath, offset: int) -> dict[str, Any]:
+    """Return the object of one JSONL line. Raises ``DataError``; the line number is counted only for an error."""
     try:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:  # not JSON, or not UTF-8
         raise DataError(
             problem(
-                f"{path}:{_line_number(path, offset)} is not JSON ({error}): {_excerpt(line)}",
+                f"{line_place(path, offset)} is not JSON ({error}): {_excerpt(line)}",
                 fix="mend or delete the line; if the file is not JSON Lines at all, set data.format = 'text'",
             )
         ) from error
-    text = record.get(text_key, _MISSING) if isinstance(record, dict) else record
-    if isinstance(record, dict) and (text is None or (isinstance(text, str) and _is_unicode(text))):
-        return text or ""
-    place = f"{path}:{_line_number(path, offset)}"
-    if isinstance(text, str) and isinstance(record, dict):
-        raise DataError(problem(f"{place}: {text_key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"))
-    if not isinstance(record, dict):
-        raise DataError(
-            problem(f"{place} is a JSON {type(record).__name__}, not an object", fix="write one object per line")
+    if isinstance(record, dict):
+        return record
+    raise DataError(
+        problem(
+            f"{line_place(path, offset)} is a JSON {type(record).__name__}, not an object",
+            fix="write one object per line",
         )
+    )
+
+
+def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> str:
+    """Return the text of one JSONL line. ``null`` counts as empty."""
+    record = object_of_line(line, path, offset)
+    text = record.get(text_key, _MISSING)
+    if text is None or (isinstance(text, str) and _is_unicode(text)):
+        return text or ""
+    place = line_place(path, offset)
+    if isinstance(text, str):
+        raise DataError(problem(f"{place}: {text_key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"))
     if text is _MISSING:
         raise DataError(problem(f"{place} has no key {text_key!r}", fix=_key_hint(text_key, record)))
     raise DataError(
@@ -247,13 +262,14 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _line_number(path: SourcePath, offset: int) -> int:
+def line_place(path: SourcePath, offset: int) -> str:
+    """Return ``path:line`` of the line that starts at byte ``offset``. The file is read up to there."""
     number = 1
     with path.open("rb") as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
             number += block.count(b"\n")
             offset -= len(block)
-    return number
+    return f"{path}:{number}"
 
 
 def _excerpt(line: bytes, length: int = 60) -> str:
@@ -264,6 +280,9 @@ def _excerpt(line: bytes, length: int = 60) -> str:
 def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
     close = difflib.get_close_matches(text_key, list(known), n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
+    for content, key in (("messages", "messages"), ("prompt", "completion"), ("tokens", "tokens")):
+        if key in known:
+            hint = f"set data.content = {content!r} for records with {key!r}. "
     return f"{hint}Set data.text_key to one of {', '.join(sorted(known)) or '(nothing: there are no keys)'}"
 
 
@@ -271,7 +290,7 @@ def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
 # other formats.
 
 
-def _open_parquet(path: SourcePath) -> Any:
+def open_parquet(path: SourcePath) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -288,9 +307,14 @@ def _open_parquet(path: SourcePath) -> Any:
 
 
 def _parquet_units(file: SourceFile, text_key: str, unit_bytes: int) -> Iterator[WorkUnit]:
-    with _open_parquet(file.path) as opened:
+    with open_parquet(file.path) as opened:
         _check_text_column(opened, text_key, file.path)
-        group_bytes = [opened.metadata.row_group(group).total_byte_size for group in range(opened.num_row_groups)]
+        yield from row_group_units(file, opened, unit_bytes)
+
+
+def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[WorkUnit]:
+    """Cut an open Parquet file into runs of row groups of at least ``unit_bytes``."""
+    group_bytes = [opened.metadata.row_group(group).total_byte_size for group in range(opened.num_row_groups)]
     start = num_bytes = 0
     for group, held in enumerate(group_bytes):
         num_bytes += held
@@ -319,17 +343,24 @@ def _check_text_column(opened: Any, text_key: str, path: SourcePath) -> None:
 
 def _parquet_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
     path = unit.files[0].path
-    with _open_parquet(path) as opened:
+    for row, (text,) in parquet_rows(unit, [text_key]):
+        yield Document(text=text or "", place=f"{path}, row {row}")
+
+
+def parquet_rows(unit: WorkUnit, columns: list[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield the rows of a unit of a Parquet file: the number of the row, from 1, and its values of ``columns``."""
+    path = unit.files[0].path
+    with open_parquet(path) as opened:
         import pyarrow
 
         row = sum(opened.metadata.row_group(group).num_rows for group in range(unit.start)) + 1
         batches = opened.iter_batches(
-            _PARQUET_BATCH_ROWS, row_groups=list(range(unit.start, unit.stop)), columns=[text_key], use_threads=False
+            _PARQUET_BATCH_ROWS, row_groups=list(range(unit.start, unit.stop)), columns=columns, use_threads=False
         )
         try:
             for batch in batches:
-                for text in batch.column(0).to_pylist():
-                    yield Document(text=text or "", place=f"{path}, row {row}")
+                for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+                    yield row, values
                     row += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno

@@ -13,7 +13,7 @@ import glob
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -145,25 +145,27 @@ def _has_no_folders(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def local_pair(file: SourceFile, cache_dir: Path) -> SourceFile:
+def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> SourceFile:
     """Return ``file`` if it is local, else a copy of the remote ``.bin/.idx`` pair in the cache. Raises ``OSError``."""
     if not isinstance(file.path, UrlPath):
         return file
-    copy = local_index(file, cache_dir)
+    copy = local_index(file, cache_dir, fields)
     with file_lock(copy.with_suffix(".lock")):
         if not copy.exists():
             _fetch(file.path, copy)
     return replace(file, path=copy)
 
 
-def local_index(file: SourceFile, cache_dir: Path) -> Path:
+def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> Path:
     """Copy the ``.idx`` of a remote ``.bin`` into the cache, and its ``.meta.json`` if there is one.
 
-    Returns the path that the copy of the ``.bin`` has or would have. Raises ``OSError``.
+    Those pairs ``PREFIX.FIELD.bin/.idx`` that exist are copied as a whole. Returns the path that the copy of the
+    ``.bin`` has or would have. Raises ``OSError``.
     """
     path = file.path
     assert isinstance(path, UrlPath), f"{path} is here"
-    key = hashlib.blake2b(f"{path}\0{file.num_bytes}\0{file.mtime_ns}".encode(), digest_size=8).hexdigest()
+    described = "\0".join([str(path), str(file.num_bytes), str(file.mtime_ns), *fields[1:]])
+    key = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
     copy = cache_dir / "fetched" / f"{key}.bin"
     with file_lock(copy.with_suffix(".lock")):
         if not copy.with_suffix(".idx").exists():
@@ -171,6 +173,10 @@ def local_index(file: SourceFile, cache_dir: Path) -> Path:
             # listing is forbidden.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 _fetch(path.with_suffix(".meta.json"), copy.with_suffix(".meta.json"))
+            for name in fields:
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    _fetch(path.with_suffix(f".{name}.bin"), copy.with_suffix(f".{name}.bin"))
+                    _fetch(path.with_suffix(f".{name}.idx"), copy.with_suffix(f".{name}.idx"))
             _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
     return copy
 

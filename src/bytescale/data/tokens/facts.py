@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import write_atomically
+from bytescale.common.errors import DataError, problem
 from bytescale.data.sources.source_file import SourceFile, fingerprint_files
-from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path
+from bytescale.data.tokens.fields import FIELD_DTYPE, field_prefix
+from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path, pair_paths
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -47,9 +51,15 @@ class TokenFacts:
     """Files that were left out because they are not text."""
     corrupt_records: tuple[str, ...] = ()
     """For each corrupt record that was left out: what was wrong with it, and where it is."""
+    fields: tuple[str, ...] = ()
+    """The fields beside the tokens (``data.tokens.fields``), in the order of their names. The content hash covers
+    them."""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=2).encode()
+        content = asdict(self)
+        if not self.fields:
+            del content["fields"]  # the file is then as it was before there were fields
+        return json.dumps(content, indent=2).encode()
 
     def describes(self, index: TokenIndex) -> bool:
         """Return whether these facts fit a pair that has this index."""
@@ -69,6 +79,13 @@ class FactsGatherer:
         self.num_tokens = 0
         self._longest = 0
         self._max_token_id = -1
+        self._field_hashes: dict[str, Any] = {}
+
+    def add_fields(self, fields: Mapping[str, NDArray]) -> None:
+        """Add the next numbers of every field, in any pieces."""
+        for name, values in fields.items():
+            known = self._field_hashes.setdefault(name, hashlib.blake2b(name.encode(), digest_size=8))
+            known.update(np.ascontiguousarray(values, dtype=FIELD_DTYPE).data)
 
     def add(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:
         """Add whole documents: their ``tokens`` one after the other, in the type of the file, and their ``lengths``."""
@@ -91,7 +108,10 @@ class FactsGatherer:
         """Return the facts. ``tokenizer`` is None if it is not known."""
         lengths_hash = self._lengths_hash.hexdigest()
         self._tokens_hash.update(lengths_hash.encode())
+        for name in sorted(self._field_hashes):
+            self._tokens_hash.update(self._field_hashes[name].digest())
         return TokenFacts(
+            fields=tuple(sorted(self._field_hashes)),
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             longest_document_tokens=self._longest,
@@ -112,12 +132,24 @@ class FactsGatherer:
 def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback) -> TokenFacts:
     """Return the facts of a pair. They are looked for beside the pair, then in the cache.
 
-    If neither has facts that fit, the pair is read through (some GB a second) and the cache keeps the result.
+    If neither has facts that fit, the pair is read through (some GB a second) and the cache keeps the result. Raises
+    ``DataError`` if the pair was made with fields that have vanished.
     """
-    cached = cache_dir / "facts" / f"{fingerprint_files([file])}.json"
+    cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.json"
     for path in (facts_path(dataset.prefix), cached):
         facts = _load(path)
-        if facts is not None and facts.describes(dataset.index):
+        if facts is None or not facts.describes(dataset.index):
+            continue
+        lost = [name for name in facts.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
+        if lost:
+            raise DataError(
+                problem(
+                    f"{dataset.prefix}.bin was made with {' and '.join(lost)}, which do not lie beside it",
+                    so="everything would be trained on alike",
+                    fix=f"restore {field_prefix(dataset.prefix, lost[0]).name}.bin and .idx",
+                )
+            )
+        if set(facts.fields) >= set(dataset.fields):
             return facts
     facts = _scan(dataset, progress)
     cached.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +159,10 @@ def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progres
 
 def is_as_written(dataset: IndexedDataset, facts: TokenFacts, progress: ProgressCallback = ignore_progress) -> bool:
     """Read a pair through, and return whether it holds the tokens and lengths of which ``facts`` were gathered."""
-    return facts.describes(dataset.index) and _scan(dataset, progress).content_hash == facts.content_hash
+    if not facts.describes(dataset.index):
+        return False
+    dataset = IndexedDataset.open(dataset.prefix, facts.fields)
+    return _scan(dataset, progress).content_hash == facts.content_hash
 
 
 def load_facts(prefix: Path) -> TokenFacts | None:
@@ -140,20 +175,34 @@ def _load(path: Path) -> TokenFacts | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the file is absent, or another program's: the facts are gathered again
         return None
-    if not isinstance(content, dict) or set(content) != {spec.name for spec in fields(TokenFacts)}:
+    names = {spec.name for spec in fields(TokenFacts)}
+    if not isinstance(content, dict) or set(content) | {"fields"} != names:
         return None
-    lists = {name: tuple(content[name]) for name in ("skipped_files", "corrupt_records")}
+    lists = {name: tuple(content.get(name, ())) for name in ("skipped_files", "corrupt_records", "fields")}
     return TokenFacts(**{**content, **lists})
+
+
+def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
+    """A name that changes when the pair or one of its fields is replaced."""
+    paths = [pair_paths(field_prefix(dataset.prefix, name))[0] for name in sorted(dataset.fields)]
+    stats = [(path, path.stat()) for path in paths]
+    beside = [
+        SourceFile(path=path, format="bin", num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
+        for path, found in stats
+    ]
+    return fingerprint_files([file, *beside])
 
 
 def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenFacts:
     """Read all tokens once, in order."""
     gatherer = FactsGatherer(dataset.index.dtype)
+    gatherer.add_fields({name: values[:0] for name, values in dataset.fields.items()})
     none = np.zeros(0, dtype=np.int64)
     itemsize = dataset.index.dtype.itemsize
     for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
         chunk = dataset.tokens[start : start + _SCAN_TOKENS]
         gatherer.add(chunk, none)
+        gatherer.add_fields({name: values[start : start + _SCAN_TOKENS] for name, values in dataset.fields.items()})
         progress(
             Progress(
                 stage=f"reading {dataset.prefix.name}.bin through",

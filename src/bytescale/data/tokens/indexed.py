@@ -19,7 +19,8 @@ A document may consist of several sequences. They follow each other in ``.bin``,
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.data.sources.source_file import SourcePath
+from bytescale.data.tokens.fields import WEIGHTS, field_prefix
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -42,6 +44,8 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 """Integer types by code. Codes 6 and 7 are floats, which are not token ids."""
+NUMBER_DTYPES: dict[int, np.dtype] = {**TOKEN_DTYPES, 6: np.dtype("<f8"), 7: np.dtype("<f4")}
+"""All types by code, for numbers that belong to tokens (``data.tokens.fields``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +85,16 @@ class IndexedDataset:
     prefix: Path
     index: TokenIndex
     tokens: Tokens  # [num_tokens] memory-mapped, in the file's own integer type
+    fields: Mapping[str, Tokens] = field(default_factory=dict)
+    """By name, a number for each token (``data.tokens.fields``)."""
 
     @staticmethod
-    def open(path: Path) -> IndexedDataset:
-        """Open the pair that ``path`` names (with or without its ending).
+    def open(path: Path, fields: Sequence[str] = (WEIGHTS,)) -> IndexedDataset:
+        """Open the pair that ``path`` names (with or without its ending), and those of ``fields`` that lie beside it.
 
         Raises:
-            DataError: one of the two files is missing or broken, or they do not belong together.
+            DataError: one of the two files is missing or broken, or they do not belong together; or a field has another
+                number of documents or tokens.
         """
         bin_path, idx_path = pair_paths(path)
         if not bin_path.exists():
@@ -97,12 +104,34 @@ class IndexedDataset:
         index = read_index(idx_path)
         found = bin_path.stat().st_size
         check_size(bin_path, index, found)
-        return IndexedDataset(prefix=bin_path.with_suffix(""), index=index, tokens=_map(bin_path, index.dtype))
+        prefix = bin_path.with_suffix("")
+        beside = {name: field_prefix(prefix, name) for name in fields}
+        found_fields = {name: _open_field(path, index) for name, path in beside.items() if pair_paths(path)[1].exists()}
+        return IndexedDataset(prefix=prefix, index=index, tokens=_map(bin_path, index.dtype), fields=found_fields)
 
     def document(self, number: int) -> NDArray[np.integer]:
         """``[length]`` token ids of one document, a view into the file."""
         offsets = self.index.document_offsets
         return self.tokens[offsets[number] : offsets[number + 1]]
+
+
+def _open_field(prefix: Path, index: TokenIndex) -> NDArray:
+    """Map the numbers of a field of the pair that has ``index``."""
+    bin_path, idx_path = pair_paths(prefix)
+    own = read_index(idx_path, NUMBER_DTYPES)
+    if not np.array_equal(own.document_offsets, index.document_offsets):
+        raise DataError(
+            problem(
+                f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
+                f"{index.num_documents} documents with {index.num_tokens} tokens",
+                so="the numbers could not be given to their tokens",
+                fix="make both pairs from the same documents, or take this one away",
+            )
+        )
+    if not bin_path.exists():
+        raise DataError(problem(f"{bin_path} does not exist", so=f"{idx_path} describes nothing", fix="restore it"))
+    check_size(bin_path, own, bin_path.stat().st_size)
+    return _map(bin_path, own.dtype)
 
 
 def check_size(bin_path: SourcePath, index: TokenIndex, num_bytes: int) -> None:
@@ -128,14 +157,13 @@ def pair_paths(path: Path) -> tuple[Path, Path]:
 def map_tokens(path: Path) -> NDArray[np.integer]:
     """Map the tokens of a pair, ``[num_tokens]``. ``IndexedDataset.open`` must have checked the pair before.
 
-    Raises:
-        DataError: the pair has vanished since.
+    The pair may be that of a field. Raises ``DataError`` if it has vanished since.
     """
     bin_path, idx_path = pair_paths(path)
     try:
         with idx_path.open("rb") as file:
             header = HEADER.unpack(file.read(HEADER.size))
-        return _map(bin_path, TOKEN_DTYPES[header[2]])
+        return _map(bin_path, NUMBER_DTYPES[header[2]])
     except OSError as error:
         raise DataError(
             problem(
@@ -157,8 +185,8 @@ def facts_path(path: Path) -> Path:
     return bin_path.with_suffix(".meta.json")
 
 
-def read_index(path: Path) -> TokenIndex:
-    """Read and check an ``.idx``. The ``.bin`` is not needed.
+def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> TokenIndex:
+    """Read and check an ``.idx``. The ``.bin`` is not needed. ``dtypes``: the types that it may have, by code.
 
     Raises:
         DataError: the file is missing, is not a Megatron index, or contradicts itself.
@@ -173,7 +201,7 @@ def read_index(path: Path) -> TokenIndex:
                 fix="restore the .idx beside its .bin, or tokenise again",
             )
         ) from error
-    dtype, num_sequences, num_bounds = _read_header(path, content)
+    dtype, num_sequences, num_bounds = _read_header(path, content, dtypes)
     arrays = np.split(
         content[HEADER.size :], [4 * num_sequences, 12 * num_sequences, 12 * num_sequences + 8 * num_bounds]
     )
@@ -188,7 +216,7 @@ def read_index(path: Path) -> TokenIndex:
     return TokenIndex(dtype=dtype, document_offsets=offsets[bounds])
 
 
-def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype, int, int]:
+def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np.dtype]) -> tuple[np.dtype, int, int]:
     """Return the integer type of the tokens, the number of sequences, and the length of the document index."""
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise DataError(
@@ -200,7 +228,7 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype, int,
     _, version, code, num_sequences, num_bounds = HEADER.unpack(content[: HEADER.size].tobytes())
     if version != VERSION:
         raise DataError(problem(f"{path} has version {version}, not {VERSION}", fix="tokenise again"))
-    if code not in TOKEN_DTYPES:
+    if code not in dtypes:
         raise DataError(
             problem(f"{path} holds values of type code {code}, which are not token ids", fix="use integer tokens")
         )
@@ -211,7 +239,7 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype, int,
             f"its header speaks of {num_sequences} sequences and {num_bounds - 1} documents, which take {expected} "
             f"bytes, but it has {len(content)}",
         )
-    return TOKEN_DTYPES[code], num_sequences, num_bounds
+    return dtypes[code], num_sequences, num_bounds
 
 
 def _broken(path: Path, what: str) -> DataError:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
 from bytescale.common.errors import DataError, problem
-from bytescale.data.tokens.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, facts_path, pair_paths
+from bytescale.data.tokens.indexed import HEADER, MAGIC, NUMBER_DTYPES, VERSION, facts_path, pair_paths
 
 _MAX_LENGTH = np.iinfo(np.int32).max
 
@@ -46,11 +46,12 @@ class IndexedWriter:
                 problem(f"{self._bin_path} cannot be written ({error})", fix="choose a folder that you may write to")
             ) from error
 
-    def add_documents(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:
+    def add_documents(self, tokens: NDArray, lengths: IntArray) -> None:
         """Append documents.
 
         Args:
-            tokens: ``[sum of lengths]`` ids of all documents, each representable in the writer's type.
+            tokens: ``[sum of lengths]`` ids of all documents, each representable in the writer's type; of a field
+                (``data.tokens.fields``) its numbers.
             lengths: ``[number of documents]`` tokens of each document.
 
         Raises:
@@ -72,25 +73,27 @@ class IndexedWriter:
             ) from error
         self._lengths.append(lengths.astype("<i4"))
 
-    def commit(self, facts: bytes) -> None:
+    def commit(self, facts: bytes | None) -> None:
         """Make the pair appear under its names. It replaces an older pair. Nothing can be added afterwards.
 
         Args:
             facts: content of ``prefix.meta.json`` (``data.tokens.facts``), which is put in place before the ``.idx``.
+                The pair of a field has none.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside the new .bin
         self._temporary.replace(self._bin_path)
-        write_atomically(facts_path(self._bin_path), facts)
+        if facts is not None:
+            write_atomically(facts_path(self._bin_path), facts)
         write_atomically(self._idx_path, self._index())
 
     def _index(self) -> bytes:
         lengths = np.concatenate([np.zeros(0, dtype="<i4"), *self._lengths])
         pointers = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
-        code = next(code for code, dtype in TOKEN_DTYPES.items() if dtype == self._dtype)
+        code = next(code for code, dtype in NUMBER_DTYPES.items() if dtype == self._dtype)
         bounds = np.arange(len(lengths) + 1, dtype="<i8")
         header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(bounds))
         return b"".join((header, lengths.tobytes(), (pointers * self._dtype.itemsize).tobytes(), bounds.tobytes()))

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,16 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.readers import WorkUnit, plan_units, too_many_corrupt_records
+from bytescale.data.sources.readers import WorkUnit, too_many_corrupt_records
+from bytescale.data.sources.records import kind_of
 from bytescale.data.sources.retry import unreadable, with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
 from bytescale.data.sources.urls import UrlPath, local_index, local_pair
+from bytescale.data.tokens.chat import load_template
+from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.facts import TokenFacts, facts_of, is_as_written, load_facts
-from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, read_index
+from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
+from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
 from bytescale.data.tokens.remote_tokens import RemoteTokens
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
@@ -63,6 +67,8 @@ class PartContent:
 
     document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
     facts: TokenFacts
+    weights: WeightRuns | None = None
+    """None: every token has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +81,12 @@ class OpenShard:
     @property
     def content(self) -> PartContent:
         """What the corpus index needs to know of this shard."""
-        return PartContent(document_offsets=self.dataset.index.document_offsets, facts=self.facts)
+        weights = self.dataset.fields.get(WEIGHTS)
+        return PartContent(
+            document_offsets=self.dataset.index.document_offsets,
+            facts=self.facts,
+            weights=None if weights is None else WeightRuns.of(weights[:], f"{self.dataset.prefix}.{WEIGHTS}.bin"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +100,16 @@ class ShardReader:
     read_retries: int = 0
     verify: bool = False
     """Whether every pair is read through and compared with its hash before it is used for the first time."""
+    examples: ExampleEncoder | None = None
+    """Reads records of fine-tuning data; None: documents are texts."""
+    fields: tuple[str, ...] = ()
+    """Fields that the corpus has beside weights (``data.fields``)."""
     verified: set[str] = field(default_factory=set, compare=False)
     """Names of the shards whose pairs were found to be right."""
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
-        """Return the reader with the settings of ``config``."""
+        """Return the reader with the settings of ``config``. Raises as ``example_encoder``."""
         return ShardReader(
             tokenizer=tokenizer,
             text_key=config.text_key,
@@ -102,6 +117,8 @@ class ShardReader:
             max_corrupt_records=config.max_corrupt_records,
             read_retries=config.read_retries,
             verify=config.verify,
+            examples=None if tokenizer is None else example_encoder(config, tokenizer),
+            fields=config.fields,
         )
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
@@ -111,7 +128,7 @@ class ShardReader:
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
             own = [file for file in text if file.source == source]
-            units = with_retries(partial(plan_units, own, self.text_key), self.read_retries)
+            units = with_retries(partial(self._encoder().plan, own), self.read_retries)
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
@@ -126,13 +143,7 @@ class ShardReader:
         missing = self.missing(shards)
         if not missing:
             return
-        assert self.tokenizer is not None, "text needs a tokenizer"
-        encode = UnitEncoder(
-            tokenizer=self.tokenizer,
-            text_key=self.text_key,
-            max_corrupt_records=self.max_corrupt_records,
-            read_retries=self.read_retries,
-        )
+        encode = self._encoder()
         total_bytes = sum(shard.num_bytes for shard in missing)
         units = [unit for shard in missing for unit in shard.units]
         encoded = report_progress(encode_units(units, encode, num_workers), total_bytes, progress)
@@ -140,7 +151,8 @@ class ShardReader:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
-                    _log_facts(write_units(own, self._prefix(shard), self.tokenizer), self._prefix(shard))
+                    facts = write_units(own, self._prefix(shard), self.tokenizer, fields=encode.field_names)
+                    _log_facts(facts, self._prefix(shard))
                 elif shard is not missing[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
 
@@ -158,14 +170,23 @@ class ShardReader:
             prefix = self._prefix(shard)
             facts = load_facts(prefix)
             assert facts is not None, f"{prefix} is prepared before it is opened"
-            return OpenShard(dataset=IndexedDataset.open(prefix), facts=facts)
+            return OpenShard(dataset=IndexedDataset.open(prefix, self._field_names), facts=facts)
         opened = self._in_place(shard.file)
         if opened is None:
-            file = with_retries(partial(fetched, shard.file, self.cache_dir), self.read_retries)
-            dataset = IndexedDataset.open(local_path(file))
+            file = with_retries(partial(fetched, shard.file, self.cache_dir, self._field_names), self.read_retries)
+            dataset = IndexedDataset.open(local_path(file), self._field_names)
             opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
             self._check_pair(f"{shard.file.path}", opened, progress)
         check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
+        if missing := set(self.fields) - set(opened.dataset.fields):
+            raise DataError(
+                problem(
+                    f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
+                    so="its documents would lack it",
+                    fix=f"put {field_prefix(opened.dataset.prefix, min(missing)).name}.bin and .idx beside it, or "
+                    "leave the field out",
+                )
+            )
         return opened
 
     def open_tokens(self, shard: Shard) -> Tokens:
@@ -175,6 +196,28 @@ class ShardReader:
         if isinstance(shard.file.path, UrlPath):
             return self.open(shard).dataset.tokens
         return map_tokens(local_path(shard.file))
+
+    def open_fields(self, shard: Shard) -> Mapping[str, Tokens]:
+        """Return the fields of a shard that has been opened before, by name. Without weights, all tokens weigh 1."""
+        if shard.file is not None and isinstance(shard.file.path, UrlPath):
+            return self.open(shard).dataset.fields
+        prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
+        paths = {name: field_prefix(prefix, name) for name in self._field_names}
+        return {name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()}
+
+    @property
+    def _field_names(self) -> tuple[str, ...]:
+        return (WEIGHTS, *self.fields)
+
+    def _encoder(self) -> UnitEncoder:
+        assert self.tokenizer is not None, "text needs a tokenizer"
+        return UnitEncoder(
+            tokenizer=self.tokenizer,
+            text_key=self.text_key,
+            max_corrupt_records=self.max_corrupt_records,
+            read_retries=self.read_retries,
+            examples=self.examples,
+        )
 
     def _in_place(self, file: SourceFile) -> OpenShard | None:
         """Open a remote ``.bin`` by copying only its index. Its tokens are fetched when they are read.
@@ -188,12 +231,14 @@ class ShardReader:
 
         def look(url: UrlPath = url) -> tuple[Path, bool]:
             try:
-                return local_index(file, self.cache_dir), url.has_ranges()
+                return local_index(file, self.cache_dir, self._field_names), url.has_ranges()
             except OSError as error:
                 raise unreadable(error, url) from error
 
         copy, has_ranges = with_retries(look, self.read_retries)
         index, facts = read_index(copy.with_suffix(".idx")), load_facts(copy)
+        if any(copy.with_suffix(f".{name}.idx").exists() for name in self._field_names):
+            return None  # pairs with fields are copied as a whole: they are small
         if copy.exists() or facts is None or not has_ranges or not facts.describes(index):
             return None
         check_size(url, index, file.num_bytes)
@@ -235,12 +280,30 @@ class ShardReader:
     def _shard(self, source: int, units: Sequence[WorkUnit]) -> Shard:
         assert self.tokenizer is not None, "text needs a tokenizer"
         settings = hashlib.blake2b(digest_size=8)
-        settings.update(f"{_CACHE_VERSION} {self.text_key} {self.tokenizer.fingerprint}".encode())
+        how = self.text_key if self.examples is None else self.examples.fingerprint
+        settings.update(f"{_CACHE_VERSION} {how} {self.tokenizer.fingerprint}".encode())
         for unit in units:
             for file in unit.files:
                 line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\0{unit.start}\0{unit.stop}\n"
                 settings.update(line.encode(errors="surrogateescape"))
         return Shard(source=source, units=tuple(units), name=settings.hexdigest())
+
+
+def example_encoder(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
+    """Return what turns records into examples, or None if the documents of ``config`` are texts.
+
+    Raises:
+        ConfigError: ``data.content`` is ``messages``, and there is no chat template.
+        DataError: the template is not one.
+    """
+    if config.content == "text":
+        return None
+    return ExampleEncoder(
+        tokenizer=tokenizer,
+        kind=kind_of(config.content, config.fields),
+        fields=config.fields,
+        template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+    )
 
 
 def remote_parts(shards: Sequence[Shard]) -> list[int]:
@@ -272,10 +335,10 @@ def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
         logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
 
 
-def fetched(file: SourceFile, cache_dir: Path) -> SourceFile:
-    """Return ``local_pair(file, cache_dir)``. Raises ``UnreadableError`` in place of ``OSError``."""
+def fetched(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> SourceFile:
+    """Return ``local_pair(file, cache_dir, fields)``. Raises ``UnreadableError`` in place of ``OSError``."""
     try:
-        return local_pair(file, cache_dir)
+        return local_pair(file, cache_dir, fields)
     except OSError as error:
         raise unreadable(error, file.path) from error
 

@@ -13,10 +13,11 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,13 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.common.units import format_count
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
+from bytescale.data.sources.records import iter_records, plan_record_units
 from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
+from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.facts import FactsGatherer, TokenFacts
-from bytescale.data.tokens.indexed import IndexedDataset
+from bytescale.data.tokens.fields import FIELD_DTYPE, WEIGHTS, field_prefix
+from bytescale.data.tokens.indexed import IndexedDataset, pair_paths
 from bytescale.data.tokens.indexed_writer import IndexedWriter, token_dtype
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -49,6 +53,7 @@ class EncodedUnit:
     num_empty: int = 0
     skipped_files: tuple[str, ...] = ()
     corrupt_records: tuple[str, ...] = ()
+    fields: Mapping[str, NDArray] = field(default_factory=dict)  # [sum of lengths] each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +65,46 @@ class UnitEncoder:
     """Key (JSONL) or column (Parquet) that holds the text."""
     max_corrupt_records: int = 0
     read_retries: int = 0
+    examples: ExampleEncoder | None = None
+    """For records of fine-tuning data; None: each document is one text."""
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The fields of every document."""
+        return () if self.examples is None else self.examples.field_names
+
+    def plan(self, files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
+        """Cut files into units. Raises as ``plan_units`` and ``plan_record_units``."""
+        if self.examples is None:
+            return plan_units(files, self.text_key, unit_bytes)
+        return plan_record_units(files, self.examples.kind, unit_bytes)
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
 
         Raises ``DataError`` as ``iter_documents``.
         """
+        if self.examples is not None:
+            encoder = self.examples
+            return with_retries(lambda: self._encode_records(unit, encoder), self.read_retries)
         return with_retries(lambda: self._encode(unit), self.read_retries)
+
+    def _encode_records(self, unit: WorkUnit, encoder: ExampleEncoder) -> EncodedUnit:
+        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
+        examples: list[Example] = []
+        for record in iter_records(unit, encoder.kind, counts):
+            try:
+                examples.append(encoder.encode(record))
+            except DataError as error:
+                counts.leave_out(error)
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        return EncodedUnit(
+            tokens=np.concatenate([np.zeros(0, dtype), *(example.tokens.astype(dtype) for example in examples)]),
+            lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
+            num_bytes=unit.num_bytes,
+            corrupt_records=tuple(counts.corrupt),
+            fields=concatenated(examples, encoder.field_names),
+        )
 
     def _encode(self, unit: WorkUnit) -> EncodedUnit:
         counts = ReadCounts(max_corrupt=self.max_corrupt_records)
@@ -122,13 +160,19 @@ def tokenize_files(
     if tokenizer is not None:
         dtypes.append(token_dtype(tokenizer.vocab_size))
     dtype = _common_dtype(dtypes)
+    fields = {name for run in runs for part in run if isinstance(part, IndexedDataset) for name in part.fields}
+    fields |= set() if encode is None else set(encode.field_names)
     encoded = itertools.chain.from_iterable(_encode_run(run, encode, num_workers) for run in runs)
     total_bytes = sum(file.num_bytes for file in files)
-    return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype)
+    return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype, sorted(fields))
 
 
 def write_units(
-    encoded: Iterable[EncodedUnit], prefix: Path, tokenizer: Tokenizer | None, dtype: np.dtype | None = None
+    encoded: Iterable[EncodedUnit],
+    prefix: Path,
+    tokenizer: Tokenizer | None,
+    dtype: np.dtype | None = None,
+    fields: Sequence[str] = (),
 ) -> TokenFacts:
     """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all.
 
@@ -137,9 +181,11 @@ def write_units(
         prefix: path of the pair without its endings. An existing pair is replaced.
         tokenizer: the tokenizer that made the tokens; None if it is not known, and then ``dtype`` must be given.
         dtype: integer type of the tokens in the file; None takes ``token_dtype`` of the tokenizer's vocabulary.
+        fields: names of the fields that are written beside the tokens (``data.tokens.fields``). Documents of units
+            without weights have weight 1.
 
     Raises:
-        DataError: the disk is full, or a token is not one of ``tokenizer``.
+        DataError: the disk is full, a token is not one of ``tokenizer``, or documents lack a field.
     """
     if dtype is None:
         assert tokenizer is not None, "without a tokenizer, the type has to be given"
@@ -148,11 +194,18 @@ def write_units(
     num_empty = 0
     skipped: list[str] = []
     corrupt: list[str] = []
-    with IndexedWriter(prefix, dtype) as writer:
+    with ExitStack() as opened:
+        writer = opened.enter_context(IndexedWriter(prefix, dtype))
+        beside = {name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), FIELD_DTYPE)) for name in fields}
+        gatherer.add_fields({name: np.zeros(0) for name in fields})
         for unit in encoded:
             tokens = unit.tokens.astype(dtype, copy=False)
             writer.add_documents(tokens, unit.lengths)
             gatherer.add(tokens, unit.lengths)
+            for name, field_writer in beside.items():
+                values = _field_of(unit, name)
+                field_writer.add_documents(values, unit.lengths)
+                gatherer.add_fields({name: values})
             num_empty += unit.num_empty
             skipped.extend(unit.skipped_files)
             corrupt.extend(unit.corrupt_records)
@@ -161,8 +214,26 @@ def write_units(
         )
         if tokenizer is not None and facts.max_token_id >= tokenizer.vocab_size:
             raise foreign_tokens(f"the .bin files among the sources hold id {facts.max_token_id}", tokenizer)
+        pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
+        pair_paths(field_prefix(prefix, WEIGHTS))[1].unlink(missing_ok=True)  # nor old weights beside new tokens
+        for field_writer in beside.values():
+            field_writer.commit(None)
         writer.commit(facts.to_json())
     return facts
+
+
+def _field_of(unit: EncodedUnit, name: str) -> NDArray[np.float32]:
+    if name in unit.fields:
+        return np.asarray(unit.fields[name]).astype(FIELD_DTYPE)
+    if name == WEIGHTS:
+        return np.ones(len(unit.tokens), FIELD_DTYPE)
+    raise DataError(
+        problem(
+            f"some sources have the field {name!r} and others do not",
+            so="their documents would lack it",
+            fix="give all of them the field, or leave it out of data.fields",
+        )
+    )
 
 
 def report_progress(
@@ -194,9 +265,10 @@ def _open_run(
     files: list[SourceFile], encode: UnitEncoder | None, unit_bytes: int
 ) -> list[WorkUnit] | list[IndexedDataset]:
     if files[0].format == "bin":
-        return [IndexedDataset.open(local_path(file)) for file in files]
+        fields = (WEIGHTS,) if encode is None or encode.examples is None else encode.examples.field_names
+        return [IndexedDataset.open(local_path(file), fields) for file in files]
     assert encode is not None, "text needs a tokenizer"
-    return with_retries(lambda: plan_units(files, encode.text_key, unit_bytes), encode.read_retries)
+    return with_retries(lambda: encode.plan(files, unit_bytes), encode.read_retries)
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
@@ -238,6 +310,7 @@ def _copy_documents(dataset: IndexedDataset) -> Iterator[EncodedUnit]:
             lengths=lengths[lengths > 0],
             num_bytes=tokens.nbytes,
             num_empty=int((lengths == 0).sum()),
+            fields={name: values[offsets[first] : offsets[stop]] for name, values in dataset.fields.items()},
         )
         first = stop
 

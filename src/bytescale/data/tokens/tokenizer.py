@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError, problem
 
 EOS_NAMES = (
@@ -63,6 +64,13 @@ class Tokenizer(Protocol):
         """Ids of each text, 1-D, without EOS. An empty text has none."""
         ...
 
+    def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+        """Ids ``[T]`` of a text in which special tokens stand for themselves, and their characters ``[T, 2]``.
+
+        For text that a chat template has written. Row i is the first character of token i, and one past the last.
+        """
+        ...
+
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Text of the ids. EOS gives no text."""
         ...
@@ -79,6 +87,13 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """``[num_bytes]`` uint8 per text."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+        """There are no special tokens. All bytes of a character have its place."""
+        (ids,) = self.encode_batch([text])
+        is_first = (ids & 0xC0) != 0x80  # not the second or a later byte of a character
+        places = np.cumsum(is_first, dtype=np.int64) - 1
+        return ids.astype(np.int64), np.stack([places, places + 1], axis=1)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
@@ -136,6 +151,14 @@ class JsonTokenizer:
         """``[num_tokens]`` int64 per text."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def encode_with_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         values = np.asarray(ids, dtype=np.int64)

@@ -35,7 +35,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         result = job.executor.run(
             data.rank_plan,
             data.micro_batches,
-            num_global_targets=max(1, data.num_targets),  # a batch of single tokens has no target: its loss is zero
+            num_global_targets=data.loss_divisor,
             after_last_message=job.optimizer.after_last_message,
             around=record.around(data.rank_plan, job.config.parallel.virtual_stages),
         )
@@ -47,7 +47,8 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         report = report_of_all(job, data, result, norm_share, work)
     job.stop.agreed = report.sums.stop_heard > 0
     check_targets(step, report.sums.num_targets, data)
-    check_finite(step, report.sums.loss + report.sums.batch_loss, report.sums.grad_norm, checkpoints.latest())
+    loss = report.sums.loss_sum / data.loss_divisor
+    check_finite(step, loss + report.sums.batch_loss, report.sums.grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
     rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
@@ -86,7 +87,7 @@ def step_metrics(
     mean_busy, peak = sums.busy_seconds / num_ranks, job.peak_flops_per_second
     return StepMetrics(
         step=step,
-        loss=sums.loss,
+        loss=sums.loss_sum / data.loss_divisor,
         batch_loss=sums.batch_loss,
         grad_norm=sums.grad_norm,
         learning_rate=learning_rate,

@@ -11,6 +11,7 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.export import export_checkpoint
 from bytescale.common.versions import require_torch
 from bytescale.config import Config, validate
+from bytescale.train.loop.evaluation import Evaluation
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.feed import open_feed
 from bytescale.train.parts.job import Job, build_job
@@ -55,6 +56,7 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
         if resume:
             restore_latest(job, checkpoints, log)
         traces = StepTraces(job, run, log.say)
+        evaluation = Evaluation.of(job)
         with job.open_loader() as loader:
             for data in loader:
                 step = data.step + 1  # batches count from 0, people from 1
@@ -63,6 +65,8 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
                 metrics = train_step(job, step, data, checkpoints, record)
                 traces.write(record, metrics, data)
                 log.step(metrics, data)
+                if evaluation is not None and evaluation.is_due(step):
+                    log.evaluated(evaluation.run(step))
                 checkpoints.poll()
                 if job.checkpoint_is_due(step) or stop.agreed:
                     checkpoints.save(job.state_after(step, data), job.optimizer)

@@ -200,6 +200,15 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
     )
 
 
+def forward_planner(job: Job) -> VerifiedPlanner:
+    """The planner for passes without backward, on the ranks and with the limits of a job."""
+    ranks, config = job.ranks, job.config
+    profile = measured_profile(config, job.architecture, ranks.device, ranks.dtype)
+    cost = planning_cost(config, profile, job.architecture, ranks.device, ranks.dtype)
+    forward = cost.forward_only(ranks.dtype.itemsize)
+    return verified_planner(config, job.memory, forward, ranks.mesh.hdp.size)
+
+
 def planning_cost(
     config: Config,
     profile: Profile | None,

@@ -15,6 +15,7 @@ from bytescale.cost import flops
 from bytescale.data import CorpusFacts, StepData
 from bytescale.plan.io import save_plan
 from bytescale.train.parts.job import Job
+from bytescale.train.reporting.evaluations import EvaluationMetrics
 from bytescale.train.reporting.metrics import MetricsFile, StepMetrics, drop_metrics_after
 from bytescale.train.reporting.screen import Screen
 from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
@@ -76,6 +77,7 @@ class RunLog:
         if self._screen is None:
             return
         drop_metrics_after(self.run.metrics, steps_done)
+        drop_metrics_after(self.run.evaluations, steps_done)
         if checkpoint is None:
             self.say(f"no checkpoint in {self.run.checkpoints} yet: starting from step 1")
         else:
@@ -131,6 +133,17 @@ class RunLog:
         self._to_file(step_row(metrics, steps))
         for line in remarks(metrics, before):
             self.say(line)
+
+    def evaluated(self, metrics: EvaluationMetrics) -> None:
+        """Write the result of an evaluation: two lines for people, and one of evaluations.jsonl for programs."""
+        if self._screen is None:
+            return
+        for line in metrics.lines():
+            self.say(line)
+        with self.run.evaluations.open("a", encoding="utf-8") as file:
+            file.write(metrics.to_json() + "\n")
+        for tracker in self._trackers:
+            tracker.log(metrics.step, {"eval_loss": metrics.loss, "eval_perplexity": metrics.perplexity})
 
     def farewell(self, *, stopped: bool = False) -> None:
         """Report where the results are and what to do next. ``stopped``: SIGTERM ended the run before its last step."""

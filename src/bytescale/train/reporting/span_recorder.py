@@ -62,16 +62,18 @@ class SpanRecorder(StepRecorder):
     def finish(self, origin: str) -> list[Span]:
         """Stop, and return what was recorded, in seconds after the end of the first span of category ``origin``.
 
-        On a GPU, the host waits until the device has done all of it.
+        Nothing may have been recorded before this span began, because a GPU measures times from its beginning. On a
+        GPU, the host waits until the device has done all of it.
         """
         for clock, _ in self._waits:
             clock.tell(None)
-        start = next(end for category, _, _, _, end in self._spans if category == origin)
+        first, start = next((began, ended) for category, _, _, began, ended in self._spans if category == origin)
+        before = seconds_between(first, start)
         return [
             Span(
                 name=name,
                 category=category,
-                start=seconds_between(start, began),
+                start=seconds_between(first, began) - before,
                 seconds=seconds_between(began, ended),
                 about=dict(about),
             )

@@ -27,11 +27,6 @@ class Sums:
     stop_heard: float  # 1: the rank was asked to stop
 
     @property
-    def loss(self) -> float:
-        """Mean cross-entropy of all targets that were counted, in nats; 0 if there are none."""
-        return self.loss_sum / max(1.0, self.num_targets)
-
-    @property
     def grad_norm(self) -> float:
         """Norm of the whole gradient."""
         return self.norm_share**0.5

@@ -1,0 +1,53 @@
+"""``bytescale report``: one HTML file about one or several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bytescale.cli.options import parse
+from bytescale.common.atomic import whole_file
+from bytescale.common.errors import ConfigError, problem
+from bytescale.common.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Report runs: bytescale report RUN [RUN ...] --out FILE.html. The file needs no network.
+
+    It shows loss, throughput and where the time went, what each rank did in traced steps, lengths and degrees, memory,
+    predictions, and what would help. Runs that still go on or were killed are reported as far as they came.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders. Several are shown side by side."""
+    out: Path = Path("report.html")
+    """The HTML file to write. An older file of this name is replaced."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``bytescale report``. Returns the exit code."""
+    from bytescale.report import read_runs, report_page
+
+    options = parse(ReportOptions, arguments, prog="bytescale report")
+    if not options.out.absolute().parent.is_dir():
+        raise ConfigError(
+            problem(
+                f"the folder {options.out.absolute().parent} of --out {options.out} does not exist",
+                so="the report could not be written",
+                fix="make the folder, or name another file",
+            )
+        )
+    runs = read_runs(options.runs)
+    for one in runs:
+        print(f"{one.name}: {one.state_text}")
+        for note in one.notes:
+            print(f"  {note}")
+    with whole_file(options.out.absolute()) as temporary:
+        temporary.write_text(report_page(runs), encoding="utf-8")
+    print(f"wrote {options.out} ({format_bytes(options.out.stat().st_size)}): open it in a browser")
+    return 0

@@ -1,0 +1,67 @@
+"""What ``bytescale data show`` prints: which tokens of a document are trained on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bytescale.data.loading.corpus import Corpus
+from bytescale.data.tokens.fields import WEIGHTS
+
+_SHOWN_CHARACTERS = 240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRun:
+    """Tokens ``start`` to ``stop - 1`` of a document, which all have the same weight."""
+
+    document: int
+    start: int
+    stop: int
+    weight: float
+    text: str
+    """The text of the tokens, or their ids where the corpus has no tokenizer."""
+
+
+def runs_of_documents(corpus: Corpus, most_documents: int) -> list[TokenRun]:
+    """Return the runs of the first documents. The first token of a document, which nothing predicts, has weight 0."""
+    pieces = corpus.all_pieces[:most_documents]
+    return [run for number, piece in enumerate(pieces.tolist()) for run in _runs(corpus, number, piece)]
+
+
+def _runs(corpus: Corpus, number: int, piece: int) -> Iterator[TokenRun]:
+    tokens = corpus.piece_tokens(piece)
+    whole = np.array([piece]), np.zeros(1, np.int64), np.array([len(tokens)])
+    weights = np.roll(corpus.read_fields(*whole, names=[WEIGHTS])[WEIGHTS], 1)  # the last one has no label: 0
+    edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(tokens)]
+    for start, stop in itertools.pairwise(edges):
+        own = tokens[start:stop]
+        text = " ".join(map(str, own.tolist())) if corpus.tokenizer is None else corpus.tokenizer.decode(own)
+        yield TokenRun(document=number, start=start, stop=stop, weight=float(weights[start]), text=text)
+
+
+def print_runs(console: Console, runs: Sequence[TokenRun]) -> None:
+    """Print a table for each document, and how many of its tokens are trained on."""
+    for number, own in itertools.groupby(runs, key=lambda run: run.document):
+        held = list(own)
+        table = Table(title=f"Document {number}", title_justify="left", box=box.SIMPLE_HEAD)
+        for name in ("tokens", "weight"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("text")
+        for run in held:
+            shown = repr(run.text)
+            if len(shown) > _SHOWN_CHARACTERS:
+                half = _SHOWN_CHARACTERS // 2
+                shown = f"{shown[:half]} ... {shown[-half:]}"
+            style = "bold green" if run.weight else "dim"
+            table.add_row(f"{run.start}-{run.stop - 1}", f"{run.weight:g}", Text(shown, style=style))
+        console.print(table)
+        trained = sum(run.stop - run.start for run in held if run.weight)
+        console.print(f"{trained} of {held[-1].stop} tokens are trained on.")

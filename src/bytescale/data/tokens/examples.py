@@ -1,0 +1,253 @@
+"""Turns records of fine-tuning data into tokens, each with the weight of its loss.
+
+The weight of a token says how much predicting THIS token counts; 0: it is read and not trained on. A document's first
+token is never predicted. Weights and all other fields of a token are kept in fp32.
+
+=================  =================================================  ====================================
+``data.content``   tokens                                             weight
+=================  =================================================  ====================================
+``messages``       the conversation, written by the chat template     1 in what the assistant said, 0 elsewhere;
+                                                                      ``weight`` of a message scales its own
+``prompt``         prompt, completion and EOS                         0 in the prompt, 1 behind it
+``tokens``         as given                                           ``weights``; 0 where a label is -100
+=================  =================================================  ====================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import DataError, problem
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.data.sources.records import Record, RecordKind
+from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
+from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One document. T: tokens."""
+
+    tokens: IntArray  # [T]
+    fields: Mapping[str, NDArray[np.float32]]  # [T] each; ``weights`` is one of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleEncoder:
+    """Turns records of one kind into examples. It can be pickled."""
+
+    tokenizer: Tokenizer
+    kind: RecordKind
+    fields: tuple[str, ...] = ()
+    """Further fields of records of tokens."""
+    template: ChatTemplate | None = None
+    """For conversations."""
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The fields of every example."""
+        return (WEIGHTS, *self.fields)
+
+    @property
+    def fingerprint(self) -> str:
+        """Everything that the tokens depend on besides the records and the tokenizer."""
+        return f"{self.kind.content} {' '.join(self.fields)} {self.template.fingerprint if self.template else ''}"
+
+    def encode(self, record: Record) -> Example:
+        """Return the example of a record. Raises ``DataError``, which begins with the record's place."""
+        try:
+            match self.kind.content:
+                case "messages":
+                    example = self._conversation(record.values)
+                case "prompt":
+                    example = self._completion(record.values)
+                case _:
+                    example = self._tokens(record.values)
+            if not example.fields[WEIGHTS][1:].any():
+                raise DataError(
+                    problem(
+                        "there is nothing to train on: no token behind the first one has a weight",
+                        so="the record would only take time",
+                        fix="delete it, or set data.max_corrupt_records to leave such records out",
+                    )
+                )
+        except UnicodeEncodeError as error:
+            raise DataError(
+                problem(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record")
+            ) from error
+        except DataError as error:
+            raise DataError(f"{record.place}: {error}") from error
+        return example
+
+    def _conversation(self, values: Mapping[str, Any]) -> Example:
+        assert self.template is not None, "conversations need a template"
+        messages = _checked_messages(values["messages"])
+        text, spans = self.template.render_with_spans(messages, values.get("tools"))
+        scales = {number: _message_weight(message, number) for number, message in enumerate(messages)}
+        if any(number < 0 for _, _, number in spans) and set(scales.values()) != {1.0}:
+            raise DataError(
+                problem(
+                    "messages have weights, but the template marks several runs of text in one turn",
+                    so="it is not known which message a run belongs to",
+                    fix="leave the weights out, or mark each turn of the assistant once",
+                )
+            )
+        text.encode()  # raises if it has no UTF-8 form
+        tokens, offsets = self.tokenizer.encode_with_offsets(text)
+        weights = np.zeros(len(tokens), dtype=np.float32)
+        for start, stop, number in spans:
+            weights[(offsets[:, 0] < stop) & (offsets[:, 1] > start)] = scales.get(number, 1.0)
+        return Example(tokens=tokens, fields={WEIGHTS: weights})
+
+    def _completion(self, values: Mapping[str, Any]) -> Example:
+        for name in ("prompt", "completion"):
+            if not isinstance(values[name], str):
+                raise DataError(
+                    problem(
+                        f"{name!r} is a {type(values[name]).__name__}, not a string",
+                        fix="write text; conversations belong under 'messages' (data.content = 'messages')",
+                    )
+                )
+        (values["prompt"] + values["completion"]).encode()  # raises if they have no UTF-8 form
+        prompt, completion = self.tokenizer.encode_batch([values["prompt"], values["completion"]])
+        if not len(completion):
+            raise DataError(problem("the completion is empty", so="there is nothing to train on", fix="delete it"))
+        tokens = np.concatenate([prompt, completion, [self.tokenizer.eos_id]]).astype(np.int64)
+        weights = np.ones(len(tokens), dtype=np.float32)
+        weights[: len(prompt)] = 0
+        return Example(tokens=tokens, fields={WEIGHTS: weights})
+
+    def _tokens(self, values: Mapping[str, Any]) -> Example:
+        (name,) = [name for name in ("tokens", "input_ids") if name in values]
+        tokens = _numbers(name, values[name], whole=True)
+        if not len(tokens):
+            raise DataError(problem(f"{name!r} is empty", so="there is nothing to train on", fix="delete the record"))
+        if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
+            wrong = int(tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab_size)][0])
+            raise DataError(
+                problem(
+                    f"{name!r} holds id {wrong}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
+                    f"{self.tokenizer.vocab_size - 1}",
+                    so="the model would have no embedding for it",
+                    fix="set data.tokenizer to the one that made the tokens",
+                )
+            )
+        fields = {key: _aligned(key, values[key], tokens) for key in self.fields}
+        weights = np.ones(len(tokens), dtype=np.float32)
+        if "weights" in values:
+            weights = _aligned("weights", values["weights"], tokens)
+        if "labels" in values:
+            weights = np.where(_is_target(values["labels"], tokens), weights, np.float32(0))
+        return Example(tokens=tokens.astype(np.int64), fields={WEIGHTS: weights, **fields})
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            problem("'messages' is not a list of messages", fix="write [{'role': ..., 'content': ...}, ...]")
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(problem(f"message {number} has no role", fix="write {'role': ..., 'content': ...}"))
+        if "content" not in message and "tool_calls" not in message:
+            raise DataError(
+                problem(f"message {number} ({message['role']}) has no content", fix="write its text under 'content'")
+            )
+        if any("\ufdd0" in text or "\ufdd1" in text for text in texts_of_message(message)):
+            raise DataError(
+                problem(f"message {number} holds U+FDD0 or U+FDD1, which are no characters", fix="delete them")
+            )
+    return messages
+
+
+def _message_weight(message: Mapping[str, Any], number: int) -> float:
+    weight = message.get("weight", 1.0)
+    if isinstance(weight, (bool, int, float)) and math.isfinite(weight):
+        return float(weight)
+    raise DataError(
+        problem(
+            f"the weight of message {number} is {weight!r}",
+            so="the loss would not be a number",
+            fix="write a finite number, or leave it out for 1",
+        )
+    )
+
+
+def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32]:
+    """The numbers of a field as fp32, one per token."""
+    numbers = _numbers(name, values, whole=False)
+    if len(numbers) != len(tokens):
+        raise _other_length(name, len(numbers), len(tokens))
+    with np.errstate(over="ignore"):
+        kept = numbers.astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(kept))
+    if len(bad):
+        raise DataError(
+            problem(
+                f"{name}[{bad[0]}] is {numbers[bad[0]]}",
+                so="the loss would not be a number",
+                fix="write numbers that are finite in fp32",
+            )
+        )
+    return kept
+
+
+def _is_target(values: Any, tokens: NDArray[Any]) -> NDArray[np.bool_]:
+    """``[T]`` whether each token has a label. As in transformers, a label is the token itself or -100."""
+    labels = _numbers("labels", values, whole=True)
+    if len(labels) != len(tokens):
+        raise _other_length("labels", len(labels), len(tokens))
+    wrong = np.flatnonzero((labels != IGNORE_INDEX) & (labels != tokens))
+    if len(wrong):
+        place = int(wrong[0])
+        raise DataError(
+            problem(
+                f"labels[{place}] is {labels[place]}, but the token there is {tokens[place]}",
+                so="a label says whether its own token is trained on, not what comes next",
+                fix="write the token itself, or -100 for a token without loss (labels are not shifted)",
+            )
+        )
+    return labels != IGNORE_INDEX
+
+
+def _other_length(name: str, found: int, wanted: int) -> DataError:
+    return DataError(
+        problem(
+            f"{name!r} has {found} numbers for {wanted} tokens",
+            so="they could not be given to their tokens",
+            fix="write one number per token",
+        )
+    )
+
+
+def _numbers(name: str, values: Any, *, whole: bool) -> NDArray[Any]:
+    """``[T]`` int64 if ``whole``, else float64."""
+    is_list = isinstance(values, list) and all(isinstance(value, (int, float)) for value in values)
+    if is_list and not (whole and any(isinstance(value, (bool, float)) for value in values)):
+        try:
+            return np.array(values, dtype=np.int64 if whole else np.float64)
+        except OverflowError:
+            pass
+    raise DataError(
+        problem(
+            f"{name!r} is not a list of {'whole ' if whole else ''}numbers",
+            so="its tokens are not known" if whole else "it cannot be given to the tokens",
+            fix=f"write one {'whole ' if whole else ''}number per token",
+        )
+    )
+
+
+def concatenated(examples: Sequence[Example], names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+    """``[sum of lengths]`` by field."""
+    return {
+        name: np.concatenate([np.zeros(0, np.float32), *(example.fields[name] for example in examples)])
+        for name in names
+    }

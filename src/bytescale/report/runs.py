@@ -1,0 +1,235 @@
+"""Reads what a run has left in its folder, whether it has finished, still goes on, or was killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import BytescaleError, ConfigError, problem
+from bytescale.config import Config
+from bytescale.plan.io import load_plan
+from bytescale.simulator.step_trace import StepTrace, load_step_trace
+from bytescale.simulator.trace import spread_evenly
+from bytescale.train.run_folder import RunFolder, is_locked
+
+MAX_PLANS = 200
+"""Most plans that are read for lengths and degrees; they are spread evenly over the steps."""
+NEEDED = ("step", "loss", "step_seconds", "num_tokens", "waiting_share", "data_wait_seconds")
+"""The numbers without which a line of metrics.jsonl is not the line of a step."""
+_ROW = re.compile(r"\d+/\d+ ")  # the row of a step in log.txt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The sequences of the plans that were read. Letters: S sequences, G slice groups."""
+
+    num_plans: int
+    lengths: IntArray  # [S] tokens
+    degrees: IntArray  # [S] ranks that share the sequence's slice group; 1: the sequence is whole on one rank
+    group_degrees: IntArray  # [G]
+    group_tokens: IntArray  # [G]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        name: the folder's name, made unique among the runs of the report.
+        settings: "section.key" -> value: what the newest config of the run says, and the defaults for all else.
+        steps: the lines of metrics.jsonl in the order of steps.
+        state: one of finished, running, stopped, failed, killed, empty.
+        state_text: the state in a sentence.
+        notes: what could not be read, in sentences.
+        log: log.txt, line by line.
+        evaluations: the lines of evaluations.jsonl in the order of steps.
+    """
+
+    name: str
+    path: Path
+    settings: dict[str, Any]
+    steps: list[dict[str, Any]]
+    state: str
+    state_text: str
+    notes: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[StepTrace] = field(default_factory=list)
+    batches: Batches | None = None
+
+    def column(self, name: str) -> list[float | None]:
+        """One number per step; None where a line has no such number."""
+        values = (line.get(name) for line in self.steps)
+        return [float(value) if isinstance(value, int | float) else None for value in values]
+
+    @property
+    def step_numbers(self) -> list[int]:
+        return [int(line["step"]) for line in self.steps]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Read runs. Raises ``ConfigError`` that names every path that is not the folder of a run."""
+    missing = [str(path) for path in paths if not RunFolder(path).config.is_file()]
+    if missing or not paths:
+        raise ConfigError(
+            problem(
+                f"{', '.join(missing)}: not the folder of a run (there is no config.toml inside)"
+                if paths
+                else "no run is named",
+                so="there is nothing to report",
+                fix="name folders that `bytescale train` has written, such as runs/NAME",
+            )
+        )
+    names = _unique_names([path.resolve() for path in paths])
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def read_run(path: Path, name: str) -> RunRecord:
+    """Read one run folder. What is damaged is left out and named in ``notes``."""
+    folder = RunFolder(path)
+    notes: list[str] = []
+    settings = _settings(folder, notes)
+    steps = _lines(folder.metrics, NEEDED, notes)
+    log = folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if folder.log.exists() else []
+    state, state_text = _state(folder, settings, steps, log)
+    return RunRecord(
+        name=name,
+        path=path,
+        settings=settings,
+        steps=steps,
+        state=state,
+        state_text=state_text,
+        notes=notes,
+        log=log,
+        evaluations=_lines(folder.evaluations, ("step", "loss"), notes),
+        traces=_traces(folder, notes),
+        batches=_batches(folder, [int(line["step"]) for line in steps], notes),
+    )
+
+
+def _unique_names(paths: list[Path]) -> list[str]:
+    """Folder names; with the parent's name before them where two runs have the same one."""
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{path.parent.name}/{path.name}" for path in paths]
+    return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
+
+
+def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
+    """The defaults, then the newest config. Unknown keys of other versions of bytescale are kept."""
+    resumed = sorted(folder.path.glob("config-resumed-*.toml"))
+    path = resumed[-1] if resumed else folder.config
+    defaults = Config()
+    settings = {
+        f"{section}.{key}": getattr(getattr(defaults, section), key)
+        for section in defaults.__dataclass_fields__
+        for key in getattr(defaults, section).__dataclass_fields__
+    }
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read ({error}); settings are shown at their defaults.")
+        return settings
+    for section, values in content.items():
+        if isinstance(values, dict):
+            settings |= {f"{section}.{key}": value for key, value in values.items()}
+    return settings
+
+
+def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
+    """The lines of a file with one JSON object a step, by step. The last line of a killed run may be cut off.
+
+    ``needed``: numbers without which a line is not whole.
+    """
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    steps: dict[int, dict[str, Any]] = {}
+    for place, line in enumerate(lines, start=1):
+        try:
+            content = json.loads(line)
+            for name in needed:
+                float(content[name])
+            steps[int(content["step"])] = content
+        except (ValueError, KeyError, TypeError):
+            if place == len(lines):
+                notes.append(f"The last line of {path.name} is cut off, as when a run is killed; it is left out.")
+            else:
+                notes.append(f"Line {place} of {path.name} is damaged; it is left out.")
+    return [steps[step] for step in sorted(steps)]
+
+
+def _state(folder: RunFolder, settings: dict[str, Any], steps: list[dict[str, Any]], log: list[str]) -> tuple[str, str]:
+    total = int(settings["trainer.steps"])
+    done = int(steps[-1]["step"]) if steps else 0
+    where = f"step {done} of {total}" if steps else "its first step"
+    if is_locked(folder.path):
+        return "running", f"This run is still running: it has done {where}. The report shows what there is so far."
+    if done >= total:
+        return "finished", f"This run has finished its {total} steps."
+    last = _last_words(log)
+    if last.startswith("stopped by SIGTERM"):
+        return "stopped", f"This run was stopped after {where}. `bytescale train --resume {folder.path}` continues it."
+    if last:
+        return "failed", f"This run failed after {where}: {last.removeprefix('stopped by ')}"
+    if not steps:
+        return "empty", "This run has not finished its first step, and no process is working on it."
+    return "killed", (
+        f"This run was killed after {where}: it is not running, and its log ends without a word. "
+        f"`bytescale train --resume {folder.path}` continues it."
+    )
+
+
+def _last_words(log: list[str]) -> str:
+    """The line in which the run says why it stopped; empty if it went on afterwards or said nothing."""
+    for line in reversed(log):
+        if line.startswith("stopped by "):
+            return line
+        if _ROW.match(line) or line.startswith("resuming after"):
+            return ""
+    return ""
+
+
+def _traces(folder: RunFolder, notes: list[str]) -> list[StepTrace]:
+    traces = []
+    for path in sorted(folder.traces.glob("step-*.json")):
+        try:
+            traces.append(load_step_trace(path))
+        except ConfigError as error:
+            notes.append(str(error))
+    return traces
+
+
+def _batches(folder: RunFolder, steps: list[int], notes: list[str]) -> Batches | None:
+    """The sequences of up to ``MAX_PLANS`` steps. None if no plan was saved."""
+    there = [step for step in steps if folder.plan(step).exists()]
+    chosen = spread_evenly(len(there), MAX_PLANS) if there else []
+    lengths, degrees, group_degrees, group_tokens = ([np.zeros(0, dtype=np.int64)] for _ in range(4))
+    for place in chosen:
+        path = folder.plan(there[place])
+        try:
+            plan = load_plan(path)
+        except BytescaleError as error:
+            notes.append(str(error))
+            continue
+        lengths.append(plan.lengths[plan.group_sequences])
+        degrees.append(np.repeat(plan.group_sizes, np.diff(plan.group_sequence_offsets)))
+        group_degrees.append(plan.group_sizes)
+        group_tokens.append(plan.group_tokens)
+    if len(lengths) == 1:
+        return None
+    return Batches(
+        num_plans=len(lengths) - 1,
+        lengths=np.concatenate(lengths),
+        degrees=np.concatenate(degrees),
+        group_degrees=np.concatenate(group_degrees),
+        group_tokens=np.concatenate(group_tokens),
+    )

@@ -1,0 +1,79 @@
+"""Evaluation during training: the loss on other data, by the length of sequences.
+
+It runs forward only, between two steps. Weights, optimizer, random numbers and the training data are not touched, so a
+run has the same losses with and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.data import Corpus, GlobalBatch, MicroBatchData, check_vocabulary, prepare_corpus, read_micro_batch
+from bytescale.data.order.once import batches_once
+from bytescale.data.stats import BUCKET_EDGES
+from bytescale.plan import Plan, RankPlan
+from bytescale.train.parts.job import Job, forward_planner
+from bytescale.train.reporting.evaluations import EvaluationMetrics
+
+_COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The data of the evaluations of a run, planned once. Every rank holds its own part."""
+
+    job: Job
+    corpus: Corpus
+    batches: Sequence[tuple[GlobalBatch, Plan]]
+
+    @staticmethod
+    def of(job: Job) -> Evaluation | None:
+        """Read and plan ``eval.sources``; None without any. Every rank calls it. Raises as ``prepare_corpus``."""
+        if not job.config.eval.sources:
+            return None
+        data = replace(job.config.data, sources=job.config.eval.sources, weights=())
+        corpus = prepare_corpus(data)
+        check_vocabulary(corpus.facts, job.architecture.vocab_size)
+        planner = forward_planner(job)
+        batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
+        return Evaluation(job=job, corpus=corpus, batches=batches)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after this step, counted from 1."""
+        every = self.job.config.eval.every
+        return step == self.job.config.trainer.steps or (every > 0 and step % every == 0)
+
+    def run(self, step: int) -> EvaluationMetrics:
+        """Evaluate. Every rank calls it, between two steps.
+
+        Raises ``RankFailure`` if ranks hold different plans.
+        """
+        mesh = self.job.ranks.mesh
+        self.job.optimizer.wait_for_parameters()
+        totals = np.zeros((len(BUCKET_EDGES) + 1, _COLUMNS))
+        for number, (batch, plan) in enumerate(self.batches):
+            rank_plan = RankPlan.of(plan, mesh.hdp.rank)
+            mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
+            data = [read_micro_batch(self.corpus, batch, part) for part in rank_plan.micro_batches]
+            losses = self.job.executor.evaluate(rank_plan, data)
+            if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
+                for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):
+                    lengths = np.repeat(batch.lengths[part.segment_sequences], part.segment_stops - part.segment_starts)
+                    add_to_buckets(totals, lengths, own, values.double().cpu().numpy())
+        sums = mesh.world.sum_of(totals.flatten().tolist())
+        return EvaluationMetrics.of(step, BUCKET_EDGES, np.array(sums).reshape(-1, _COLUMNS))
+
+
+def add_to_buckets(
+    totals: NDArray[np.float64], lengths: NDArray, data: MicroBatchData, losses: NDArray[np.float64]
+) -> None:
+    """Add the tokens of a micro-batch to ``totals [B, 3]``. ``lengths [T]`` are those of the tokens' sequences."""
+    weights = (data.labels != IGNORE_INDEX).astype(np.float64) if data.weights is None else data.weights
+    bucket = np.searchsorted(BUCKET_EDGES, lengths)
+    for column, values in enumerate((weights * losses, np.abs(weights), weights != 0)):
+        np.add.at(totals[:, column], bucket, values)

@@ -1,0 +1,104 @@
+"""Evaluation gives the loss of the weights at that step, and changes nothing of the training."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale.attention.reference import reference_attention
+from bytescale.config import Config, EvalConfig, ParallelConfig, resolve_architecture
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.order.once import batches_once
+from bytescale.models import build_model
+from bytescale.runtime.loss import reference_cross_entropy, token_losses
+from tests.data.support import memory_corpus, write_jsonl
+from tests.helpers.effort import one_of
+from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+
+
+def evaluations(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def with_evaluation(config: Config, source: Path, every: int = 2) -> Config:
+    return replace(config, eval=EvalConfig(sources=(str(source),), every=every))
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> tuple[Path, Path]:
+    records = [{"text": "the ring waits for none " * n} for n in (1, 2, 9, 40)]  # the last one is split
+    return write_corpus(tmp_path / "corpus"), write_jsonl(tmp_path / "eval.jsonl", records)
+
+
+@pytest.mark.parametrize("shape", one_of(["2 ranks", "4 tp", "4 pp", "4 tp pp"], "4 pp"))
+def test_losses_of_a_run_are_the_same_to_the_last_bit(tmp_path: Path, corpora: tuple[Path, Path], shape: str) -> None:
+    degrees = {name: 2 for name in ("tp", "pp") if name in shape}
+    parallel = {"ranks": int(shape[0]), **degrees}
+    config = small_run(corpora[0], tmp_path / "without", steps=5)
+    config = replace(config, parallel=ParallelConfig(capacity_tokens=256, timeout_seconds=100.0, **parallel))
+    without = run(config)
+    evaluated = with_evaluation(with_trainer(config, run_dir=str(tmp_path / "with")), corpora[1])
+    assert run(evaluated) == without
+    assert [row["step"] for row in evaluations(tmp_path / "with")] == [2, 4, 5]
+
+
+def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
+    """Of the weights after one step that changes none of them."""
+    config = with_trainer(small_run(corpora[0], tmp_path / "run"), steps=1, dtype="fp64")
+    config = with_evaluation(replace(config, optimizer=replace(config.optimizer, lr=1e-30)), corpora[1])
+    run(on_ranks(config, 3, 128))
+    corpus = prepare_corpus(replace(config.data, sources=config.eval.sources))
+    model = build_model(resolve_architecture(config.model, tokenizer_vocab_size=257)).to(torch.float64)
+    model.initialise(config.trainer.seed)
+    sums, counts = {}, {}
+    for piece in corpus.all_pieces:
+        tokens = corpus.piece_tokens(int(piece)).astype(np.int64)
+        (row,) = corpus.index.rows(np.array([piece]))
+        count = int(corpus.pieces.num_targets[row])
+        whole = corpus.parts[0][corpus.pieces.start[row] : corpus.pieces.start[row] + count + 1].astype(np.int64)
+        hidden = model(
+            torch.as_tensor(tokens), torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)])
+        )
+        loss = reference_cross_entropy(hidden[:count], model.head_weight, torch.as_tensor(whole[1:]))
+        edge = 512  # the context of 256 tokens lies in the first bucket
+        sums[edge] = sums.get(edge, 0.0) + float(loss.detach())
+        counts[edge] = counts.get(edge, 0) + count
+    (found,) = evaluations(tmp_path / "run")
+    assert found["num_targets"] == counts[512]
+    assert found["loss"] == pytest.approx(sums[512] / counts[512], rel=1e-10)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert [(b["longest_tokens"], b["num_targets"]) for b in found["buckets"]] == [(512, counts[512])]
+
+
+def test_a_run_that_was_killed_evaluates_what_it_repeats_once(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
+    config = with_evaluation(small_run(corpora[0], tmp_path / "whole"), corpora[1], every=1)
+    run(config)
+    killed = with_trainer(config, run_dir=str(tmp_path / "killed"))
+    interrupt(killed, after_step=5)  # the last checkpoint is that of step 3
+    run(with_trainer(killed, resume=True))
+    assert evaluations(tmp_path / "killed") == evaluations(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_every_sample_is_in_one_batch() -> None:
+    corpus = memory_corpus([5, 30, 1, 1, 8, 12, 29], 12, num_parts=3)
+    batches = list(batches_once(corpus.index, 20))
+    assert np.concatenate([batch.pieces for batch in batches]).tolist() == corpus.all_pieces.tolist()
+    assert all(batch.num_tokens <= 20 for batch in batches)
+    assert [batch.ends_epoch for batch in batches] == [False] * (len(batches) - 1) + [True]
+
+
+def test_losses_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 12, generator=generator, dtype=torch.float64)
+    weight = torch.randn(37, 12, generator=generator, dtype=torch.float64)
+    labels = torch.randint(37, (23,), generator=generator)
+    labels[::4] = -100
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="none", ignore_index=-100)
+    torch.testing.assert_close(token_losses(hidden, weight, labels), expected, rtol=1e-12, atol=1e-12)

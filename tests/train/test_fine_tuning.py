@@ -1,0 +1,135 @@
+"""Training on conversations and weighted tokens: losses, weights and resuming are those of one plain process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bytescale.attention.reference import reference_attention
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.config import Config, resolve_architecture
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.order.batches import make_sampler
+from bytescale.models import build_model
+from tests.data.chats import chat_folder, conversations
+from tests.data.support import write_jsonl
+from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer
+
+TRANSFORMERS = pytest.importorskip("transformers")
+
+
+def chat_run(tmp_path: Path, name: str, loss_per: str = "token", dtype: str = "fp64") -> Config:
+    source = tmp_path / "chats.jsonl"
+    if not source.exists():
+        write_jsonl(source, conversations(40))
+        chat_folder(tmp_path / "tokenizer")
+    config = with_trainer(small_run(source, tmp_path / name), dtype=dtype, steps=4)
+    data = replace(
+        config.data,
+        content="messages",
+        tokenizer=str(tmp_path / "tokenizer"),
+        loss_per=loss_per,
+        cache_dir=str(tmp_path / "cache"),
+        batch_tokens=900,
+    )
+    return replace(config, data=data, checkpoint=replace(config.checkpoint, every=1))
+
+
+def tokens_run(tmp_path: Path, name: str, loss_per: str) -> Config:
+    """Random tokens with real-valued weights, some of them zero or negative, in fp32."""
+    random = np.random.default_rng(0)
+    records = []
+    for length in random.integers(2, 200, 40).tolist():
+        weights = random.normal(size=length).astype(np.float32) * (random.random(length) < 0.6)
+        weights[-1] = 0.5
+        records.append({"tokens": random.integers(0, 256, length).tolist(), "weights": weights.tolist()})
+    config = with_trainer(small_run(write_jsonl(tmp_path / "t.jsonl", records), tmp_path / name), dtype="fp64", steps=1)
+    data = replace(config.data, content="tokens", loss_per=loss_per, cache_dir=str(tmp_path / "cache"))
+    return replace(config, data=data)
+
+
+def plain_losses(config: Config, examples: list[tuple[list[int], list[float]]]) -> float:
+    """Loss of the run's first batch, document by document with all logits at once.
+
+    ``examples``: of every document its tokens and weights, as they follow from the records and nothing else.
+    """
+    corpus = prepare_corpus(config.data)
+    batch = make_sampler(corpus.index, config.data).next_batch()
+    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
+    model = build_model(architecture).to(torch.float64)
+    model.initialise(config.trainer.seed)
+    by_tokens = {tuple(tokens): weights for tokens, weights in examples}
+    sums, weighed = [], []
+    for piece in batch.pieces.tolist():
+        tokens = torch.as_tensor(corpus.piece_tokens(piece).astype(np.int64))
+        weights = torch.tensor(by_tokens[tuple(tokens.tolist())], dtype=torch.float64)[1:]
+        hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
+        each = F.cross_entropy((hidden @ model.head_weight.T)[:-1], tokens[1:], reduction="none")
+        sums.append(float((weights * each).sum()))
+        weighed.append(weights)
+    absolute = [float(weights.abs().sum()) for weights in weighed]
+    match config.data.loss_per:
+        case "token":
+            return sum(sums) / sum(int((weights != 0).sum()) for weights in weighed)
+        case "weight":
+            return sum(sums) / sum(absolute)
+        case _:
+            return float(np.mean([total / own for total, own in zip(sums, absolute, strict=True)]))
+
+
+@pytest.mark.parametrize(("loss_per", "num_ranks"), [("token", 2), ("sequence", 3), ("weight", 1)])
+def test_conversations_as_transformers_writes_them(tmp_path: Path, loss_per: str, num_ranks: int) -> None:
+    config = on_ranks(chat_run(tmp_path, "run", loss_per), num_ranks, 256 if num_ranks == 1 else 128)
+    config = with_trainer(config, steps=1)
+    tokenizer = TRANSFORMERS.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    role = tokenizer.encode("assistant\n", add_special_tokens=False)
+    examples = []
+    for record in conversations(40):
+        ids = tokenizer.apply_chat_template(record["messages"], return_dict=False)
+        weights, turn = [], None
+        for place, token in enumerate(ids):
+            if token == start:
+                turn = ids[place + 1 : place + 1 + len(role)] == role
+                body = place + 1 + len(role)
+            weights.append(float(bool(turn) and place >= body))
+            turn = None if token == end else turn
+        examples.append((ids, weights))
+    assert run(config) == pytest.approx([plain_losses(config, examples)], rel=1e-10)
+
+
+@pytest.mark.parametrize(("loss_per", "num_ranks"), [("token", 1), ("sequence", 2), ("weight", 4)])
+def test_real_valued_weights(tmp_path: Path, loss_per: str, num_ranks: int) -> None:
+    import json
+
+    config = on_ranks(tokens_run(tmp_path, "run", loss_per), num_ranks, 256 if num_ranks == 1 else 128)
+    records = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    expected = plain_losses(config, [(record["tokens"], record["weights"]) for record in records])
+    assert run(config) == pytest.approx([expected], rel=1e-10)
+
+
+def test_resuming_on_other_ranks_loses_nothing(tmp_path: Path) -> None:
+    whole = on_ranks(chat_run(tmp_path, "whole", "sequence"), 2)
+    expected = run(whole)
+    killed = on_ranks(chat_run(tmp_path, "killed", "sequence"), 2)
+    interrupt(killed, after_step=2)
+    resumed = with_trainer(on_ranks(killed, 3), resume=True)
+    run(resumed)
+    assert losses(tmp_path / "killed") == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_batch_without_anything_to_train_on_changes_no_weight_by_its_loss(tmp_path: Path) -> None:
+    """Documents that are cut before their first weight: the loss is zero and not NaN."""
+    records = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 19 + [1]}] * 4
+    config = with_trainer(small_run(write_jsonl(tmp_path / "t.jsonl", records), tmp_path / "run"), steps=1)
+    for loss_per in ("token", "sequence", "weight"):
+        data = replace(
+            config.data, content="tokens", loss_per=loss_per, context_length=8, over_length="truncate",
+            cache_dir=str(tmp_path / "cache"),
+        )  # fmt: skip
+        assert run(with_trainer(replace(config, data=data), run_dir=str(tmp_path / loss_per))) == [0.0]
