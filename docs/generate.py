@@ -26,6 +26,7 @@ from bytescale.cli.init import InitOptions
 from bytescale.cli.plan import PlanOptions
 from bytescale.cli.profile import ProfileOptions
 from bytescale.cli.report import ReportOptions
+from bytescale.cli.score import ScoreOptions
 from bytescale.cli.simulate import SimulateOptions
 from bytescale.cli.train import TrainOptions
 from bytescale.common.units import format_count
@@ -43,6 +44,7 @@ OPTIONS: dict[str, type] = {
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
     "report": ReportOptions,
+    "score": ScoreOptions,
     "convert": ConvertOptions,
     "checkpoint list": ListOptions,
     "checkpoint verify": VerifyOptions,

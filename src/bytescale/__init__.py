@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bytescale.attach.planned_batch import PlannedBatch
     from bytescale.attach.planning import make_planner
     from bytescale.attach.rank_batch import RankBatch, cut
+    from bytescale.attach.score import score
     from bytescale.plan import Plan
 
 __version__ = "0.1.0"
@@ -32,9 +33,10 @@ _PLACES = {
     "Micro": "bytescale.attach.micro_batch",
     "make_planner": "bytescale.attach.planning",
     "Plan": "bytescale.plan",
+    "score": "bytescale.attach.score",
 }
 
-__all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner"]
+__all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner", "score"]
 
 
 def __getattr__(name: str) -> Any:

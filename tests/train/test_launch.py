@@ -23,7 +23,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it() -> None:
         1: failure(-signal.SIGKILL, timestamp=2),
         2: failure(-signal.SIGTERM, timestamp=3),
     }
-    text = str(rank_failure(failures, "runs/x"))
+    text = str(rank_failure(failures, "bytescale train --resume runs/x"))
     assert text.startswith("Rank 1 (pid 1002) was killed by SIGKILL, perhaps out of memory.")
     assert "bytescale train --resume runs/x" in text
 

@@ -76,6 +76,7 @@ class HDP:
         equal_counts: bool = False,
         longest_document: int | None = None,
         cost: CostModel | None = None,
+        forward_only: bool = False,
         kernel: str = "auto",
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
@@ -90,7 +91,8 @@ class HDP:
                 Those that the plan does not have are one row that stands for no token.
             longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
                 are fixed, for good; other models do not need it.
-            cost: what the planner is to believe; None: counted from the model.
+            cost: what the planner is to believe of training; None: counted from the model.
+            forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, or ``math`` for the slow reference.
 
         Raises:
@@ -112,9 +114,10 @@ class HDP:
         try:
             fix_rope(model, longest_document)
             self.facts = probe(model)
-            self.cost = cost or count_costs(
+            cost = cost or count_costs(
                 model, self.facts, device_type=parameter.device.type, bytes_per_element=parameter.element_size()
             )
+            self.cost = cost.forward_only(parameter.element_size()) if forward_only else cost
             self.planner = make_planner(
                 num_ranks=size,
                 capacity_tokens=capacity_tokens,

@@ -21,9 +21,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("bytescale.cli.simulate", "simulate a training step on a modelled cluster of up to 16,384 GPUs"),
     "profile": ("bytescale.cli.profile", "measure a model's layers and links on this machine, for planning"),
     "report": ("bytescale.cli.report", "write one HTML file about one or several runs"),
+    "score": ("bytescale.cli.score", "log-probabilities of documents under a model of Hugging Face"),
     "convert": ("bytescale.cli.convert", "turn a checkpoint into a Hugging Face folder"),
     "checkpoint": ("bytescale.cli.checkpoint", "list, verify or upgrade checkpoints"),
-    "data": ("bytescale.cli.data", "tokenise a corpus, or show its length distribution"),
+    "data": ("bytescale.cli.data", "tokenise a corpus, show its lengths or what is trained on"),
 }
 
 

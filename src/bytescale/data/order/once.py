@@ -11,11 +11,14 @@ from bytescale.data.order.index import CorpusIndex
 
 
 def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]:
-    """Yield the samples in corpus order, in batches of at most ``batch_tokens`` tokens (or of one longer sample).
+    """Yield the samples in the order of the sources, in batches of at most ``batch_tokens`` tokens.
 
-    All parts of ``index`` must have been read. The batches depend on nothing else, so all ranks get the same.
+    A longer sample is a batch of its own. All parts of ``index`` must have been read. The batches depend on nothing
+    else, so all ranks get the same.
     """
-    pieces = index.pieces_of(range(index.num_parts))
+    # The index lists .bin files of all sources behind the text of all sources.
+    parts = np.argsort(index.part_sources, kind="stable")
+    pieces = index.pieces_of(parts.tolist())
     before = np.concatenate([[0], np.cumsum(index.pieces.length[index.rows(pieces)])])
     start = step = 0
     while start < len(pieces):

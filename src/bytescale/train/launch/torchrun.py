@@ -26,7 +26,9 @@ from bytescale.config import Config
 from bytescale.train.ranks import LAUNCHER_PID
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float) -> None:
+def launch_ranks(
+    num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop_seconds: float, again: str = ""
+) -> None:
     """Run ``python -m bytescale <arguments>`` as ``num_ranks`` ranks on this machine and wait for them.
 
     Args:
@@ -34,6 +36,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
         arguments: arguments of the command line.
         run_dir: the run folder, for messages.
         stop_seconds: time that ranks have to end by themselves after one of them failed or a signal arrived.
+        again: the command that continues what was stopped, for messages; empty: that of a training run.
 
     Raises:
         RanksRefused: the ranks rejected the input.
@@ -56,19 +59,19 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, run_dir: str, stop
         shutdown_timeout=math.ceil(stop_seconds),
     )
     try:
-        _launch(config, arguments, run_dir)
+        _launch(config, arguments, again or f"bytescale train --resume {run_dir}")
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
 
 
-def _launch(config: LaunchConfig, arguments: Sequence[str], run_dir: str) -> None:
+def _launch(config: LaunchConfig, arguments: Sequence[str], again: str) -> None:
     try:
         elastic_launch(config, entrypoint=sys.executable)("-u", "-m", "bytescale", *arguments)
     except ChildFailedError as error:
-        raise rank_failure(error.failures, run_dir) from None
+        raise rank_failure(error.failures, again) from None
     except SignalException as stop:
-        print(f"stopped by {signal.Signals(stop.sigval).name}; continue with: bytescale train --resume {run_dir}")
+        print(f"stopped by {signal.Signals(stop.sigval).name}; continue with: {again}")
         raise SystemExit(128 + stop.sigval) from None
 
 
@@ -85,7 +88,7 @@ def ranks_there(config: Config) -> int:
     return max(1, min(config.parallel.ranks, int(counted.stdout)))
 
 
-def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailure:
+def rank_failure(failures: dict[int, ProcessFailure], again: str) -> RankFailure:
     """The error of the rank that failed first by its own cause, among all ranks that failed."""
     rank, failure = min(failures.items(), key=lambda item: (_rank_of_blame(item[1]), item[1].timestamp, item[0]))
     if _error_type(failure) in _USER_ERRORS:  # the same on every rank: it is the message, not the rank, that matters
@@ -93,8 +96,8 @@ def rank_failure(failures: dict[int, ProcessFailure], run_dir: str) -> RankFailu
     return RankFailure(
         problem(
             f"rank {rank} {_how(failure)}",
-            so="the other ranks were stopped; checkpoints written before are whole",
-            fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
+            so="the other ranks were stopped; what was written before is whole",
+            fix=f"mend the cause, then continue with `{again}`",
         )
     )
 

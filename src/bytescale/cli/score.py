@@ -1,0 +1,169 @@
+"""``bytescale score``: log-probabilities of every document of a corpus under a model of Hugging Face."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from bytescale.cli.data import CorpusOptions
+from bytescale.cli.options import parse
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import AUTO_CAPACITY, Config, ParallelConfig, TrainerConfig
+from bytescale.config.schema import DataConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreOptions(CorpusOptions):
+    """bytescale score MODEL SOURCE ... --out FILE.parquet: the log-probability of every token under a model.
+
+    MODEL is a Hugging Face folder. The file has a row for each document, in the order of the sources. After a kill, the
+    same command continues, on any number of ranks.
+    """
+
+    out: Path
+    """The Parquet file to write. Its parts lie beside it, in FILE.parquet.parts, until all are there."""
+    tokenizer: str = ""
+    """`bytes`, or the path of a tokenizer.json or its folder; empty: the model's."""
+    ranks: int = 1
+    """Processes on this node. Under torchrun, those that are there are joined."""
+    capacity_tokens: int = 8192
+    """Tokens that one rank holds at once. Longer documents are shared by several ranks."""
+    batch_tokens: int = 2**18
+    """Tokens that are planned together and written as one part."""
+    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: cuda where there is a GPU for every rank of this node."""
+    timeout_seconds: float = 120.0
+    """If a message takes longer than this, a rank counts as lost, and all ranks stop."""
+    model: str = ""
+    """The folder of the model; it may also be given as the first argument."""
+
+    def corpus_config(self) -> DataConfig:
+        """The ``[data]`` section: documents of any length, each as one sequence."""
+        data = CorpusOptions.data_config(self)
+        tokenizer = self.tokenizer or self.model
+        return replace(data, tokenizer=tokenizer, context_length=2**62)
+
+    def run_config(self) -> Config:
+        """The settings with which ranks are opened."""
+        parallel = ParallelConfig(
+            ranks=self.ranks, capacity_tokens=self.capacity_tokens, timeout_seconds=self.timeout_seconds
+        )
+        return Config(parallel=parallel, trainer=TrainerConfig(dtype=self.dtype, device=self.device))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``bytescale score``. Returns the exit code."""
+    given = list(arguments)
+    if given and not given[0].startswith("-"):
+        given = ["--model", *given]
+    options = parse(ScoreOptions, given, prog="bytescale score")
+    check_options(options)
+    from bytescale.train.ranks import end_with_launcher, under_torchrun
+
+    if under_torchrun():
+        end_with_launcher()
+        score_on_ranks(options)
+        return 0
+    prepare(options)
+    if options.ranks == 1:
+        score_on_ranks(options)
+        return 0
+    from bytescale.train.launch.torchrun import launch_ranks
+
+    print(f"starting {options.ranks} ranks ...", flush=True)
+    again = shlex.join(["bytescale", "score", *arguments])
+    launch_ranks(options.ranks, ["score", *arguments], run_dir=str(options.out), stop_seconds=30.0, again=again)
+    return 0
+
+
+def check_options(options: ScoreOptions) -> None:
+    """Raise ``ConfigError`` for what cannot be right, before any data is read."""
+    from bytescale.attach.score_file import ScoreFile
+
+    for name, value in (
+        ("ranks", options.ranks),
+        ("capacity_tokens", options.capacity_tokens),
+        ("batch_tokens", options.batch_tokens),
+        ("num_workers", options.num_workers),
+    ):
+        if value == AUTO_CAPACITY or value < 1:
+            raise ConfigError(problem(f"{name} is {value}", fix="use a whole number of at least 1"))
+    folder = Path(options.model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            problem(
+                f"{options.model or 'the model'} is not a Hugging Face folder (there is no config.json)",
+                so="there is no model to score with",
+                fix="name the folder first: bytescale score MODEL SOURCE --out FILE; `bytescale convert` makes one of "
+                "a checkpoint",
+            )
+        )
+    ScoreFile(options.out).check_is_new()
+
+
+def prepare(options: ScoreOptions) -> None:
+    """Tokenise the corpus and check its documents, before any rank is started."""
+    from bytescale.attach.score_file import check_documents
+    from bytescale.data import prepare_corpus
+    from bytescale.data.tokens.progress import progress_bar
+
+    with progress_bar() as progress:
+        corpus = prepare_corpus(options.corpus_config(), progress)
+    check_documents(corpus, options.ranks, options.capacity_tokens)
+
+
+def score_on_ranks(options: ScoreOptions) -> None:
+    """Score on this rank, together with the others."""
+    from bytescale.attach.hdp import HDP
+    from bytescale.attach.score_file import ScoreFile, score_corpus
+    from bytescale.data import check_vocabulary, prepare_corpus
+    from bytescale.train.ranks import open_ranks
+
+    with open_ranks(options.run_config()) as ranks:
+        corpus = prepare_corpus(options.corpus_config())
+        model = load_model(options.model, ranks.dtype).to(ranks.device)
+        check_vocabulary(corpus.facts, len(model.get_input_embeddings().weight))
+        hdp = HDP(model, capacity_tokens=options.capacity_tokens, forward_only=True)
+        score_corpus(
+            hdp,
+            corpus,
+            ScoreFile(options.out),
+            batch_tokens=options.batch_tokens,
+            model_name=model_identity(Path(options.model).expanduser()),
+            say=print if ranks.is_first else lambda line: None,
+        )
+        if ranks.is_first:
+            print(f"{corpus.facts.num_pieces} documents, {corpus.facts.num_tokens} tokens -> {options.out}")
+
+
+def load_model(folder: str, dtype: Any) -> Any:
+    """Load a causal model of transformers, in evaluation mode. Raises ``ConfigError`` if that is not possible."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            problem("bytescale score needs transformers, which is not installed", fix="pip install 'bytescale[hf]'")
+        ) from error
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(Path(folder).expanduser(), dtype=dtype).eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            problem(
+                f"{folder} cannot be loaded as a causal model ({str(error).strip().splitlines()[0]})",
+                fix="name a Hugging Face folder with config.json and safetensors files",
+            )
+        ) from error
+
+
+def model_identity(folder: Path) -> str:
+    """The folder's path and a hash that changes when a file in it does."""
+    content = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        content.update(f"{path.name}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}\n".encode())
+    return f"{folder.resolve()} {content.hexdigest()}"

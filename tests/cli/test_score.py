@@ -1,0 +1,160 @@
+"""``bytescale score``: the log-probabilities of transformers, in the caller's order, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+
+from bytescale import HDP, score
+from bytescale.attach.score_file import ScoreFile
+from bytescale.cli.score import ScoreOptions, check_options, load_model, run, score_on_ranks
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.parity import small_model
+from tests.attach.support import on_ranks
+from tests.data.chats import chat_folder, conversations
+from tests.data.support import write_jsonl
+from tests.helpers.forks import run_forked
+
+pytest.importorskip("transformers")
+LENGTHS = (5, 200, 3, 90, 2, 150, 40, 40, 7)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small Qwen3 with a tokenizer."""
+    folder = chat_folder(tmp_path / "model")
+    small_model("qwen3", vocab_size=400).save_pretrained(folder)
+    return folder
+
+
+def options(folder: Path, source: Path, out: Path, **changes: object) -> ScoreOptions:
+    values = {"content": "tokens", "batch_tokens": 256, "capacity_tokens": 128, "dtype": "fp64", "num_workers": 1}
+    return ScoreOptions(
+        model=str(folder), sources=(str(source),), out=out, cache_dir=str(out.parent / "cache"), **{**values, **changes}
+    )  # type: ignore[arg-type]
+
+
+def token_records(lengths: tuple[int, ...] = LENGTHS) -> list[dict]:
+    random = np.random.default_rng(0)
+    return [{"tokens": random.integers(0, 300, length).tolist()} for length in lengths]
+
+
+def plain(folder: Path, tokens: list[int]) -> list[float]:
+    """Of every token behind the first, as transformers computes it for one document."""
+    model = load_model(str(folder), torch.float64)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def rows_of(path: Path) -> list[dict]:
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_scores_are_those_of_transformers(tmp_path: Path, folder: Path, num_ranks: int) -> None:
+    records = token_records()
+    wanted = options(folder, write_jsonl(tmp_path / "a.jsonl", records), tmp_path / "out.parquet", ranks=num_ranks)
+    run_forked(num_ranks, lambda _: score_on_ranks(wanted))
+    rows = rows_of(wanted.out)
+    assert [row["document"] for row in rows] == list(range(len(records)))
+    for row, record in zip(rows, records, strict=True):
+        expected = plain(folder, record["tokens"])
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-10)
+        assert row["logprob"] == pytest.approx(sum(expected), abs=1e-8)
+        assert (row["num_tokens"], row["num_targets"]) == (len(record["tokens"]), len(expected))
+    assert not ScoreFile(wanted.out).parts.exists()
+
+
+def test_a_run_that_was_killed_continues_on_other_ranks(tmp_path: Path, folder: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", token_records())
+    whole, killed = (options(folder, source, tmp_path / f"{name}.parquet", ranks=2) for name in ("whole", "killed"))
+    run_forked(2, lambda _: score_on_ranks(whole))
+
+    def die_at_the_second(rank: int) -> None:
+        write = ScoreFile.write
+
+        def dying(self: ScoreFile, number: int, rows: dict) -> None:
+            if number == 2:
+                os._exit(9)
+            write(self, number, rows)
+
+        ScoreFile.write = dying  # type: ignore[method-assign]
+        score_on_ranks(killed)
+
+    with pytest.raises(AssertionError, match="died without an answer"):
+        run_forked(2, die_at_the_second, kill_with_first=True)
+    assert sorted(path.name for path in ScoreFile(killed.out).parts.glob("*.parquet")) == [
+        "000000.parquet",
+        "000001.parquet",
+    ]
+    with pytest.raises(AssertionError, match="was begun with batch_tokens = 256, and now it is 300"):
+        run_forked(2, lambda _: score_on_ranks(replace(killed, batch_tokens=300)))
+    run_forked(3, lambda _: score_on_ranks(replace(killed, ranks=3)))
+    for ours, theirs in zip(rows_of(killed.out), rows_of(whole.out), strict=True):
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-12)
+
+
+def test_the_command_scores_conversations(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = conversations(6)
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    out = tmp_path / "out.parquet"
+    arguments = [str(folder), str(source), "--content", "messages", "--out", str(out), "--dtype", "fp64"]
+    assert run([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert "6 documents" in capsys.readouterr().out
+    for row in rows_of(out):
+        weights, found = np.array(row["weights"]), np.array(row["logprobs"])
+        assert set(weights) == {0.0, 1.0}
+        assert row["num_targets"] == weights.sum()
+        assert row["logprob"] == pytest.approx(float((weights * found).sum()))
+    with pytest.raises(ConfigError, match=r"out\.parquet exists"):
+        run(arguments)
+
+
+def test_scores_in_python(folder: Path) -> None:
+    """Streamed: documents are taken from an iterator, batch by batch, and unequal numbers per rank are fine."""
+    records = token_records((90, 3, 3, 3, 70, 2))
+
+    def work(group: torch.distributed.ProcessGroup, model: torch.nn.Module) -> list[torch.Tensor]:
+        hdp = HDP(model.eval(), group, capacity_tokens=64, forward_only=True)
+        taken = []
+
+        def documents():
+            for record in records:
+                taken.append(record)
+                yield record
+
+        scores = score(hdp, documents(), batch_tokens=100)
+        first = next(scores)
+        assert len(taken) == 5  # the first batch, and the document that no longer fits
+        return [first, *scores]
+
+    for scores in on_ranks(2, load_model(str(folder), torch.float64), work):
+        for found, record in zip(scores, records, strict=True):
+            assert found[:-1].tolist() == pytest.approx(plain(folder, record["tokens"]), abs=1e-10)
+
+
+def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [*token_records((5,)), *token_records((300,))])
+    out = tmp_path / "out.parquet"
+    with pytest.raises(
+        DataError, match=r"(?i)document 1 \(counted from 0\) has 300 tokens, but 1 ranks of 128 tokens hold 128"
+    ):
+        score_on_ranks(options(folder, source, out))
+    texts = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}, {"text": ""}])
+    with pytest.raises(DataError, match="1 documents are empty"):
+        score_on_ranks(options(folder, texts, out, content="text"))
+    with pytest.raises(ConfigError, match="is not a Hugging Face folder"):
+        check_options(options(tmp_path, source, out))
+    with pytest.raises(ConfigError, match="capacity_tokens is 0"):
+        check_options(options(folder, source, out, capacity_tokens=0))
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal model"):
+        load_model(str(folder), torch.float32)
+    assert not out.exists()
