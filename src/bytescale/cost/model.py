@@ -134,6 +134,7 @@ class CostModel:
         A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. A ring
         carries K and V of ``bytes_per_element`` once, instead of twice and their gradients in fp32 or wider.
         """
+        leaving = self.inter_node_ring_step_seconds
         traffic = bytes_per_element / (2 * bytes_per_element + max(4, bytes_per_element))
         return replace(
             self,
@@ -142,6 +143,7 @@ class CostModel:
             micro_batch_seconds=self.micro_batch_seconds / 2,
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
             ring_step_seconds=self.ring_step_seconds / 2,
+            inter_node_ring_step_seconds=None if leaving is None else leaving / 2,
             ring_message_seconds=self.ring_message_seconds / 2,
         )
 

@@ -17,7 +17,7 @@ from bytescale.data import Corpus, GlobalBatch, MicroBatchData, check_vocabulary
 from bytescale.data.order.once import batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.plan import Plan, RankPlan
-from bytescale.train.parts.job import Job, forward_planner
+from bytescale.train.parts.job import Job
 from bytescale.train.reporting.evaluations import EvaluationMetrics
 
 _COLUMNS = 3  # of a bucket: sum of weighted losses, sum of absolute weights, labels that are counted
@@ -39,7 +39,7 @@ class Evaluation:
         data = replace(job.config.data, sources=job.config.eval.sources, weights=())
         corpus = prepare_corpus(data)
         check_vocabulary(corpus.facts, job.architecture.vocab_size)
-        planner = forward_planner(job)
+        planner = job.forward_planner()
         batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)
 

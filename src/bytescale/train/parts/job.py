@@ -21,7 +21,6 @@ from bytescale.data.loading.loader import Loader
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
-from bytescale.plan import Planner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
 from bytescale.train.parts.budget import MemoryBudget, memory_budget
@@ -45,11 +44,15 @@ class Job:
     optimizer: ShardedAdamW
     kernels: Kernels
     memory: MemoryBudget
-    planner: Planner
+    planner: VerifiedPlanner
     profile: Profile
     """The times that a step is predicted from: measured ones, or assumed ones if the config names no profile."""
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
+
+    def forward_planner(self) -> VerifiedPlanner:
+        """The planner for passes without backward."""
+        return replace(self.planner, cost=self.planner.cost.forward_only(self.ranks.dtype.itemsize))
 
     def open_loader(self) -> Loader:
         """This rank's view of the batches, from the feed's current position on."""
@@ -198,15 +201,6 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
         num_stages=config.parallel.pp,
         num_chunks=config.parallel.virtual_stages,
     )
-
-
-def forward_planner(job: Job) -> VerifiedPlanner:
-    """The planner for passes without backward, on the ranks and with the limits of a job."""
-    ranks, config = job.ranks, job.config
-    profile = measured_profile(config, job.architecture, ranks.device, ranks.dtype)
-    cost = planning_cost(config, profile, job.architecture, ranks.device, ranks.dtype)
-    forward = cost.forward_only(ranks.dtype.itemsize)
-    return verified_planner(config, job.memory, forward, ranks.mesh.hdp.size)
 
 
 def planning_cost(
