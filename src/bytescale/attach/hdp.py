@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch
 from bytescale.attach.planning import PlannerName, make_planner
+from bytescale.attach.prefill import Prefill, prefill
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.rope import fix_rope
@@ -345,6 +347,13 @@ class HDP:
                 problem("nothing was collected", fix="call hdp.collect(micro, values) for every micro-batch")
             )
         return self._collected.of_all(self.group)
+
+    def prefill(self, prompts: Sequence[Sequence[int] | Tensor]) -> Prefill:
+        """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
+
+        Every rank calls it. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
+        """
+        return prefill(self, prompts)
 
     # -- internals -------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ def log_probabilities(
     """``[T]`` log-probability of ``labels [T]``; see ``Micro.logprobs``."""
     hidden, forward_of = _hidden_states(model, inputs)
     hidden = hidden[0, : len(labels)]
-    head: Any = _causal_model(model).get_output_embeddings()
+    head: Any = causal_model(model).get_output_embeddings()
     words = len(head.weight) if hasattr(head, "weight") else 2**15
     chunk_rows = rows_at_a_time or loss_chunk_tokens(words, hidden.device.type)
     parts = []
@@ -40,6 +40,15 @@ def log_probabilities(
         else:
             parts.append(_chunk(forward_of, rows, targets))
     return torch.cat(parts)
+
+
+def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
+    """``[n, V]`` logits of the given rows ``[n]`` of a micro-batch, in fp32 or wider. Other rows get no logits."""
+    hidden, forward_of = _hidden_states(model, inputs)
+    if not len(rows):
+        return hidden.new_zeros(0, 0)
+    logits = forward_of(hidden[0, rows.to(hidden.device)])
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _chunk(head: _Head, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -75,7 +84,7 @@ def _hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, _H
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
     least: dict[str, Any] = {}
-    causal = _causal_model(model)
+    causal = causal_model(model)
     if "logits_to_keep" in inspect.signature(causal.forward).parameters:
         least["logits_to_keep"] = 1
     try:
@@ -96,7 +105,7 @@ def _hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, _H
 
 def _decoder(model: nn.Module) -> nn.Module:
     """The part of the model that returns hidden states."""
-    root = _causal_model(model)
+    root = causal_model(model)
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else None
     if not isinstance(decoder, nn.Module) or decoder is root:
         raise refusal(
@@ -108,7 +117,7 @@ def _decoder(model: nn.Module) -> nn.Module:
     return decoder
 
 
-def _causal_model(model: Any) -> Any:
+def causal_model(model: Any) -> Any:
     """The model of transformers inside a module of peft."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()

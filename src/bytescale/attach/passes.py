@@ -46,6 +46,8 @@ class MicroBatchPass:
         self.has_ring = has_ring
         self.num_rows = num_rows
         self.outermost: nn.Module | None = None
+        self.keep: Callable[[Tensor, Tensor], None] | None = None
+        """Called for every layer, in order, with this rank's keys and values ``[T, Hkv, D]``."""
         self._attention_of = attention_of
         self._model = model
         self._calls = 0
@@ -110,6 +112,8 @@ class MicroBatchPass:
             out = attention(q, k, v, layer.rules, sinks)
         if self._in_forward:
             self._calls += 1
+            if self.keep is not None:
+                self.keep(k[: self.num_rows], v[: self.num_rows])
             if out.requires_grad:
                 self._backwards_to_come += 1
                 out.register_hook(self._one_backward_less)
