@@ -127,13 +127,22 @@ def flash_4_compiles() -> str:
 
 
 def ring() -> str:
-    """Forward and backward of a ring of four, member by member; both ends of every message have the same size."""
+    """Forward and backward of four members as a ring and as grids; both ends of every message have the same size."""
+    counts = [messages_of(columns) for columns in (1, 2, 4)]
+    return f"{', '.join(map(str, counts))} messages of 4 members in 1, 2 and 4 columns, both ends alike"
+
+
+def messages_of(columns: int) -> int:
+    """The number of messages of a forward and a backward."""
     sizes: dict[tuple[int, int], list[int]] = {}
     received: dict[tuple[int, int], list[int]] = {}
     plan = Plan.build(
         lengths=[*LENGTHS, 40],
         capacity_tokens=[512] * 4,
-        groups=[GroupSpec(sequences=[0, 1, 2], ranks=[2, 0, 3, 1]), GroupSpec(sequences=[3], ranks=[1])],
+        groups=[
+            GroupSpec(sequences=[0, 1, 2], ranks=[2, 0, 3, 1], columns=columns),
+            GroupSpec(sequences=[3], ranks=[1]),
+        ],
         schedule=[[[0]], [[0, 1]], [[0]], [[0]]],
     )
 
@@ -161,7 +170,7 @@ def ring() -> str:
                 assert leaf.grad is not None
                 fake.expect(leaf.grad, tuple(leaf.shape), BF16)
     assert sizes == received, f"sent {sizes}, received {received}"
-    return f"{sum(map(len, sizes.values()))} messages of 4 members, both ends alike"
+    return sum(map(len, sizes.values()))
 
 
 def loss() -> str:

@@ -15,7 +15,7 @@ Forward runs these steps on member (p, q). Places are counted modulo P and Q.
 
   own       It computes its own queries against its own keys: the causal triangles of its slices and of all its local
             sequences, in one call.
-  row       For a = 1 .. Q-1 it sends its queries to (p, q + a) and receives those of (p, q - a). It computes each of
+  row       For a = 1 .. Q-1 the queries of (p, q - a) arrive from (p, q - 1), in a ring around the row. It computes
             them against its own keys.
   column    For b = 1 .. P-1 the keys and values of (p - b, q) arrive from (p - 1, q), in a ring around the column. It
             computes all queries of the row against them, and merges the results into a running softmax for each slice

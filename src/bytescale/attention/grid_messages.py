@@ -122,18 +122,23 @@ class RowMessages:
             view.copy_(value)
 
     def start(self, step: int) -> Transfer:
-        """Send the own queries ``step`` columns on, and receive those from as many columns back."""
-        grid = self.grid
-        send = self._own[0][: message_bytes(self.queries, grid.num_tokens)]
-        receive = self._queries[step - 1][: message_bytes(self.queries, self._arriving(step))]
-        return grid.along_row(step, send, receive, self.kinds[0])
+        """Pass on the queries of the step before, in a ring around the row, and receive those of ``step``."""
+        messages = [*self._own, *self._queries]
+        send, receive = (messages[a][: message_bytes(self.queries, self._arriving(a))] for a in (step - 1, step))
+        return self.grid.along_row(1, send, receive, self.kinds[0])
 
     def arrived(self, step: int) -> list[Tensor]:
         """Return the fields of the queries that arrived at ``step``."""
         return fields_of(self._queries[step - 1], self._arriving(step), self.queries)
 
     def send_home(self, step: int, *values: Tensor) -> None:
-        """Start to send the results of the queries that arrived at ``step`` to their owner."""
+        """Start to send the results of the queries that arrived at ``step`` to their owner.
+
+        The previous results have travelled while these were computed. They are waited for, because several messages at
+        once would meet in their owners' links.
+        """
+        if self._home:
+            self._home[-1].wait()
         send = self._results[step - 1][: message_bytes(self.results, self._arriving(step))]
         for view, value in zip(fields_of(send, self._arriving(step), self.results), values, strict=True):
             view.copy_(value)
