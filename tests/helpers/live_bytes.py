@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from bytescale.attach import live_bytes
 
 PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -22,41 +22,19 @@ PRODUCTS = {
 """Operators that take nearly all of a training step's time, and whose results have sizes known beforehand."""
 
 
-class LiveBytes(TorchDispatchMode):
-    """While active: ``now`` and ``peak`` bytes of storages made inside, each counted once, until it is freed.
+class LiveBytes(live_bytes.LiveBytes):
+    """The results of ``PRODUCTS`` are zeros of the right shape: memory does not depend on numbers.
 
-    The results of ``PRODUCTS`` are zeros of the right shape: memory does not depend on numbers, and processors without
-    AVX-512 need minutes for BF16 products. With ``with_numbers`` they are computed.
+    Processors without AVX-512 need minutes for BF16 products. With ``with_numbers`` they are computed.
     """
 
     def __init__(self, *, with_numbers: bool = False) -> None:
         super().__init__()
         self.with_numbers = with_numbers
-        self.now = 0
-        self.peak = 0
-        self._alive: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outside = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         skipped = func in PRODUCTS and not self.with_numbers
-        result = _zeros_of(func, args, kwargs or {}) if skipped else func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in outside:
-                self._born(leaf)
-        return result
-
-    def _born(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        self._alive[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._died, key)
-
-    def _died(self, key: int) -> None:
-        self.now -= self._alive.pop(key, 0)
+        return _zeros_of(func, args, kwargs) if skipped else func(*args, **kwargs)
 
 
 def _zeros_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

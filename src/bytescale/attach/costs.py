@@ -6,9 +6,11 @@ The planner needs the ratio of attention to the rest, and the order of magnitude
 
 from __future__ import annotations
 
+import numpy as np
 from torch import nn
 
 from bytescale.attach.probe import ModelFacts
+from bytescale.common.arrays import IntArray
 from bytescale.cost import CostModel, flops
 from bytescale.cost.assumed import ASSUMED
 
@@ -16,31 +18,48 @@ from bytescale.cost.assumed import ASSUMED
 def count_costs(model: nn.Module, facts: ModelFacts, *, device_type: str, bytes_per_element: int) -> CostModel:
     """The cost model of any attached model on an assumed device.
 
-    A layer with a sliding window costs a time per token, since every query sees a bounded number of keys. Its ring
-    traffic is bounded too and is left out.
+    In a layer with a sliding window every query sees a bounded number of keys (``CostModel.windows``). Its ring traffic
+    is bounded too and is left out.
     """
     assumed = ASSUMED["cuda" if device_type == "cuda" else "cpu"]
-    per_square = per_token = ring_bytes = 0.0
+    per_square = ring_bytes = 0.0
+    of_windows: dict[int, float] = {}
     gradient_bytes = max(4, bytes_per_element)
     for layer in facts.layers:
         widths = layer.head_dim + layer.value_dim
-        if layer.rules.window is None:
-            per_square += layer.num_heads * widths
-            ring_bytes += layer.num_kv_heads * widths * (2 * bytes_per_element + gradient_bytes)
+        per_square += layer.num_heads * widths
+        if layer.rules.window is not None:
+            of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0.0) + layer.num_heads * widths
         else:
-            per_token += 2.0 * layer.num_heads * widths * layer.rules.window
+            ring_bytes += layer.num_kv_heads * widths * (2 * bytes_per_element + gradient_bytes)
     matrices, trained = active_matrix_parameters(model)
     attention_ratio = 1 + flops.BACKWARD_ATTENTION_RATIO
     linear_flops = 2.0 * (2 * matrices + trained)  # forward, gradients of inputs, gradients of trained weights
     return CostModel(
         attention_seconds_per_pair=attention_ratio * per_square / assumed.flops_per_second,
-        token_seconds=(linear_flops + attention_ratio * per_token) / assumed.flops_per_second,
+        token_seconds=linear_flops / assumed.flops_per_second,
         micro_batch_seconds=assumed.micro_batch_seconds,
         ring_bytes_per_token=ring_bytes,
         ring_step_seconds=2 * len(facts.layers) * assumed.message_seconds,
         intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
         inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
+        windows=tuple((window, part / per_square) for window, part in sorted(of_windows.items())),
     )
+
+
+def training_flops(model: nn.Module, facts: ModelFacts, lengths: IntArray) -> int:
+    """Operations of forward and backward over documents of ``lengths [S]``, as ``cost.flops.training_flops`` counts.
+
+    Three times forward; all weights of the model are trained.
+    """
+    lengths = lengths.astype(np.int64)
+    matrices, _ = active_matrix_parameters(model)
+    forward = 2.0 * matrices * float(lengths.sum())
+    for layer in facts.layers:
+        reached = lengths if layer.rules.window is None else np.minimum(lengths, layer.rules.window)
+        pairs = float((reached * (2 * lengths - reached)).sum()) / 2
+        forward += 2.0 * layer.num_heads * (layer.head_dim + layer.value_dim) * pairs
+    return int(3 * forward)
 
 
 def active_matrix_parameters(model: nn.Module) -> tuple[float, float]:

@@ -28,43 +28,150 @@ def log_probabilities(
     model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, rows_at_a_time: int | None = None
 ) -> Tensor:
     """``[T]`` log-probability of ``labels [T]``; see ``Micro.logprobs``."""
-    hidden, forward_of = _hidden_states(model, inputs)
-    hidden = hidden[0, : len(labels)]
-    head: Any = causal_model(model).get_output_embeddings()
-    words = len(head.weight) if hasattr(head, "weight") else 2**15
-    chunk_rows = rows_at_a_time or loss_chunk_tokens(words, hidden.device.type)
+    hidden, head = hidden_states(model, inputs)
+    return row_log_probabilities(head, hidden[0, : len(labels)], labels, rows_at_a_time=rows_at_a_time)
+
+
+def row_log_probabilities(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
+    """``[T]`` log-probability of ``labels [T]`` given hidden states ``[T, C]``; 0 where the label is -100."""
+    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
     parts = []
     for rows, targets in zip(hidden.split(chunk_rows), labels.split(chunk_rows), strict=True):
         if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, forward_of, rows, targets, use_reentrant=False, preserve_rng_state=False))
+            parts.append(checkpoint(_chunk, head, rows, targets, use_reentrant=False, preserve_rng_state=False))
         else:
-            parts.append(_chunk(forward_of, rows, targets))
+            parts.append(_chunk(head, rows, targets))
     return torch.cat(parts)
 
 
 def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
     """``[n, V]`` logits of the given rows ``[n]`` of a micro-batch, in fp32 or wider. Other rows get no logits."""
-    hidden, forward_of = _hidden_states(model, inputs)
+    hidden, forward_of = hidden_states(model, inputs)
     if not len(rows):
         return hidden.new_zeros(0, 0)
     logits = forward_of(hidden[0, rows.to(hidden.device)])
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _chunk(head: _Head, hidden: Tensor, labels: Tensor) -> Tensor:
+def loss_sum(
+    head: Head, hidden: Tensor, labels: Tensor, *, z_loss: float = 0.0, token_weights: Tensor | None = None
+) -> Tensor:
+    """Sum over tokens of the cross-entropy, plus ``z_loss * lse^2``: ``runtime.linear_cross_entropy`` for any head.
+
+    Gradients are computed in the same pass, chunk by chunk, and summed in fp32 or wider. Backward may run once.
+
+    Args:
+        head: of the model.
+        hidden: ``[T, C]``.
+        labels: ``[T]`` int64, ``IGNORE_INDEX`` for tokens without a target. They may be in CPU memory.
+        token_weights: ``[T]``: what each token's summand is multiplied with. None: all are 1. Also in CPU memory.
+
+    Returns a scalar in fp32 (fp64 for fp64 inputs); zero, with zero gradients, when no token has a target.
+    """
+    result: Tensor = _HeadLoss.apply(hidden, labels, token_weights, head, z_loss, *head.parameters())
+    return result
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        token_weights: Tensor | None,
+        head: Head,
+        z_loss: float,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rows = (labels != IGNORE_INDEX).nonzero().squeeze(1).to(hidden.device)
+        targets = labels.to(hidden.device)[rows]
+        weights = torch.ones_like(labels, dtype=wide) if token_weights is None else token_weights.to(wide)
+        factors = weights.to(hidden.device)[rows]
+        loss = hidden.new_zeros((), dtype=wide)
+        sums = [torch.zeros_like(parameter, dtype=wide) for parameter in parameters]
+        d_hidden = torch.zeros_like(hidden)
+        chunk_rows = loss_chunk_tokens(head.num_words, hidden.device.type)
+        chunks = (values.split(chunk_rows) for values in (rows, targets, factors))
+        for own, words, factor in zip(*chunks, strict=True):
+            with torch.enable_grad():
+                chunk = hidden[own].detach().requires_grad_()
+                logits = head(chunk).to(wide)
+                losses = F.cross_entropy(logits, words, reduction="none")
+                if z_loss:
+                    losses = losses + z_loss * logits.logsumexp(dim=1).square()
+                part = (losses * factor).sum()
+                d_chunk, *gradients = torch.autograd.grad(part, [chunk, *parameters], allow_unused=True)
+            loss += part.detach()
+            d_hidden[own] = d_chunk
+            for total, gradient in zip(sums, gradients, strict=True):
+                if gradient is not None:
+                    total += gradient
+        ctx.gradients = [d_hidden, *sums]
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        d_hidden, *sums = [total.mul_(gradients[0].to(total.dtype)) for total in ctx.gradients]
+        ctx.gradients = None
+        return d_hidden, None, None, None, None, *(t.to(d) for t, d in zip(sums, ctx.dtypes, strict=True))
+
+
+def has_plain_head(model: nn.Module, head: Head, hidden_size: int) -> bool:
+    """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale or soft cap.
+
+    Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
+    """
+    weight = head.weight
+    if weight is None or weight.dim() != 2 or weight.shape[1] != hidden_size:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(4, hidden_size, generator=generator).to(weight)
+    with torch.no_grad():
+        factor = 200.0 / (direction @ weight.T).abs().max().clamp(min=1e-6)
+        hidden = torch.cat([direction * factor, torch.zeros_like(direction)])
+        expected, logits = hidden @ weight.T, head(hidden)
+    if logits.shape != expected.shape:
+        return False
+    tolerance = 200.0 * 4 * torch.finfo(weight.dtype).eps * hidden_size**0.5
+    same = bool((logits.to(expected) - expected).abs().max() <= tolerance)
+    return same and not bool(logits[4:].any())
+
+
+def _chunk(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = head(hidden)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE_INDEX)
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """From hidden states ``[n, C]`` to logits ``[n, V]``: the model with its decoder replaced."""
 
     model: nn.Module
     decoder: nn.Module
     output: Any
     """What the decoder returned; its hidden states are exchanged."""
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        """``[V, C]`` of the output embedding, where the model has one."""
+        head: Any = causal_model(self.model).get_output_embeddings()
+        return getattr(head, "weight", None)
+
+    @property
+    def num_words(self) -> int:
+        """V, or a guess where the model has no output embedding."""
+        return 2**15 if self.weight is None else len(self.weight)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The head's parameters that are trained: those that are not the decoder's, and a tied embedding."""
+        inside = {id(parameter) for parameter in self.decoder.parameters()}
+        own = {id(p): p for p in self.model.parameters() if id(p) not in inside}
+        if self.weight is not None:
+            own[id(self.weight)] = self.weight
+        return [parameter for parameter in own.values() if parameter.requires_grad]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if isinstance(self.output, tuple):
@@ -78,7 +185,7 @@ class _Head:
         return logits[0]
 
 
-def _hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, _Head]:
+def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
     decoder = _decoder(model)
     kept: list[Any] = []
@@ -100,7 +207,7 @@ def _hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, _H
             fix="compute the loss from model(**micro.inputs).logits",
         )
     hidden: Tensor = output[0]  # type: ignore[index]
-    return hidden, _Head(model, decoder, output)
+    return hidden, Head(model, decoder, output)
 
 
 def _decoder(model: nn.Module) -> nn.Module:

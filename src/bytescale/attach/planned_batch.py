@@ -36,13 +36,13 @@ class PlannedBatch:
             if index < len(self._part.rows):
                 micro = self.hdp.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
             else:
-                micro = self.hdp.micro(_local_documents(index, []), self._part.no_rows, buffers)
+                micro = self.hdp.micro(local_documents(index, []), self._part.no_rows, buffers)
             yield micro
             micro.target.require_finished()
             buffers.release()
 
 
-def _local_documents(index: int, lengths: list[int]) -> MicroBatch:
+def local_documents(index: int, lengths: list[int]) -> MicroBatch:
     """A micro-batch of whole documents of these lengths."""
     stops = np.array(lengths, dtype=np.int64)
     return MicroBatch(
@@ -56,5 +56,5 @@ def _local_documents(index: int, lengths: list[int]) -> MicroBatch:
     )
 
 
-ONE_ROW = _local_documents(0, [1])
+ONE_ROW = local_documents(0, [1])
 """A micro-batch of one document of one token."""

@@ -57,7 +57,7 @@ def export_checkpoint(
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
         if not is_url(checkpoint):
             copy_companions(Path(checkpoint), hidden)  # where it was made of a Hugging Face folder
-        _copy_tokenizer(hidden, run_config)
+        copy_tokenizer(hidden, run_config)
         hidden.replace(target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -90,7 +90,7 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> 
     return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
 
 
-def _copy_tokenizer(target: Path, run_config: Config | None) -> None:
+def copy_tokenizer(target: Path, run_config: Config | None) -> None:
     """Copy them from the folder that the run began with, and then from that of its tokenizer, which replaces them."""
     if run_config is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from bytescale.checkpoint.folders import is_url
 from bytescale.checkpoint.restoring import Place, StoredTensors, check_same_model, load_states
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_architecture
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
 from bytescale.models import build_model
 from bytescale.models.hf import Piece, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
@@ -21,9 +22,11 @@ def check_initial_weights(config: Config) -> None:
     """Raise what loading would raise, from the files' headers alone; nothing to do for random weights."""
     source = config.trainer.init
     if source.startswith(CHECKPOINT_PREFIX):
-        _check_checkpoint(source, resolve_architecture(config.model))
+        _check_checkpoint(source, resolve_model(config.model).as_dict())
     elif source:
-        check_pieces(folder_of(source), architecture_pieces(resolve_architecture(config.model)))
+        shape = resolve_model(config.model)
+        if isinstance(shape, Architecture):
+            check_pieces(folder_of(source), architecture_pieces(shape))
 
 
 def load_initial_weights(
@@ -44,9 +47,7 @@ def load_initial_weights(
         CheckpointError: tensors are missing or of other shapes; none was loaded.
     """
     if source.startswith(CHECKPOINT_PREFIX):
-        folder = _check_checkpoint(source, architecture)
-        load_states(folder, optimizer, group, only=["master"])
-        optimizer.restore(0)
+        load_master_weights(source, architecture.as_dict(), optimizer, group)
         return
     entries = {entry.name: entry for entry in parameters.entries}
     shards = list(zip(parameters.shards(optimizer.hdp.rank), optimizer.states()["master"], strict=True))
@@ -63,6 +64,18 @@ def load_initial_weights(
                 master[low - place.start : high - place.start] = flat[low - start : high - start].to(master)
     if optimizer.tied_head is not None:
         optimizer.tied_head.lend()
+
+
+def load_master_weights(
+    source: str, architecture: dict[str, Any], optimizer: ShardedAdamW, group: dist.ProcessGroup
+) -> None:
+    """Fill parameters and master weights from ``checkpoint:FOLDER``, a checkpoint of the model that is described.
+
+    Raises ``CheckpointError`` if there is none, or one of another model.
+    """
+    folder = _check_checkpoint(source, architecture)
+    load_states(folder, optimizer, group, only=["master"])
+    optimizer.restore(0)
 
 
 def architecture_pieces(architecture: Architecture) -> list[Piece]:
@@ -83,9 +96,9 @@ def folder_of(source: str) -> Path:
     return Path(source.removeprefix(HF_PREFIX)).expanduser()
 
 
-def _check_checkpoint(source: str, architecture: Architecture) -> Place:
+def _check_checkpoint(source: str, architecture: dict[str, Any]) -> Place:
     """The folder or URL of ``checkpoint:...``, whose names and shapes were read and whose model is this one."""
     place: Place = source.removeprefix(CHECKPOINT_PREFIX)
     place = place if is_url(place) else Path(place).expanduser()
-    check_same_model(place, StoredTensors(place).state.architecture, architecture.as_dict())
+    check_same_model(place, StoredTensors(place).state.architecture, architecture)
     return place

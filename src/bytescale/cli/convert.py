@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,11 +14,12 @@ from bytescale.common.units import GIBI, format_bytes, format_si
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
+    AttachedArchitecture,
     Config,
     DataConfig,
     ModelConfig,
     load_config,
-    resolve_architecture,
+    resolve_model,
 )
 
 
@@ -48,15 +49,18 @@ def run(arguments: Sequence[str]) -> int:
     if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
         from bytescale.checkpoint.import_weights import import_folder
 
-        resolve_architecture(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
-        count = import_folder(source, options.folder)
+        shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
+        if isinstance(shape, AttachedArchitecture):
+            from bytescale.attach.converting import import_attached
+
+            count = import_attached(source, options.folder, shape)
+        else:
+            count = import_folder(source, options.folder)
         print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
         print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
         return 0
-    from bytescale.checkpoint.export import export_checkpoint
-
     config = source.resolve().parent.parent / "config.toml"
-    shards = export_checkpoint(
+    shards = _exporter(options.source)(
         options.source,
         options.folder,
         dtype=options.dtype,
@@ -67,6 +71,18 @@ def run(arguments: Sequence[str]) -> int:
     print(f"wrote {options.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
     print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
     return 0
+
+
+def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
+    """What turns this checkpoint into a folder, by the model that it is of."""
+    from bytescale.checkpoint.export import export_checkpoint
+    from bytescale.checkpoint.restoring import StoredTensors
+
+    if AttachedArchitecture.is_in(StoredTensors(checkpoint).state.architecture):
+        from bytescale.attach.converting import export_attached
+
+        return export_attached
+    return export_checkpoint
 
 
 def _run_config(checkpoint: Path, path: Path) -> Config | None:

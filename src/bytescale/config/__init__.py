@@ -1,8 +1,9 @@
 """Floor 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
 
 from bytescale.config.architecture import PRESETS, Architecture
+from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.load import config_from_dict, config_to_toml, load_config
-from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_architecture
+from bytescale.config.resolve import CHECKPOINT_PREFIX, HF_PREFIX, resolve_architecture, resolve_model
 from bytescale.config.schema import (
     AUTO_CAPACITY,
     AUTO_HEAD_GROUPS,
@@ -28,6 +29,7 @@ __all__ = [
     "HF_PREFIX",
     "PRESETS",
     "Architecture",
+    "AttachedArchitecture",
     "CheckpointConfig",
     "Config",
     "CostConfig",
@@ -44,5 +46,6 @@ __all__ = [
     "config_to_toml",
     "load_config",
     "resolve_architecture",
+    "resolve_model",
     "validate",
 ]

@@ -26,6 +26,10 @@ _EXPERT_NAMES = {"num_experts": "num_local_experts", "experts_per_token": "num_e
 _LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+class NotOurs(ConfigError):
+    """A model that our own code does not have. Transformers' code may have it (``config.attached``)."""
+
+
 def architecture_of_folder(folder: Path) -> Architecture:
     """The model in a Hugging Face folder. Raises ``ConfigError`` when it has no config.json, or one of another kind."""
     return architecture_from_hf(read_hf_config(folder), where=str(folder / "config.json"))
@@ -45,13 +49,14 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json") -> Architecture:
     """Raises ``ConfigError`` for other architectures, and for features of these that our models do not have."""
+    refuse_quantised(content, where)
     named = content.get("architectures") or [_architecture_of_type(content, where)]
     if named[0] not in FAMILIES:
-        raise ConfigError(
+        raise NotOurs(
             problem(
-                f"{where} is of a {named[0]}, which is not supported",
-                so="its weights have no place in our models",
-                fix="use one of " + ", ".join(FAMILIES),
+                f"{where} is of a {named[0]}, which is not supported here",
+                so="its weights have no place in our own models",
+                fix=f"use one of {', '.join(FAMILIES)}; bytescale train and convert also take other decoders",
             )
         )
     _refuse_unknown_features(content, where)
@@ -138,7 +143,7 @@ def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) 
     if kind == "default":
         return numbers
     if kind not in ("linear", "llama3"):
-        raise ConfigError(
+        raise NotOurs(
             problem(
                 f"{where} stretches rotary positions by {kind!r}",
                 so="attention would see other angles than the model was trained with",
@@ -149,11 +154,25 @@ def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) 
     if kind == "llama3":
         for name, ours in _LLAMA3_FACTORS.items():
             if float(rope[name]) != ours:
-                raise ConfigError(
+                raise NotOurs(
                     problem(f"{where}: llama3 scaling with {name} = {rope[name]}", fix=f"only {ours} is supported")
                 )
         numbers["rope_original_context"] = int(rope["original_max_position_embeddings"])
     return numbers
+
+
+def refuse_quantised(content: dict[str, Any], where: str) -> None:
+    """Raise ``ConfigError`` for weights that are stored with scales beside them."""
+    if content.get("quantization_config"):
+        method = content["quantization_config"].get("quant_method", "of an unknown method")
+        raise ConfigError(
+            problem(
+                f"{where} is of quantised weights ({method})",
+                so="they would be read without their scales, and be off by orders of magnitude",
+                fix="use the model's unquantised weights, or save them with transformers: "
+                "from_pretrained(..., dequantize) and save_pretrained()",
+            )
+        )
 
 
 def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
@@ -165,19 +184,10 @@ def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
         "hidden_act": content.get("hidden_act", "silu") not in ("silu", "swish"),
         "attention_dropout": bool(content.get("attention_dropout")),
     }
-    if content.get("quantization_config"):
-        method = content["quantization_config"].get("quant_method", "of an unknown method")
-        raise ConfigError(
-            problem(
-                f"{where} is of quantised weights ({method})",
-                so="they would be read without their scales, and be off by orders of magnitude",
-                fix="use the model's unquantised weights, or save them with transformers: "
-                "from_pretrained(..., dequantize) and save_pretrained()",
-            )
-        )
     for name, present in on.items():
         if present:
-            raise ConfigError(
+            # With dropout, no other code would give the results of one process either.
+            raise (ConfigError if name == "attention_dropout" else NotOurs)(
                 problem(
                     f"{where} has {name} = {content[name]!r}, which our models do not have",
                     so="they would compute something else from its weights",

@@ -5,14 +5,45 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.hugging_face import architecture_of_folder
+from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.hugging_face import NotOurs, architecture_from_hf, architecture_of_folder, read_hf_config
 from bytescale.config.schema import ModelConfig
 
 HF_PREFIX = "hf:"
 CHECKPOINT_PREFIX = "checkpoint:"
+
+
+def resolve_model(
+    config: ModelConfig, *, tokenizer_vocab_size: int | None = None
+) -> Architecture | AttachedArchitecture:
+    """What is trained: our own Llama or Mixtral, or a decoder that runs on transformers' own code.
+
+    A folder whose model our own code has is always our own. Raises ``ConfigError`` as ``resolve_architecture``.
+    """
+    if config.preset.startswith(HF_PREFIX):
+        attached = attached_in_folder(Path(config.preset.removeprefix(HF_PREFIX)).expanduser())
+    elif config.preset.startswith(CHECKPOINT_PREFIX):
+        stored = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
+        attached = AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else None
+    else:
+        attached = None
+    return attached or resolve_architecture(config, tokenizer_vocab_size=tokenizer_vocab_size)
+
+
+def attached_in_folder(folder: Path) -> AttachedArchitecture | None:
+    """The model in a Hugging Face folder if our own code does not have it, else None."""
+    content = read_hf_config(folder)
+    try:
+        architecture_from_hf(content, where=str(folder / "config.json"))
+    except NotOurs:
+        if "model_type" not in content:
+            raise
+        return AttachedArchitecture(content=content)
+    return None
 
 
 def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | None = None) -> Architecture:
@@ -59,11 +90,26 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
 
 
 def _architecture_of_checkpoint(folder: str) -> Architecture:
-    """``folder`` may be a URL."""
+    stored = _stored_architecture(folder)
+    if AttachedArchitecture.is_in(stored):
+        raise NotOurs(
+            problem(
+                f"{folder} is a checkpoint of a model of type {AttachedArchitecture.of_dict(stored).model_type}",
+                so="only bytescale train and convert know it",
+                fix="use a preset, or a checkpoint of a Llama or Mixtral",
+            )
+        )
+    return Architecture(**stored)
+
+
+def _stored_architecture(folder: str) -> dict[str, Any]:
+    """How a checkpoint describes its model. ``folder`` may be a URL."""
     try:
         text = _read_url(f"{folder}/run_state.json") if "://" in folder else _read(Path(folder) / "run_state.json")
-        content = json.loads(text)
-        return Architecture(**content["architecture"])
+        stored = dict(json.loads(text)["architecture"])
+        if not AttachedArchitecture.is_in(stored):
+            Architecture(**stored)
+        return stored
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             problem(

@@ -6,7 +6,8 @@ import math
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.architecture import Architecture
-from bytescale.config.resolve import resolve_architecture
+from bytescale.config.attached import AttachedArchitecture, check_attached
+from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config, DataConfig, ParallelConfig, TrainerConfig
 
 
@@ -18,8 +19,12 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         num_ranks: that will really run (under torchrun); ``parallel.ranks`` when None.
     """
     _at_least_one(config)
-    architecture = resolve_architecture(config.model)
-    check_mesh(config.parallel, architecture, config.parallel.ranks if num_ranks is None else num_ranks)
+    shape = resolve_model(config.model)
+    if isinstance(shape, AttachedArchitecture):
+        check_attached(config, shape)
+    else:
+        check_mesh(config.parallel, shape, config.parallel.ranks if num_ranks is None else num_ranks)
+        _check_head_groups(config.trainer, shape, config.parallel.tp)
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
@@ -57,7 +62,6 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             )
         )
     _check_attention(config.trainer)
-    _check_head_groups(config.trainer, architecture, parallel.tp)
     _check_trace_steps(config.trainer)
     if config.trainer.resume and not config.trainer.run_dir:
         raise ConfigError(

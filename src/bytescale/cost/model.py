@@ -3,9 +3,9 @@
 It sums all layers, forward and backward, into one number per term. ``cost.stage`` keeps them separate, for the
 simulator.
 
-    work of a sequence on one rank            a s^2 + b s
+    work of a sequence on one rank            a q(s) + b s,  q(s) = s^2 without windows (``squares_of``)
     member of a group of D                    (a Q + b T) / D  +  exposed ring time  +  g
-    with T = sum of s, Q = sum of s^2 over the group's sequences
+    with T = sum of s, Q = sum of q(s) over the group's sequences
 
 The ring has D - 1 transfers and D blocks of attention. A transfer runs while a block computes, so only the time by
 which a transfer is longer than a block is exposed (paper section 3: O(s^2) work hides O(s) traffic):
@@ -55,9 +55,13 @@ class CostModel:
     """Bandwidth of a rank's link to a neighbour in another node, one direction."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
+            if spec.name == "windows":
+                continue
             value = getattr(self, spec.name)
             if value is None:
                 continue
@@ -69,7 +73,21 @@ class CostModel:
     def work_seconds(self, lengths: ArrayLike) -> FloatArray:
         """``[S]`` seconds of compute that each sequence costs one rank that runs it alone: a s^2 + b s, without g."""
         lengths = np.asarray(lengths, dtype=np.float64)
+        if self.windows:
+            return self.attention_seconds_per_pair * self.squares_of(lengths) + self.token_seconds * lengths
         return lengths * (self.attention_seconds_per_pair * lengths + self.token_seconds)
+
+    def squares_of(self, lengths: ArrayLike) -> FloatArray:
+        """Twice the pairs of query and key that attention computes, over its layers: s^2, and less with windows.
+
+        A query sees at most w keys of a window, so a layer with one has 2 w s - w^2 in the place of s^2 where s > w.
+        """
+        lengths = np.asarray(lengths, dtype=np.float64)
+        squares = (1.0 - sum(share for _, share in self.windows)) * lengths * lengths if self.windows else lengths**2
+        for window, share in self.windows:
+            reached = np.minimum(lengths, window)
+            squares = squares + share * reached * (2 * lengths - reached)
+        return squares
 
     def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
         """Compute of each of ``degree`` members, without g and without communication: (a Q + b T) / D. Broadcasts."""
@@ -98,7 +116,7 @@ class CostModel:
 
         Args:
             tokens: T, sum of s over the group's sequences.
-            squares: Q, sum of s^2.
+            squares: Q, sum of ``squares_of`` the sequences.
             degree: D, members, at least 1.
             inter_node: whether the ring leaves a node; its slowest link then sets the pace of every step.
         """

@@ -53,6 +53,20 @@ class MemoryLimits:
         saved = self.saved_bytes_per_token * held - self.movable_bytes_per_token * moved
         return self.states_bytes + saved + np.max([phase.bytes(held, shared) for phase in self.phases], axis=0)
 
+    def most_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
+        """Tokens of the largest micro-batch that fits if all of it is a slice of a shared group (0: none fits).
+
+        ``moved_share`` of them are offloaded.
+        """
+        fits, too_many = 0, 2**36
+        while too_many - fits > 1:
+            tokens = (fits + too_many) // 2
+            if self.device_peak(tokens, moved_share * tokens, tokens) <= device_bytes:
+                fits = tokens
+            else:
+                too_many = tokens
+        return fits
+
     def worst_phase(self, tokens: int, shared: int) -> Phase:
         """The phase that needs the most memory."""
         held, sliced = np.float64(tokens), np.float64(shared)

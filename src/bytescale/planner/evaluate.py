@@ -87,7 +87,7 @@ def _rises(plan: Plan, seconds: FloatArray) -> FloatArray:
 
 def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     """``[M]`` time of each micro-batch if its rank never had to wait."""
-    squares = segment_sums(plan.lengths[plan.group_sequences].astype(np.float64) ** 2, plan.group_sequence_offsets)
+    squares = segment_sums(cost.squares_of(plan.lengths[plan.group_sequences]), plan.group_sequence_offsets)
     work = cost.compute_seconds(plan.group_tokens, squares)
     nodes = plan.group_ranks // cost.ranks_per_node
     starts = plan.group_rank_offsets[:-1]
@@ -205,7 +205,7 @@ def _one_member_seconds(plan: Plan, micro_batch: int, rank: int, cluster: Cluste
         lengths = plan.lengths[plan.sequences_of(group)].astype(float)
         ranks, weights = plan.ranks_of(group).tolist(), plan.weights_of(group)
         share = weights[ranks.index(rank)] / weights.sum()
-        tokens, squares, degree = lengths.sum(), (lengths**2).sum(), len(ranks)
+        tokens, squares, degree = lengths.sum(), cost.squares_of(lengths).sum(), len(ranks)
         leaves_node = len({member // cost.ranks_per_node for member in ranks}) > 1
         seconds += float(cost.compute_seconds(tokens, squares)) * share / cluster.speeds[rank]
         seconds += float(cost.exposed_seconds(tokens, squares, degree, leaves_node))

@@ -49,6 +49,18 @@ class TrainableModel(Protocol):
         ...
 
 
+class HeadLoss(Protocol):
+    """``runtime.loss`` for any head: of the micro-batch that the part has run last."""
+
+    def loss_sum(self, hidden: Tensor, labels: Tensor, *, z_loss: float, token_weights: Tensor | None) -> Tensor:
+        """``linear_cross_entropy`` of ``hidden [T, C]`` and ``labels [T]``."""
+        ...
+
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """``[T]``, as ``runtime.loss.token_losses``."""
+        ...
+
+
 class MicroBatchTokens(Protocol):
     """One micro-batch's tokens in the layout of ``plan.MicroBatch``: int64 ``[T]``, NumPy arrays or tensors."""
 
@@ -80,6 +92,8 @@ class ModelPart:
     model: TrainableModel
     activations: Activations = field(default_factory=lambda: Activations([]))
     """Checkpointing and offloading of its layers."""
+    head_loss: HeadLoss | None = None
+    """The losses of a head that has more than a weight; None: those of ``head_weight``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +178,11 @@ class Executor:
             made = None if run.is_last(chunk) else output
             if made is None:
                 labels = torch.as_tensor(micro_batches[index].labels)
-                losses[index] = token_losses(
-                    output, self.parts[chunk].model.head_weight, labels, group=self.mesh.tp.group
+                part = self.parts[chunk]
+                losses[index] = (
+                    token_losses(output, part.model.head_weight, labels, group=self.mesh.tp.group)
+                    if part.head_loss is None
+                    else part.head_loss.token_losses(output, labels)
                 )
             links.exchange(place + 1, made)
         links.finish()
@@ -229,15 +246,15 @@ class _Run:
 
     def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         """This micro-batch's share of the step's loss."""
-        hidden, weight = accumulated_at_once(hidden, part.model.head_weight)
-        loss_sum = linear_cross_entropy(
-            hidden,
-            weight,
-            torch.as_tensor(data.labels),
-            z_loss=self.executor.z_loss,
-            group=self.executor.mesh.tp.group,
-            token_weights=None if data.weights is None else torch.as_tensor(data.weights),
-        )
+        labels, z_loss = torch.as_tensor(data.labels), self.executor.z_loss
+        token_weights = None if data.weights is None else torch.as_tensor(data.weights)
+        if part.head_loss is not None:
+            loss_sum = part.head_loss.loss_sum(hidden, labels, z_loss=z_loss, token_weights=token_weights)
+        else:
+            hidden, weight = accumulated_at_once(hidden, part.model.head_weight)
+            loss_sum = linear_cross_entropy(
+                hidden, weight, labels, z_loss=z_loss, group=self.executor.mesh.tp.group, token_weights=token_weights
+            )
         self.losses.append(loss_sum.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
         return loss_sum / self.num_global_targets

@@ -18,9 +18,11 @@ from bytescale.cost.memory.kernels import (
     is_row_wise,
     loss_chunk_tokens,
 )
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows, RingWidths
 from bytescale.cost.memory.model import Checkpointing, MemoryModel
 from bytescale.cost.memory.nccl import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
 from bytescale.cost.memory.share import ModelShare
+from bytescale.cost.memory.states import States
 
 __all__ = [
     "HEAD_NUMBERS_PER_CHUNK",
@@ -30,8 +32,12 @@ __all__ = [
     "Checkpointing",
     "DeviceKind",
     "Kernels",
+    "MeasuredMemory",
+    "MeasuredRows",
     "MemoryModel",
     "ModelShare",
+    "RingWidths",
+    "States",
     "fitting_capacity",
     "is_row_wise",
     "loss_chunk_tokens",

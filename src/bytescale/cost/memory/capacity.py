@@ -5,14 +5,15 @@ from __future__ import annotations
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes
 from bytescale.config import AUTO_CAPACITY
+from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.memory.model import MemoryModel
 
 
-def fitting_capacity(model: MemoryModel, wanted: int, usable_bytes: float) -> int:
+def fitting_capacity(model: MemoryModel | MeasuredMemory, wanted: int, usable_bytes: float) -> int:
     """Return ``wanted`` tokens a micro-batch, or as many as fit if ``wanted`` is ``AUTO_CAPACITY``.
 
     Args:
-        model: the memory of the pipeline's fullest stage.
+        model: the memory of the pipeline's fullest stage, or of a measured model.
         usable_bytes: what a rank may use of its device.
 
     Raises:

@@ -11,6 +11,7 @@ from bytescale.cost.memory.nccl import nccl_reserve_bytes
 from bytescale.cost.memory.phases import Phases
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
+from bytescale.cost.memory.states import States
 from bytescale.cost.stage import RESIDENT_LAYERS
 from bytescale.plan.limits import MemoryLimits, Phase
 
@@ -112,12 +113,12 @@ class MemoryModel:
     @property
     def parameter_bytes(self) -> int:
         """The weights that compute."""
-        return self.share.num_parameters * self.element_bytes
+        return self._states.parameter_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Gradient sums of all weights, in fp32 or wider."""
-        return self.share.num_parameters * self._wide
+        return self._states.gradient_bytes
 
     @property
     def optimizer_bytes(self) -> int:
@@ -125,8 +126,7 @@ class MemoryModel:
 
         Gradients are reduced in place.
         """
-        copies = 2 + int(self.element_bytes < self._wide)
-        return copies * self._wide * -(-self.share.num_parameters // self.num_ranks)
+        return self._states.optimizer_bytes
 
     @property
     def states_bytes(self) -> int:
@@ -134,8 +134,10 @@ class MemoryModel:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
-    def _wide(self) -> int:
-        return max(4, self.element_bytes)
+    def _states(self) -> States:
+        return States(
+            num_parameters=self.share.num_parameters, element_bytes=self.element_bytes, num_ranks=self.num_ranks
+        )
 
     # Activations
 
@@ -192,11 +194,4 @@ class MemoryModel:
         ``moved_share`` of them are offloaded. This is for this stage alone: a pipeline's capacity is the least of all
         its ``stages()``.
         """
-        limits, fits, too_many = self.limits(), 0, 2**36
-        while too_many - fits > 1:
-            tokens = (fits + too_many) // 2
-            if limits.device_peak(tokens, moved_share * tokens, tokens) <= device_bytes:
-                fits = tokens
-            else:
-                too_many = tokens
-        return fits
+        return self.limits().most_tokens(device_bytes, moved_share)

@@ -66,7 +66,7 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     if is_aligned(plan):
         return plan
     assert bool((plan.group_weights == 1).all()), "unequal shares belong to their ranks: such plans cannot be moved"
-    squares = segment_sums(plan.lengths[plan.group_sequences].astype(np.float64) ** 2, plan.group_sequence_offsets)
+    squares = segment_sums(cost.squares_of(plan.lengths[plan.group_sequences]), plan.group_sequence_offsets)
     shared, local = np.flatnonzero(plan.group_sizes > 1), np.flatnonzero(plan.group_sizes == 1)
     shared = shared[np.lexsort((-plan.group_tokens[shared], -plan.group_sizes[shared]))]
     degrees = plan.group_sizes[shared]

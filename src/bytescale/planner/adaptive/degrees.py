@@ -48,7 +48,7 @@ def is_ideal(cost: CostModel) -> bool:
 def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:
     """``[L]`` seconds of each sequence on ``degrees`` ranks."""
     lengths = np.asarray(lengths, dtype=np.float64)
-    return cost.group_seconds(lengths, lengths * lengths, degrees, np.asarray(degrees) > cost.ranks_per_node)
+    return cost.group_seconds(lengths, cost.squares_of(lengths), degrees, np.asarray(degrees) > cost.ranks_per_node)
 
 
 def degrees_within(
@@ -110,7 +110,8 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
 
     def seconds_on(work: float, length: int, degree: int) -> float:
         transfer = inter * length / degree + far if degree > node else intra * length / degree + near
-        block = squares * length * length / (degree * degree)
+        pairs = float(cost.squares_of(length)) if cost.windows else length * length
+        block = squares * pairs / (degree * degree)
         return work / degree + (degree - 1) * (max(transfer - block, 0.0) + message) + launch
 
     return seconds_on

@@ -46,7 +46,7 @@ def unequal_blocks(
         part = shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
         compute = work * float((part / cluster.speeds[ranks]).max()) / length
         leaves_node = cost.leaves_node(first, end - first)
-        exposed = float(cost.exposed_seconds(length, float(length) ** 2, end - first, leaves_node))
+        exposed = float(cost.exposed_seconds(length, float(cost.squares_of(length)), end - first, leaves_node))
         return end - first, compute + exposed + cost.micro_batch_seconds
 
     return Rectangles(np.arange(len(lengths)), fewest, np.full(len(lengths), np.inf), grow, speed, node=1)

@@ -105,7 +105,7 @@ def _group_seconds(member_lengths: IntArray, counts: IntArray, degrees: IntArray
     """``[G]`` time of each group at reference speed. Groups wider than a node pace at the links between nodes."""
     offsets = np.concatenate(([0], np.cumsum(counts)))
     tokens = segment_sums(member_lengths, offsets)
-    squares = segment_sums(member_lengths.astype(np.float64) ** 2, offsets)
+    squares = segment_sums(cost.squares_of(member_lengths), offsets)
     return cost.group_seconds(tokens, squares, degrees, degrees > cost.ranks_per_node)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 
 from bytescale.common.units import format_si
-from bytescale.config import Config, resolve_architecture
+from bytescale.config import AttachedArchitecture, Config, resolve_model
 from bytescale.config.validate import check_mesh, hdp_ranks
-from bytescale.cost import flops
+from bytescale.cost import CostModel, flops
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.parts.budget import memory_budget
+from bytescale.train.parts.budget import MemoryBudget, memory_budget
 from bytescale.train.parts.job import measured_profile, planning_cost, verified_planner
 from bytescale.train.parts.kernels import open_kernels
 from bytescale.train.ranks import choose_device, choose_dtype
@@ -32,18 +35,37 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     with progress_bar() as progress:
         corpus = prepare_corpus(config.data, progress, text_later=True)
         batch = make_sampler(corpus.index, config.data).next_batch()
-    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
+    architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     check_vocabulary(corpus.facts, architecture.vocab_size)
-    check_mesh(config.parallel, architecture, config.parallel.ranks)
     ranks = config.parallel.ranks
-    profile = measured_profile(config, architecture, device, dtype)
-    warn_of_bad_fits(profile)
-    memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
-    cost = planning_cost(config, profile, architecture, device, dtype, ranks_per_node=ranks)
+    if isinstance(architecture, AttachedArchitecture):
+        described, memory, cost = _attached(config, architecture, device, dtype)
+    else:
+        check_mesh(config.parallel, architecture, ranks)
+        profile = measured_profile(config, architecture, device, dtype)
+        warn_of_bad_fits(profile)
+        memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
+        cost = planning_cost(config, profile, architecture, device, dtype, ranks_per_node=ranks)
+        described = f"{format_si(flops.total_parameters(architecture))} parameters"
     plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)
-    print_line(f"model   {format_si(flops.total_parameters(architecture))} parameters on {ranks} x {device.type}")
+    print_line(f"model   {described} on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")
     for line in (*kernel_lines, *memory.lines()):
         print_line(line)
     print_line(f"plan    {gist(plan)}")
     print_line(f"run     {config.trainer.steps} steps into {config.trainer.run_dir} (dry run: nothing was started)")
+
+
+def _attached(
+    config: Config, architecture: AttachedArchitecture, device: torch.device, dtype: torch.dtype
+) -> tuple[str, MemoryBudget, CostModel]:
+    """Load a model that runs on transformers' own code, attach it and measure it, as one rank."""
+    from bytescale.train.parts.attached_model import build_attached_model  # imports transformers
+
+    with open_kernels(config, device, dtype) as kernels:
+        model = build_attached_model(config, architecture, kernels.attention, device=device, dtype=dtype, num_shards=1)
+        return (
+            model.describe(),
+            model.memory(config, device, config.parallel.ranks),
+            replace(model.cost(device), ranks_per_node=config.parallel.ranks),
+        )

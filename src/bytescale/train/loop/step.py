@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure, problem
-from bytescale.cost import flops
 from bytescale.data import StepData
 from bytescale.runtime import StepResult
 from bytescale.train.loop.learning_rate import learning_rate
@@ -81,9 +80,7 @@ def step_metrics(
 ) -> StepMetrics:
     """The report of all ranks as one step's metrics."""
     summary, sums, maxima, num_ranks = data.summary, report.sums, report.maxima, job.ranks.world.size
-    model_flops = flops.training_flops(
-        job.architecture, num_tokens=summary.num_tokens, sum_of_squares=summary.sum_of_squares
-    )
+    model_flops = job.training_flops(data)
     mean_busy, peak = sums.busy_seconds / num_ranks, job.peak_flops_per_second
     return StepMetrics(
         step=step,

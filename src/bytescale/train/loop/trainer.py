@@ -10,7 +10,7 @@ from pathlib import Path
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.export import export_checkpoint
 from bytescale.common.versions import require_torch
-from bytescale.config import Config, validate
+from bytescale.config import AttachedArchitecture, Config, resolve_model, validate
 from bytescale.train.loop.evaluation import Evaluation
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.feed import open_feed
@@ -90,7 +90,13 @@ def export_of_run(run: RunFolder, config: Config, checkpoint: Path) -> Path:
     """Write a checkpoint of this run as a Hugging Face folder in ``exports/``, over an earlier one of the same step."""
     target = run.exports / checkpoint.name
     shutil.rmtree(target, ignore_errors=True)
-    export_checkpoint(checkpoint, target, dtype="bf16" if config.trainer.dtype == "bf16" else "fp32", run_config=config)
+    dtype = "bf16" if config.trainer.dtype == "bf16" else "fp32"
+    if isinstance(resolve_model(config.model), AttachedArchitecture):
+        from bytescale.attach.converting import export_attached  # imports transformers
+
+        export_attached(checkpoint, target, dtype=dtype, run_config=config)
+    else:
+        export_checkpoint(checkpoint, target, dtype=dtype, run_config=config)
     return target
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, MemoryModel, fitting_capacity
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, fitting_capacity
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
@@ -31,7 +31,7 @@ HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
 class MemoryBudget:
     """One rank's memory, the same on every rank. Bytes."""
 
-    model: MemoryModel
+    model: MemoryModel | MeasuredMemory
     capacity_tokens: int
     device_bytes: float
     host_bytes: float  # for offloaded activations; 0 when nothing is offloaded
@@ -88,7 +88,7 @@ def memory_budget(
     dtype: torch.dtype,
     num_ranks: int,
     profile: Profile | None = None,
-    smallest: Callable[[list[float]], list[float]] = list,
+    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> MemoryBudget:
     """The budget of a run.
 
@@ -143,6 +143,25 @@ def memory_budget(
         rule=rule,
     )
     _check_context(config, budget, hdp)
+    return budget
+
+
+def measured_budget(
+    config: Config,
+    model: MeasuredMemory,
+    *,
+    device: torch.device,
+    num_ranks: int,
+    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
+) -> MemoryBudget:
+    """The budget of a run whose model is not ours; nothing is offloaded. Arguments and errors as ``memory_budget``."""
+    (device_bytes,) = smallest([usable_device_bytes(config, device, num_ranks)])
+    # A rank whose kernels keep more of a token than others' do has room for fewer.
+    fits = int(smallest([float(model.capacity_tokens(device_bytes))])[0])
+    wanted = config.parallel.capacity_tokens or fits
+    capacity = fitting_capacity(model, wanted, device_bytes)
+    budget = MemoryBudget(model=model, capacity_tokens=capacity, device_bytes=device_bytes, host_bytes=0.0, rule=None)
+    _check_context(config, budget, hdp_ranks(config.parallel, num_ranks))
     return budget
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,9 +12,11 @@ import torch
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.checkpoint.manifest import RunState
-from bytescale.config import Architecture, Config, resolve_architecture
+from bytescale.common.units import format_si
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
+from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
-from bytescale.cost import CostModel, Profile, load_profile
+from bytescale.cost import CostModel, Profile, flops, load_profile
 from bytescale.cost.assumed import assumed_cost, assumed_profile
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data import Feed, StepData, check_vocabulary
@@ -37,7 +40,11 @@ class Job:
 
     config: Config
     ranks: Ranks
-    architecture: Architecture
+    architecture: Architecture | AttachedArchitecture
+    description: str
+    """The model in a line for people."""
+    training_flops: Callable[[StepData], int]
+    """Operations of the model's forward and backward over a step's documents, for MFU."""
     feed: Feed
     executor: Executor
     """Runs plans on this rank's part of the model."""
@@ -45,8 +52,10 @@ class Job:
     kernels: Kernels
     memory: MemoryBudget
     planner: VerifiedPlanner
-    profile: Profile
-    """The times that a step is predicted from: measured ones, or assumed ones if the config names no profile."""
+    profile: Profile | None
+    """The times that a step is predicted from: measured ones, or assumed ones if the config names no profile.
+
+    None for models that run on transformers' own code, which the simulator does not know."""
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
@@ -85,9 +94,13 @@ class Job:
 
 def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
-    # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
-    architecture = resolve_architecture(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
+    architecture = resolve_model(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
     check_vocabulary(feed.facts, architecture.vocab_size)
+    if isinstance(architecture, AttachedArchitecture):
+        check_attached(config, architecture)
+        return _attached_job(config, ranks, kernels, feed, stop, architecture)
+
+    # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
     check_mesh(config.parallel, architecture, ranks.world.size)
     model, optimizer = _own_model(config, ranks, architecture)
 
@@ -114,14 +127,52 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         config=config,
         ranks=ranks,
         architecture=architecture,
+        description=describe_model(architecture),
+        training_flops=lambda data: flops.training_flops(
+            architecture, num_tokens=data.summary.num_tokens, sum_of_squares=data.summary.sum_of_squares
+        ),
         feed=feed,
-        executor=_executor(config, ranks, model, kernels, memory),
+        executor=_executor(config, ranks, _own_parts(config, ranks, model, kernels, memory), kernels),
         optimizer=optimizer,
         kernels=kernels,
         memory=memory,
         planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
         profile=predicting_profile(config, profile, architecture, ranks.device, ranks.dtype),
         peak_flops_per_second=peak,
+        stop=stop,
+    )
+
+
+def _attached_job(
+    config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest, architecture: AttachedArchitecture
+) -> Job:
+    """The same for a decoder that runs on transformers' own code."""
+    from bytescale.train.parts.attached_model import build_attached_model  # imports transformers
+
+    model = build_attached_model(
+        config,
+        architecture,
+        kernels.attention,
+        device=ranks.device,
+        dtype=ranks.dtype,
+        num_shards=ranks.mesh.hdp.size,
+    )
+    memory = model.memory(config, ranks.device, ranks.world.size, ranks.smallest)
+    cost = replace(model.cost(ranks.device), ranks_per_node=ranks.hdp_ranks_per_node())
+    return Job(
+        config=config,
+        ranks=ranks,
+        architecture=model.architecture,
+        description=model.describe(),
+        training_flops=lambda data: 0 if data.plan is None else model.training_flops(data.plan.lengths),
+        feed=feed,
+        executor=_executor(config, ranks, [model.model_part], kernels),
+        optimizer=model.optimizer(config, ranks),
+        kernels=kernels,
+        memory=memory,
+        planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
+        profile=None,
+        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
         stop=stop,
     )
 
@@ -145,8 +196,10 @@ def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tupl
     return model, optimizer
 
 
-def _executor(config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget) -> Executor:
-    """Apply kernels, head groups, checkpointing and offloading to the model, and return what runs plans on it."""
+def _own_parts(
+    config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget
+) -> list[ModelPart]:
+    """Apply kernels, head groups, checkpointing and offloading to the model."""
     checkpointing, tp = config.trainer.checkpointing, ranks.mesh.tp
     pool = memory.host_pool(ranks.device)
     parts = []
@@ -163,6 +216,11 @@ def _executor(config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, m
             row_wise=row_wise_parts(chunk, tp.size),
         )
         parts.append(ModelPart(model=chunk, activations=activations))
+    return parts
+
+
+def _executor(config: Config, ranks: Ranks, parts: Sequence[ModelPart], kernels: Kernels) -> Executor:
+    """What runs plans on this rank's parts of the model."""
     return Executor(
         parts=parts,
         kernel=kernels.attention,
@@ -242,3 +300,15 @@ def predicting_profile(
 
 def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
     return "cuda" if device.type == "cuda" else "cpu"
+
+
+def describe_model(shape: Architecture) -> str:
+    """Our own model in a line for people."""
+    active = ""
+    if shape.num_experts:
+        count = format_si(flops.active_parameters(shape))
+        active = f" ({count} active: {shape.experts_per_token} of {shape.num_experts} experts)"
+    return (
+        f"{format_si(flops.total_parameters(shape))} parameters{active}, {shape.num_layers} layers, hidden "
+        f"{shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, vocabulary {shape.vocab_size}"
+    )

@@ -14,7 +14,7 @@ import torch
 from bytescale.attention import AttentionKernel
 from bytescale.attention.compiled import CompiledMerges, RowCompiler
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
-from bytescale.config import Architecture, Config, resolve_architecture
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.models import Llama
 from bytescale.models.compiled import apply_compiled
 from bytescale.models.tensor_parallel import row_wise_parts
@@ -60,12 +60,14 @@ def open_kernels(
     compiler = RowCompiler() if trainer.compile else None
     if compiler is not None:
         compiler.check(device)
-    heads = _heads(resolve_architecture(config.model), config.parallel.tp)
+    heads = _heads(resolve_model(config.model), config.parallel.tp)
     with open_attention(trainer.attention, device, dtype, heads, smallest) as choice:
         kernel = choice.kernel if compiler is None else CompiledMerges(choice.kernel, compiler)
         yield Kernels(choice, kernel, compiler)
 
 
-def _heads(shape: Architecture, tp: int) -> Heads:
+def _heads(shape: Architecture | AttachedArchitecture, tp: int) -> Heads:
     """Return the heads of one rank."""
+    if isinstance(shape, AttachedArchitecture):
+        return Heads(*shape.heads)
     return Heads(max(1, shape.num_heads // tp), max(1, shape.num_kv_heads // tp), shape.head_dim)

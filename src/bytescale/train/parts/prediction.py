@@ -21,4 +21,5 @@ def predicted_step(job: Job, plan: Plan) -> SimulatedStep:
         virtual_stages=config.parallel.virtual_stages,
         gradient_bucket_mib=config.trainer.gradient_bucket_mib,
     )
+    assert job.profile is not None, "trainer.trace_steps is refused for models that the simulator does not know"
     return simulate(plan, job.profile, cluster, recompute=config.trainer.checkpointing == "full")

@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import TextIO
 
 from bytescale.common.units import format_bytes, format_count, format_si
-from bytescale.config import Architecture, Config
-from bytescale.cost import flops
+from bytescale.config import Config
 from bytescale.data import CorpusFacts, StepData
 from bytescale.plan.io import save_plan
 from bytescale.train.parts.job import Job
@@ -90,14 +89,10 @@ class RunLog:
         self._introduced = True
         self._metrics = MetricsFile(self.run)
         self._trackers = open_trackers(self.run, self.config)
-        shape, mesh = job.architecture, job.ranks.mesh.shape
+        mesh = job.ranks.mesh.shape
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
-        self.say(
-            f"model   {format_si(flops.total_parameters(shape))} parameters{_active(shape)}, "
-            f"{shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_heads} heads over "
-            f"{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
-        )
+        self.say(f"model   {job.description}")
         self.say(f"data    {describe_corpus(job.feed.facts)}")
         self.say(
             f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
@@ -186,13 +181,6 @@ class RunLog:
 def _peak(job: Job) -> str:
     peak = job.peak_flops_per_second
     return "" if peak is None else f"; peak {format_si(peak)}FLOP/s a rank"
-
-
-def _active(shape: Architecture) -> str:
-    if not shape.num_experts:
-        return ""
-    active = format_si(flops.active_parameters(shape))
-    return f" ({active} active: {shape.experts_per_token} of {shape.num_experts} experts)"
 
 
 def describe_corpus(corpus: CorpusFacts) -> str:

@@ -50,6 +50,7 @@ class StepTraces:
             return
         assert data.plan is not None, "the first rank has the whole plan"
         predicted = predicted_step(self._job, data.plan)
+        assert self._job.profile is not None, "predicted_step has used it"
         facts = TraceFacts(
             step=metrics.step,
             measured_seconds=metrics.step_seconds,

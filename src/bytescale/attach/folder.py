@@ -1,0 +1,196 @@
+"""Models of transformers from Hugging Face folders, and back: every weight has its place, or there is an error."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.models.hf_folder import write_json
+
+MOST_CONSTANT_BYTES = 2**24
+_SHOWN = 6
+
+
+def config_of(content: dict[str, Any]) -> Any:
+    """transformers' configuration from the content of config.json. Raises ``ConfigError`` for an unknown family."""
+    model_type = content.get("model_type", "")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            problem(
+                f"transformers {transformers.__version__} has no model of type {model_type!r}",
+                so="it cannot be built (code that comes with a model is never run)",
+                fix="install a version of transformers that has it",
+            )
+        )
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(content))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(
+            problem(
+                f"transformers does not take the configuration of the {model_type} model ("
+                f"{' '.join(str(error).split())})",
+                fix="use the config.json that belongs to the weights",
+            )
+        ) from error
+
+
+def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
+    """A model with random weights that depend on ``seed`` alone, in ``dtype``, on the CPU."""
+    with torch.random.fork_rng(devices=[]), _causal_model_or_error(content):
+        torch.manual_seed(seed)
+        model: nn.Module = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype)
+    return _ready(model, dtype)
+
+
+def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The model in a folder with its weights, in ``dtype``, on the CPU.
+
+    Raises:
+        ConfigError: if there are no weights that can be read, or no such model.
+        CheckpointError: if weights are missing, have other shapes or no place; the message names them.
+    """
+    try:
+        with _causal_model_or_error(content), _no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config_of(content),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below
+            )
+    except OSError as error:
+        raise ConfigError(
+            problem(
+                f"{folder} has no weights that can be read ({str(error).splitlines()[0]})",
+                fix="name a folder with model.safetensors, or with model.safetensors.index.json and its files",
+            )
+        ) from error
+    model, told = loaded
+    for kind, so in (
+        ("missing_keys", "these weights would be random numbers"),
+        ("unexpected_keys", "without them the model would compute something else"),
+        ("mismatched_keys", "they do not fit"),
+    ):
+        names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in told[kind])
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise CheckpointError(
+                problem(
+                    f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {', '.join(names[:_SHOWN])}{more}",
+                    so=so,
+                    fix="use the config.json that belongs to these weights, or download the model again",
+                )
+            )
+    ready: nn.Module = _ready(model, dtype)
+    return ready
+
+
+def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """All parameters trainable and of one dtype. Constants keep theirs, as the angles of rotary positions in fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad = True
+    if dtype == torch.float64 and model._can_set_experts_implementation():  # type: ignore[operator]
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # grouped products have no fp64
+    return model
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without a bar on every rank."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
+@contextmanager
+def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
+    """transformers says by a ``ValueError`` that a family has no causal model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            problem(
+                f"the model of type {content.get('model_type')} is no causal decoder of transformers",
+                so=str(error).splitlines()[0],
+                fix="use a model that AutoModelForCausalLM loads",
+            )
+        ) from error
+
+
+def constants_of(model: nn.Module) -> dict[str, Any]:
+    """Buffers that are stored with weights and are not trained, as JSON: dtype, shape and bytes of each.
+
+    Raises ``ConfigError`` if they are too large to be part of a checkpoint's description.
+    """
+    stored = {name: value for name, value in model.state_dict().items() if name in dict(model.named_buffers())}
+    total = sum(value.nbytes for value in stored.values())
+    if total > MOST_CONSTANT_BYTES:
+        raise ConfigError(
+            problem(
+                f"{type(model).__name__} has {total} bytes of buffers that belong to its weights",
+                so="checkpoints have room for small ones only",
+                fix="train it in a loop of your own with bytescale.HDP",
+            )
+        )
+    return {
+        name: {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "base64": base64.b64encode(value.contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode(),
+        }
+        for name, value in stored.items()
+    }
+
+
+def set_constants(model: nn.Module, constants: dict[str, Any]) -> None:
+    """Fill the buffers that ``constants_of`` has stored."""
+    buffers = dict(model.named_buffers())
+    for name, kept in constants.items():
+        content = np.frombuffer(base64.b64decode(kept["base64"]), dtype=np.uint8).copy()
+        value = torch.from_numpy(content).view(getattr(torch, kept["dtype"])).view(kept["shape"])
+        buffers[name].copy_(value)
+
+
+def write_folder(
+    target: Path,
+    content: dict[str, Any],
+    constants: dict[str, Any],
+    weight: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> list[Path]:
+    """Write a model as transformers does, with ``content`` as its config.json. The process holds the whole model.
+
+    ``weight``: by the name of a parameter, its value. Returns the shards.
+    """
+    model = make_model(content, dtype)
+    set_constants(model, constants)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weight(name))
+    with _no_progress_bar():
+        model.save_pretrained(target, max_shard_size=shard_bytes)  # type: ignore[operator]
+    name = str(dtype).removeprefix("torch.")
+    written = {key: name for key in ("dtype", "torch_dtype") if key in content} or {"dtype": name}
+    write_json(target / "config.json", content | written)
+    return sorted(target.glob("*.safetensors"))

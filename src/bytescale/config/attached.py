@@ -1,0 +1,120 @@
+"""Models that run on transformers' own code: what config.json says of them. Free of torch and of transformers.
+
+The trainer has two kinds of models. Llama and Mixtral are our own code (``Architecture``). Every other decoder is
+transformers' model, put on our attention (``bytescale.attach``), and is described by its whole config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config.schema import Config, ModelConfig
+
+_KEY = "config_json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachedArchitecture:
+    """A decoder of transformers. Two runs of equal description share checkpoints.
+
+    Attributes:
+        content: of config.json, all of it.
+        buffers: constants that belong to the weights and are not trained, such as a router's correction, as
+            ``attach.folder.constants_of`` writes them. They are known once the model exists.
+    """
+
+    content: dict[str, Any]
+    buffers: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def is_in(stored: dict[str, Any]) -> bool:
+        """Whether a checkpoint's description is of such a model."""
+        return _KEY in stored
+
+    @staticmethod
+    def of_dict(stored: dict[str, Any]) -> AttachedArchitecture:
+        """From what ``as_dict`` has made. Raises ``KeyError`` for other contents."""
+        return AttachedArchitecture(content=stored[_KEY], buffers=stored["buffers"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {_KEY: self.content, "buffers": self.buffers}
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the family."""
+        return str(self.content.get("model_type", "unknown"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding. Raises ``ConfigError`` where config.json does not say it."""
+        return self._number("vocab_size")
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of one, as config.json says them; layers may differ."""
+        heads = self._number("num_attention_heads", "n_head", "num_heads")
+        width = self._text.get("head_dim") or self._number("hidden_size", "n_embd", "d_model") // heads
+        return heads, self._text.get("num_key_value_heads") or heads, int(width)
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """The decoder's part, where a model has several."""
+        return dict(self.content.get("text_config") or self.content)
+
+    def _number(self, *names: str) -> int:
+        for name in names:
+            if isinstance(self._text.get(name), int):
+                return int(self._text[name])
+        raise ConfigError(
+            problem(
+                f"config.json of the {self.model_type} model lacks {' or '.join(names)}",
+                fix="save the model anew with transformers: from_pretrained() and save_pretrained()",
+            )
+        )
+
+
+def check_attached(config: Config, shape: AttachedArchitecture) -> None:
+    """Raise ``ConfigError`` for settings that only our own Llama and Mixtral have, and for changes of the model."""
+    _check_changes(config.model, shape)
+    parallel, trainer = config.parallel, config.trainer
+    ours = (
+        ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
+        ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
+        ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
+        ("trainer.compile", "true", trainer.compile, "false"),
+        ("trainer.head_groups", trainer.head_groups, trainer.head_groups > 1, '"auto"'),
+        ("memory.offload", '"on"', config.memory.offload == "on", '"off"'),
+        ("trainer.trace_steps", list(trainer.trace_steps), bool(trainer.trace_steps), "[]"),
+        ("cost.profile", f'"{config.cost.profile}"', config.cost.profile is not None, "nothing"),
+    )
+    for name, value, is_set, good in ours:
+        if is_set:
+            raise ConfigError(
+                problem(
+                    f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
+                    so="only our own Llama and Mixtral can do that",
+                    fix=f"set {name} to {good}; HDP and trainer.checkpointing work with every model",
+                )
+            )
+    if shape.content.get("output_router_logits"):
+        raise ConfigError(
+            problem(
+                f"config.json of the {shape.model_type} model has output_router_logits = true",
+                so="its loss for even use of experts would be that of a micro-batch, which depends on the plan",
+                fix="set it to false: the experts are then trained by cross-entropy alone",
+            )
+        )
+
+
+def _check_changes(model: ModelConfig, shape: AttachedArchitecture) -> None:
+    changed = [spec.name for spec in fields(model) if spec.name != "preset" and getattr(model, spec.name) is not None]
+    if changed:
+        raise ConfigError(
+            problem(
+                f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
+                so="the setting would have no effect",
+                fix=f"leave it out, or change {shape.model_type}'s config.json",
+            )
+        )

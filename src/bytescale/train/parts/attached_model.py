@@ -1,0 +1,185 @@
+"""A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured.
+
+It has HDP, ZeRO-1 with overlap, activation checkpointing and checkpoints as our own models have. It has no tensor
+parallelism, no pipeline and no offloading (``config.attached``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bytescale.attach.costs import count_costs, training_flops
+from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
+from bytescale.attach.measure import kernel_bytes_per_token, measure_rows, ring_widths
+from bytescale.attach.part import AttachedPart, late_parameters
+from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
+from bytescale.common.arrays import IntArray
+from bytescale.common.units import format_si
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config.validate import hdp_ranks
+from bytescale.cost import CostModel
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
+from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, RankGroup, ShardedAdamW
+from bytescale.train.parts.budget import MemoryBudget, measured_budget
+from bytescale.train.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachedModel:
+    """One rank's model.
+
+    Attributes:
+        architecture: with the constants that belong to the weights.
+        part: the model on our attention.
+        parameters: in flat buffers.
+        activations: what becomes of its layers' activations.
+        rows: the memory that a token was seen to need.
+        master: weights in their full precision, by name; None where the parameters have it.
+    """
+
+    architecture: AttachedArchitecture
+    part: AttachedPart
+    parameters: FlatParameters
+    activations: Activations
+    rows: MeasuredRows
+    master: dict[str, Tensor] | None
+
+    @property
+    def model_part(self) -> ModelPart:
+        """The model as the executor runs it."""
+        head_loss = None if self.part.has_plain_head else self.part
+        return ModelPart(model=self.part, activations=self.activations, head_loss=head_loss)
+
+    def describe(self) -> str:
+        """A line for people."""
+        layers = self.part.facts.layers
+        windows = sorted({layer.rules.window for layer in layers if layer.rules.window is not None})
+        windowed = sum(layer.rules.window is not None for layer in layers)
+        told = f", {windowed} of them with windows of {', '.join(map(str, windows))}" if windows else ""
+        count = sum(parameter.numel() for parameter in self.part.parameters())
+        return (
+            f"{format_si(count)} parameters, {self.architecture.model_type} on transformers' own code, {len(layers)} "
+            f"layers{told}, hidden {self.part.hidden_size}, {layers[0].num_heads} heads over "
+            f"{layers[0].num_kv_heads}, vocabulary {self.architecture.vocab_size}"
+        )
+
+    def cost(self, device: torch.device) -> CostModel:
+        """What planners believe, from counts alone."""
+        return count_costs(
+            self.part.model,
+            self.part.facts,
+            device_type=device.type,
+            bytes_per_element=self.parameters.values.element_size(),
+        )
+
+    def training_flops(self, lengths: IntArray) -> int:
+        """Operations of the model over documents of these lengths."""
+        return training_flops(self.part.model, self.part.facts, lengths)
+
+    def memory(
+        self,
+        config: Config,
+        device: torch.device,
+        num_ranks: int,
+        smallest: Callable[[Sequence[float]], Sequence[float]] = list,
+    ) -> MemoryBudget:
+        """The budget of a run. Raises ``ConfigError`` as ``budget.memory_budget``."""
+        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        element_bytes, layers = self.parameters.values.element_size(), self.part.facts.layers
+        weight = self.part.head.weight
+        ranks = hdp_ranks(config.parallel, num_ranks)
+        memory = MeasuredMemory(
+            states=States(
+                num_parameters=sum(parameter.numel() for parameter in self.part.parameters()),
+                element_bytes=element_bytes,
+                num_ranks=ranks,
+            ),
+            rows=self.rows,
+            rings=ring_widths(layers, element_bytes, config.trainer.ring_gradients),
+            vocab_size=self.architecture.vocab_size,
+            head_numbers=self.part.hidden_size * self.architecture.vocab_size if weight is None else weight.numel(),
+            hidden_size=self.part.hidden_size,
+            kind=kind,
+            plain_head=self.part.has_plain_head,
+            kernel_bytes_per_token=kernel_bytes_per_token(layers, device.type, element_bytes),
+            nccl_bytes=nccl_reserve_bytes(ranks, 1, 1) if kind == "cuda" else 0,
+        )
+        return measured_budget(config, memory, device=device, num_ranks=num_ranks, smallest=smallest)
+
+    def optimizer(self, config: Config, ranks: Ranks) -> ShardedAdamW:
+        """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
+        optimizer = ShardedAdamW(self.parameters, config.optimizer, ranks.mesh)
+        if config.trainer.gradient_bucket_mib:
+            optimizer.overlap_with([Chunk(model=self.part, layers=self.part.layers)])
+        if self.master is not None:
+            masters = optimizer.states()["master"]
+            for place, shard in zip(self.parameters.shards(ranks.mesh.hdp.rank), masters, strict=True):
+                for piece in self.parameters.pieces(place):
+                    whole = self.master[piece.entry.name].flatten()
+                    own = whole[piece.start - piece.entry.start : piece.stop - piece.entry.start]
+                    shard[piece.start - place.start : piece.stop - place.start] = own.to(shard)
+            self.master.clear()
+        if config.trainer.init.startswith(CHECKPOINT_PREFIX):
+            load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
+        return optimizer
+
+
+def build_attached_model(
+    config: Config,
+    architecture: AttachedArchitecture,
+    kernel: AttentionKernel,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_shards: int,
+) -> AttachedModel:
+    """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
+
+    Raises:
+        ConfigError: the model cannot be attached, or has no weights that can be read.
+        CheckpointError: weights are missing, have other shapes or no place.
+    """
+    # 1. The model, in the precision of master weights; then on our attention, on its device.
+    wide = torch.promote_types(dtype, torch.float32)
+    source, content = config.trainer.init, architecture.content
+    if source.startswith(HF_PREFIX):
+        model = load_model(folder_of(source), content, wide)
+    else:
+        model = make_model(content, wide, seed=config.trainer.seed)
+        set_constants(model, architecture.buffers)
+    architecture = replace(architecture, buffers=constants_of(model))
+    master = None if wide == dtype else {name: value.detach().clone() for name, value in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    part = AttachedPart(model.to(device), longest_document=config.data.context_length)
+
+    # 2. Flat buffers, in the order in which the model names its parameters.
+    parameters = FlatParameters(
+        part.model.named_parameters(),
+        num_shards,
+        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
+        late=late_parameters(part.model, part.layers, part.head),
+    )
+
+    # 3. Checkpointing, and what a token needs with it.
+    activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, device=device)
+    alone = RankGroup(device=device)
+    rows = measure_rows(
+        part,
+        activations,
+        lambda micro_batch: PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory),
+    )
+    parameters.zero_gradients()
+    return AttachedModel(
+        architecture=architecture,
+        part=part,
+        parameters=parameters,
+        activations=activations,
+        rows=rows,
+        master=master,
+    )

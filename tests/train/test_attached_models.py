@@ -1,0 +1,286 @@
+"""Decoders of transformers in the trainer: on any number of ranks, resumed, exported, and refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import bytescale
+from bytescale.attach.live_bytes import LiveBytes
+from bytescale.attach.measure import DOCUMENT_TOKENS
+from bytescale.attach.planned_batch import local_documents
+from bytescale.attention import PackedAttention, select_kernel
+from bytescale.cli.main import main
+from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.config import Config, ModelConfig, config_to_toml, resolve_model, validate
+from bytescale.data import LocalFeed, prepare_corpus
+from bytescale.parity import small_model
+from bytescale.runtime import RankGroup
+from bytescale.train import train
+from bytescale.train.loop.learning_rate import learning_rate
+from bytescale.train.parts.attached_model import build_attached_model
+from tests.attach.support import on_ranks as on_thread_ranks
+from tests.helpers.effort import one_of
+
+from .runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("attached") / "corpus")
+
+
+def hf_folder(folder: Path, name: str, **changes: Any) -> Path:
+    """A small random model with a vocabulary of bytes, as transformers saves it, with a tokenizer's file."""
+    model: Any = small_model(name, dtype=torch.float32, vocab_size=320, max_position_embeddings=512, **changes)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def run_from(folder: Path, corpus: Path, run_dir: Path, num_ranks: int, **trainer: object) -> Config:
+    capacity = 256 if num_ranks == 1 else 128
+    config = with_trainer(on_ranks(small_run(corpus, run_dir), num_ranks, capacity), init=f"hf:{folder}", **trainer)
+    return replace(config, model=ModelConfig(preset=f"hf:{folder}"))
+
+
+def global_batches(config: Config) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """The documents of every step, in the trainer's order."""
+    feed = LocalFeed(prepare_corpus(config.data), config.data, 0)
+    planner = bytescale.make_planner(num_ranks=1, capacity_tokens=256)
+    with feed.open(planner, config.trainer.steps) as loader:
+        for data in loader:
+            documents = []
+            for plan, micro in zip(data.rank_plan.micro_batches, data.micro_batches, strict=True):
+                lengths = plan.local_lengths.tolist()
+                tokens, labels = (torch.as_tensor(a).split(lengths) for a in (micro.tokens, micro.labels))
+                documents += [{"tokens": a, "labels": b} for a, b in zip(tokens, labels, strict=True)]
+            yield documents
+    feed.close()
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+
+
+def plain_curve(model: nn.Module, config: Config) -> list[float]:
+    """Plain transformers and PyTorch in one process, document by document."""
+    settings, curve = config.optimizer, []
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+    for step, batch in enumerate(global_batches(config), start=1):
+        total = sum(int((d["labels"] != -100).sum()) for d in batch)
+        optimizer.zero_grad()
+        curve.append(0.0)
+        for document in batch:
+            loss = summed_loss(model(input_ids=document["tokens"][None]).logits[0], document["labels"]) / total
+            loss.backward()
+            curve[-1] += float(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.trainer.steps, settings)
+        optimizer.step()
+    return curve
+
+
+def own_loop_curve(model: nn.Module, config: Config, group: dist.ProcessGroup) -> list[float]:
+    """The loop of the documentation. Returns this rank's share of the losses."""
+    settings, curve = config.optimizer, []
+    hdp = bytescale.HDP(model, group, capacity_tokens=128)
+    hdp.adamw(
+        settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay,
+        group_options=lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0},
+    )  # fmt: skip
+    for step, batch in enumerate(global_batches(config), start=1):
+        total = sum(int((d["labels"] != -100).sum()) for d in batch)
+        curve.append(0.0)
+        for micro in hdp.plan(batch):
+            loss = summed_loss(model(**micro.inputs).logits[0, : micro.num_rows], micro.labels) / total
+            loss.backward()
+            curve[-1] += float(loss.detach())
+        hdp.step(max_grad_norm=settings.clip_grad_norm, lr=learning_rate(step, config.trainer.steps, settings))
+    return curve
+
+
+@pytest.mark.parametrize("steps", one_of([8, 50], 8))
+def test_trainer_own_loop_and_plain_transformers_give_the_same_curve(corpus: Path, tmp_path: Path, steps: int) -> None:
+    """A small Qwen3. In fp64 the three differ by rounding alone, which 50 updates enlarge a little."""
+    folder = hf_folder(tmp_path / "qwen3", "qwen3")
+    config = run_from(folder, corpus, tmp_path / "run", 2, steps=steps, dtype="fp64")
+    by_trainer = run(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    plain = plain_curve(copy.deepcopy(model).train(), config)
+    shares = on_thread_ranks(2, model.train(), lambda group, own: own_loop_curve(own, config, group))
+    by_loop = [sum(parts) for parts in zip(*shares, strict=True)]
+    assert by_trainer == pytest.approx(plain, rel=1e-8)
+    assert by_loop == pytest.approx(plain, rel=1e-8)
+    assert plain[-1] < 0.9 * plain[0]
+
+
+@pytest.mark.parametrize("name", one_of(["gemma2", "gpt_oss", "mistral", "granite", "deepseek_v3", "gpt2"], "gemma2"))
+@pytest.mark.parametrize("checkpointing", one_of(["none", "attention", "full"], "attention"))
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3, 4], 3))
+def test_any_number_of_ranks_gives_plain_transformers_curve(
+    corpus: Path, tmp_path: Path, name: str, checkpointing: str, num_ranks: int
+) -> None:
+    """Windows, soft caps, sinks, heads with a scale, values of another width; with and without recomputation."""
+    sizes = {"n_positions": 512, "vocab_size": 320} if name == "gpt2" else {}
+    folder = hf_folder(tmp_path / name, name, **sizes)
+    config = run_from(folder, corpus, tmp_path / "run", num_ranks, steps=4, checkpointing=checkpointing)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    assert run(config) == pytest.approx(plain_curve(model, config), rel=3e-4)
+
+
+def test_a_run_goes_on_exactly_and_becomes_a_folder_again(corpus: Path, tmp_path: Path) -> None:
+    """Killed on 2 ranks, resumed on 3 without the folder it began with; then converted, with the whole config.json."""
+    folder = hf_folder(tmp_path / "source", "gemma2")
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"a_key_of_its_own": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    whole = run_from(folder, corpus, tmp_path / "whole", 2, steps=6)
+    run(whole)
+    config = run_from(folder, corpus, tmp_path / "run", 2, steps=6)
+    interrupt(config, after_step=4)
+    folder.rename(tmp_path / "moved")
+    resumed = with_trainer(
+        replace(
+            on_ranks(config, 3, 128),
+            model=ModelConfig(preset=f"checkpoint:{tmp_path / 'run' / 'checkpoints' / 'step-000003'}"),
+        ),
+        init="",
+        resume=True,
+    )
+    assert run(resumed) == pytest.approx(losses(tmp_path / "whole"), rel=3e-5)
+
+    last = tmp_path / "run" / "checkpoints" / "step-000006"
+    assert main(["convert", str(last), str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert {key: value for key, value in written.items() if key != "dtype"} == {
+        key: value for key, value in content.items() if key != "dtype"
+    }
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    again = run_from(tmp_path / "out", corpus, tmp_path / "again", 1, steps=1)
+    from_checkpoint = with_trainer(
+        replace(again, model=ModelConfig(preset=f"checkpoint:{last}")),
+        init=f"checkpoint:{last}",
+        run_dir=str(tmp_path / "other"),
+    )
+    assert run(again) == run(from_checkpoint)
+
+
+def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    """Experts are stored one by one in files and together in memory; a router's correction is a constant."""
+    folder = hf_folder(tmp_path / "source", "deepseek_v3")
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("parallel", {"tp": 2, "ranks": 2}, "parallel.tp = 2 with a model of type qwen3"),
+        ("parallel", {"pp": 2, "ranks": 2}, "parallel.pp = 2"),
+        ("trainer", {"compile": True}, "trainer.compile = true"),
+        ("trainer", {"head_groups": 2, "checkpointing": "full"}, "trainer.head_groups = 2"),
+        ("trainer", {"trace_steps": (1,)}, r"trainer.trace_steps = \[1\]"),
+        ("memory", {"offload": "on"}, "memory.offload"),
+        ("cost", {"profile": "some.toml"}, "cost.profile"),
+        ("model", {"num_layers": 3}, "model.num_layers is set"),
+    ],
+)
+def test_settings_of_our_own_models_are_refused_by_name(
+    corpus: Path, tmp_path: Path, section: str, changes: dict[str, Any], message: str
+) -> None:
+    config = run_from(hf_folder(tmp_path / "qwen3", "qwen3"), corpus, tmp_path / "run", 1)
+    config = replace(config, **{section: replace(getattr(config, section), **changes)})
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+def test_models_that_cannot_be_trained_are_refused_before_the_first_step(corpus: Path, tmp_path: Path) -> None:
+    """Dropout, an unknown family, and weights that are missing or have another shape."""
+    dropping = hf_folder(tmp_path / "dropout", "qwen3", attention_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"self_attn cannot be attached: it draws random numbers.*config.json"):
+        train(run_from(dropping, corpus, tmp_path / "a", 1), print_line=lambda line: None)
+    other = hf_folder(tmp_path / "other", "qwen3")
+    content = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(content | {"intermediate_size": 56}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"mismatched tensors: model\.layers\.0\.mlp"):
+        train(run_from(other, corpus, tmp_path / "b", 1), print_line=lambda line: None)
+    (other / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 3}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the configuration of the qwen3 model.*layer_types"):
+        train(run_from(other, corpus, tmp_path / "e", 1), print_line=lambda line: None)
+    longer = content | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (other / "config.json").write_text(json.dumps(longer), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.2"):
+        train(run_from(other, corpus, tmp_path / "c", 1), print_line=lambda line: None)
+    (other / "config.json").write_text(json.dumps(content | {"model_type": "nonsense"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="no model of type 'nonsense'"):
+        train(run_from(other, corpus, tmp_path / "d", 1), print_line=lambda line: None)
+
+
+def test_the_command_trains_and_only_checks(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hf_folder(tmp_path / "gpt_oss", "gpt_oss")
+    config = run_from(folder, corpus, tmp_path / "run", 1, steps=2)
+    plain = replace(config, model=ModelConfig(), trainer=replace(config.trainer, init=""))
+    (tmp_path / "config.toml").write_text(config_to_toml(plain), encoding="utf-8")
+    arguments = ["train", str(tmp_path / "config.toml"), "--init", f"hf:{folder}"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "gpt_oss on transformers' own code, 2 layers, 1 of them with windows of 5" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    assert main(arguments) == 0
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("checkpointing", one_of(["none", "full", "attention"], "none"))
+def test_measured_memory_is_that_of_a_larger_micro_batch(
+    corpus: Path, tmp_path: Path, name: str, checkpointing: str
+) -> None:
+    """Saved bytes and the peak of a micro-batch that is much larger than the measured ones, to 5 %."""
+    config = run_from(hf_folder(tmp_path / name, name), corpus, tmp_path / "run", 1, checkpointing=checkpointing)
+    architecture: Any = resolve_model(config.model)
+    kernel = select_kernel("auto", CPU, torch.float32)
+    model = build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
+    micro_batch = local_documents(0, [DOCUMENT_TOKENS] * 40 + [150, 70])
+    memory = model.activations.attention_memory
+    attention = PackedAttention(micro_batch, kernel, RankGroup(device=CPU).exchange, memory)
+    rows, positions = micro_batch.num_tokens, torch.as_tensor(micro_batch.position_ids())
+    with LiveBytes() as live:
+        hidden = model.part(torch.arange(rows) % 300, positions, attention)
+        saved = live.now
+        hidden.backward(torch.ones_like(hidden))
+    assert saved == pytest.approx(model.rows.saved_per_token * rows, rel=0.05)
+    assert live.peak == pytest.approx(model.rows.fixed + model.rows.peak_per_token * rows, rel=0.05)
+
+
+def test_windows_make_attention_cheaper_for_planners(corpus: Path, tmp_path: Path) -> None:
+    """q(s) is twice the pairs that are seen; a window makes a long document cost less, and a short one the same."""
+    config = run_from(hf_folder(tmp_path / "a", "gemma2", sliding_window=16), corpus, tmp_path / "run", 1)
+    kernel = select_kernel("auto", CPU, torch.float32)
+    architecture: Any = resolve_model(config.model)
+    model = build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
+    cost = model.cost(CPU)
+    assert cost.windows == ((16, 0.5),)
+    pairs = [sum(min(query + 0.5, 16) for query in range(s)) for s in (8, 16, 200)]
+    halves = [(s * s + 2 * seen) / 2 for s, seen in zip((8, 16, 200), pairs, strict=True)]
+    assert cost.squares_of([8, 16, 200]).tolist() == pytest.approx(halves, rel=0.01)
+    assert cost.squares_of([8, 16]).tolist() == [64.0, 256.0]
