@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from bytescale.plan import Plan
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 from bytescale.train.parts.job import Job
@@ -12,10 +10,9 @@ from bytescale.train.parts.job import Job
 def predicted_step(job: Job, plan: Plan) -> SimulatedStep:
     """Simulate ``plan`` on the ranks of this run, with the times of the job's profile. The data costs no time."""
     shape, config = job.ranks.mesh.shape, job.config
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cluster = ClusterConfig(
         num_gpus=shape.size,
-        gpus_per_node=max(ranks_per_node, shape.tp),
+        gpus_per_node=job.planner.cost.ranks_per_node * shape.tp,
         tp=shape.tp,
         pp=shape.pp,
         virtual_stages=config.parallel.virtual_stages,
