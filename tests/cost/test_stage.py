@@ -54,9 +54,11 @@ def loads(**values: float | bool) -> Loads:
         "shared_tokens": 0.0,
         "shared_squares": 0.0,
         "degree": 1.0,
+        "columns": 1.0,
         "share": 0.0,
         "largest_share": 0.0,
         "inter_node": False,
+        "row_leaves_node": False,
         "offload_ratio": 0.0,
         "speed": 1.0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,10 @@ LINKS = CostModel(
     ranks_per_node=8,
 )
 
-COSTS = {"ideal": IDEAL, "links": LINKS}
+# With 32 query heads over 8 key heads: the queries of a token are four times its keys.
+GRIDS = replace(LINKS, row_bytes_per_token=32 * 4096 * 12.0)
+
+COSTS = {"ideal": IDEAL, "links": LINKS, "grids": GRIDS}
 
 
 def heavy_tailed(num_sequences: int, longest: int, seed: int, *, exponent: float = 1.2) -> IntArray:

@@ -56,7 +56,11 @@ def test_a_sequence_grows_where_it_would_outlast_the_batch() -> None:
 
 def test_growing_stops_where_the_ring_costs_more_than_it_saves() -> None:
     slow_links = replace(
-        IDEAL, ring_bytes_per_token=1e6, intra_node_bytes_per_second=1.0, inter_node_bytes_per_second=1.0
+        IDEAL,
+        ring_bytes_per_token=1e6,
+        row_bytes_per_token=None,
+        intra_node_bytes_per_second=1.0,
+        inter_node_bytes_per_second=1.0,
     )
     plan = adaptive_plan([2000], cluster=Cluster.uniform(16, 1000), cost=slow_links)
     assert plan.group_sizes.tolist() == [2]

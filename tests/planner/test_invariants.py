@@ -18,7 +18,7 @@ from bytescale.planner import evaluate, make_planner
 from bytescale.planner.evaluate import evaluate_slowly
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
-from tests.planner.helpers import COSTS, LINKS, PLANNERS, cases, heavy_tailed
+from tests.planner.helpers import COSTS, GRIDS, LINKS, PLANNERS, cases, heavy_tailed
 
 EVERY_PLANNER = pytest.mark.parametrize("name", list(PLANNERS))
 
@@ -132,8 +132,8 @@ def test_both_evaluators_agree(lengths: list[int], num_ranks: int, seed: int, da
     plan: Plan = random_plan(lengths, num_ranks, seed, weighted=True)
     speeds = np.array(data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_ranks, max_size=num_ranks)))
     cluster = Cluster(capacity_tokens=plan.capacity_tokens, speeds=speeds)
-    fast = evaluate(plan, cluster=cluster, cost=LINKS)
-    assert fast.end_seconds == pytest.approx(evaluate_slowly(plan, cluster=cluster, cost=LINKS), rel=1e-9)
+    fast = evaluate(plan, cluster=cluster, cost=GRIDS)
+    assert fast.end_seconds == pytest.approx(evaluate_slowly(plan, cluster=cluster, cost=GRIDS), rel=1e-9)
     starts, ends = fast.micro_batch_start_seconds, fast.micro_batch_end_seconds
     for rank in range(num_ranks):
         mine = plan.micro_batches_of(rank)

@@ -103,7 +103,7 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
 def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
     """Describe the peak memory of the fullest micro-batch by its parts, and whether a device has as much."""
     tokens, limits = micro_batch_tokens(plan), model.limits()
-    peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared)
+    peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)
     worst = int(peaks.argmax())
     held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
     phase = limits.worst_phase(held, shared)

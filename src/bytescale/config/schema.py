@@ -171,6 +171,9 @@ class PlannerConfig:
     balance: Literal["adaptive", "greedy", "paper"] = "adaptive"
     """balanced only. adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the
     paper's Algorithm 2 as published. greedy: Algorithm 2, but each group goes to the ranks that are free first."""
+    grids: bool = True
+    """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
+    where this is faster than a ring. false: all are rings, as in the paper."""
     static_cp: int | None = None
     """static only: context-parallel degree; unset: the smallest divisor of the ranks that holds the context."""
     verify: Literal["cheap", "full", "off"] = "cheap"

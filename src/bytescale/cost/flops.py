@@ -153,6 +153,22 @@ def ring_bytes_per_token(
     return forward, forward + gradients
 
 
+def row_bytes_per_token(
+    architecture: Architecture, *, bytes_per_element: int = 2, ring_gradients: RingGradients = "wide"
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that pass a member's link per token of a slice of queries, in one layer and one step of a grid's row.
+
+    ``((there, home) in forward, (there, home) in backward)``. Forward sends the queries, and brings partial outputs and
+    LSE home. Backward sends the output's gradient, the queries, LSE and delta, and brings the queries' gradient home
+    (``attention.grid``). LSE, delta and sums are in fp32 or wider.
+    """
+    heads, wide = architecture.num_heads, max(4, bytes_per_element)
+    width = heads * architecture.head_dim
+    rows = width * bytes_per_element
+    gradients = width * ring_gradient_bytes(bytes_per_element, ring_gradients)
+    return (rows, rows + heads * wide), (2 * rows + 2 * heads * wide, gradients)
+
+
 def layer_activation_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
     """Bytes per token that one layer keeps for its backward, without checkpointing (Act(s) = a2 s in the paper).
 

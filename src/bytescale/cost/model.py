@@ -13,6 +13,12 @@ which a transfer is longer than a block is exposed (paper section 3: O(s^2) work
     x = ring_bytes_per_token T / (D bandwidth) + latency        one transfer
     c = a Q / D^2                                               one block
     exposed = (D - 1) (max(0, x - c) + o)                      o: ring_message_seconds, which nothing hides
+
+The members may form a grid of R rows and C columns (``attention.grid``), D = R C. A ring is the case C = 1. While keys
+pass a column, C blocks are computed. While queries pass a row and their results go home, two blocks are computed::
+
+    y = row_bytes_per_token T / (D bandwidth) + 2 latency
+    exposed = (R - 1) (max(0, x - C c) + o) + (C - 1) (max(0, y - 2 c) + 2 o)
 """
 
 from __future__ import annotations
@@ -23,9 +29,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bytescale.common.arrays import FloatArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
+
+COLUMNS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of columns that are tried, besides one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,9 @@ class CostModel:
     """g: fixed seconds per micro-batch (kernel launches)."""
     ring_bytes_per_token: float = 0.0
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
+    row_bytes_per_token: float | None = None
+    """Bytes that pass a rank's link per token of a slice in one step of a grid's row: queries, and their results home,
+    forward and backward. None: not known, and all groups are rings."""
     ring_step_seconds: float = 0.0
     """Latency of one ring step inside a node, all layers, forward and backward."""
     inter_node_ring_step_seconds: float | None = None
@@ -100,14 +112,54 @@ class CostModel:
         return (degree - 1) * self._transfer_seconds(np.asarray(tokens, dtype=np.float64), degree, inter_node)
 
     def exposed_seconds(
-        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
+        self,
+        tokens: ArrayLike,
+        squares: ArrayLike,
+        degree: ArrayLike,
+        inter_node: ArrayLike = False,
+        columns: ArrayLike = 1,
     ) -> FloatArray:
-        """The part of a ring's time that attention does not hide: (D - 1) (max(0, x - c) + o). Broadcasts."""
-        tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
-        degree = np.asarray(degree, dtype=np.float64)
-        transfer = self._transfer_seconds(tokens, degree, inter_node)
-        block = self.attention_seconds_per_pair * squares / (degree * degree)
-        return (degree - 1) * (np.maximum(transfer - block, 0.0) + self.ring_message_seconds)
+        """The part of a group's transfers that attention does not hide (the formulas above). Broadcasts.
+
+        ``columns`` divides ``degree``; 1 is a ring. Grids without ``row_bytes_per_token`` raise ``ConfigError``.
+        """
+        if self.row_bytes_per_token is None and (np.asarray(columns) > 1).any():
+            raise ConfigError(
+                problem(
+                    "the cost model does not know the bytes that a grid's rows exchange",
+                    so="the time of a plan with grids cannot be told",
+                    fix="use a profile, or plan with planner.grids = false",
+                )
+            )
+        return self._exposed(_Transfers.of(self, tokens, squares, degree, inter_node), np.asarray(columns))
+
+    def best_shape(
+        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
+    ) -> tuple[FloatArray, IntArray]:
+        """The least exposed seconds of any shape, and the fewest columns that give them. Broadcasts."""
+        transfers = _Transfers.of(self, tokens, squares, degree, inter_node)
+        best = self._exposed(transfers, np.asarray(1))
+        columns = np.ones(best.shape, dtype=np.int64)
+        degree = np.asarray(degree)
+        widest = int(degree.max(initial=1)) // 2
+        for tried in COLUMNS:
+            if self.row_bytes_per_token is None or tried > widest:
+                break
+            fits = (degree % tried == 0) & (degree >= 2 * tried)
+            seconds = self._exposed(transfers, np.asarray(tried))
+            better = fits & (seconds < best)
+            best, columns = np.where(better, seconds, best), np.where(better, tried, columns)
+        return best, columns
+
+    def _exposed(self, transfers: _Transfers, columns: IntArray) -> FloatArray:
+        degree, block, message = transfers.degree, transfers.block, self.ring_message_seconds
+        around = (degree / columns - 1) * (np.maximum(transfers.keys - columns * block, 0.0) + message)
+        if (columns == 1).all():
+            return around
+        # Members of a row have consecutive ranks, and wide groups begin at a node.
+        far = transfers.inter_node & (self.ranks_per_node % columns != 0)
+        row = np.where(far, transfers.row_far, transfers.row_near)
+        return around + (columns - 1) * (np.maximum(row - 2 * block, 0.0) + 2 * message)
 
     def group_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
@@ -138,12 +190,9 @@ class CostModel:
         return np.asarray(first // self.ranks_per_node != last // self.ranks_per_node)
 
     def _transfer_seconds(self, tokens: FloatArray, degree: FloatArray, inter_node: ArrayLike) -> FloatArray:
-        seconds_per_byte = np.where(
-            np.asarray(inter_node, dtype=bool),
-            1.0 / self.inter_node_bytes_per_second,
-            1.0 / self.intra_node_bytes_per_second,
-        )
-        latency = np.where(inter_node, self.latency_seconds(True), self.latency_seconds(False))
+        far = np.asarray(inter_node, dtype=bool)
+        seconds_per_byte = np.where(far, 1.0 / self.inter_node_bytes_per_second, 1.0 / self.intra_node_bytes_per_second)
+        latency = np.where(far, self.latency_seconds(True), self.latency_seconds(False))
         return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + latency
 
     def forward_only(self, bytes_per_element: int) -> CostModel:
@@ -160,6 +209,7 @@ class CostModel:
             token_seconds=self.token_seconds / 3,
             micro_batch_seconds=self.micro_batch_seconds / 2,
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
+            row_bytes_per_token=None,
             ring_step_seconds=self.ring_step_seconds / 2,
             inter_node_ring_step_seconds=None if leaving is None else leaving / 2,
             ring_message_seconds=self.ring_message_seconds / 2,
@@ -168,4 +218,32 @@ class CostModel:
     @staticmethod
     def from_work(*, linear_per_square: float = 24576) -> CostModel:
         """Abstract work s^2 + ``linear_per_square`` s with ideal links, for comparing planners."""
-        return CostModel(attention_seconds_per_pair=1.0, token_seconds=linear_per_square)
+        return CostModel(attention_seconds_per_pair=1.0, token_seconds=linear_per_square, row_bytes_per_token=0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Transfers:
+    """The times of which the exposed time of every shape consists, in seconds. All arrays broadcast."""
+
+    degree: FloatArray
+    block: FloatArray  # c
+    keys: FloatArray  # x
+    row_near: FloatArray  # y, where a row lies in a node
+    row_far: FloatArray  # y, where it does not
+    inter_node: NDArray[np.bool_]  # whether the group leaves a node
+
+    @staticmethod
+    def of(
+        cost: CostModel, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike
+    ) -> _Transfers:
+        tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
+        degree = np.asarray(degree, dtype=np.float64)
+        row_bytes = (cost.row_bytes_per_token or 0.0) * tokens / degree
+        return _Transfers(
+            degree=degree,
+            block=cost.attention_seconds_per_pair * squares / (degree * degree),
+            keys=cost._transfer_seconds(tokens, degree, inter_node),
+            row_near=row_bytes / cost.intra_node_bytes_per_second + 2 * cost.latency_seconds(False),
+            row_far=row_bytes / cost.inter_node_bytes_per_second + 2 * cost.latency_seconds(True),
+            inter_node=np.asarray(inter_node, dtype=bool),
+        )

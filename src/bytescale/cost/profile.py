@@ -64,6 +64,18 @@ class Profile:
     points: tuple[Point, ...] = ()
 
     @property
+    def row_bytes_per_token(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """``flops.row_bytes_per_token`` per device, with the dtypes that the ring's bytes tell."""
+        numbers = flops.kv_bytes_per_token(self.architecture, bytes_per_element=1) / self.tensor_parallel
+        element = round(self.ring_forward_bytes_per_token / numbers)
+        sums = round((self.ring_backward_bytes_per_token - self.ring_forward_bytes_per_token) / numbers)
+        forward, backward = flops.row_bytes_per_token(
+            self.architecture, bytes_per_element=element, ring_gradients="bf16" if sums < max(4, element) else "wide"
+        )
+        tp = self.tensor_parallel
+        return (forward[0] / tp, forward[1] / tp), (backward[0] / tp, backward[1] / tp)
+
+    @property
     def hidden_bytes_per_token(self) -> float:
         """Bytes per token and device that a stage sends to the next one: the residual stream in bf16, divided by tp."""
         return 2 * self.architecture.hidden_size / self.tensor_parallel
@@ -191,6 +203,7 @@ class Profile:
             micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
             + sum(curve.constant for curve in heads) / pipeline_parallel,
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
+            row_bytes_per_token=layers * sum(map(sum, self.row_bytes_per_token)),
             ring_step_seconds=2 * layers * self.links.ring_latency_seconds(False),
             inter_node_ring_step_seconds=2 * layers * self.links.ring_latency_seconds(True),
             ring_message_seconds=2 * layers * self.links.message_seconds,

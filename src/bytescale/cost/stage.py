@@ -9,6 +9,9 @@ sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a,
     transfer     x = ring bytes * (largest w) T / bandwidth + latency           one of D - 1
     ring         max(0, x - c - a q) + (D - 2) max(0, x - c)      exposed; the first hides behind local attention too
                  + (D - 1) message                                what no compute hides
+    grid         of P rows and Q columns, with y and z the times of queries there and of results home::
+                 max(0, y - c - a q) + (Q - 2) max(0, y - c) + (P - 1) max(0, x - Q c) + (Q - 1) max(0, z - c)
+                 + (P - 1 + 2 (Q - 1)) message
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
 Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
@@ -41,9 +44,11 @@ class Loads:
     shared_tokens: FloatArray  # of the whole group, 0 without one
     shared_squares: FloatArray  # of the whole group
     degree: FloatArray  # members, 1 without a shared group
+    columns: FloatArray  # of the group's grid; 1: a ring
     share: FloatArray  # of the group's tokens that this member holds
     largest_share: FloatArray  # of any member: it sets the pace of the ring
-    inter_node: NDArray[np.bool_]  # whether the ring leaves a node
+    inter_node: NDArray[np.bool_]  # whether the ring, or the grid's columns, leave a node
+    row_leaves_node: NDArray[np.bool_]  # whether the grid's rows do
     offload_ratio: FloatArray  # of this micro-batch's tokens
     speed: FloatArray  # of the rank
 
@@ -83,7 +88,7 @@ def stage_times(
     compute, ring, offload = np.empty((3, 2, len(loads.speed)))
     for row, (attention, rest, head) in enumerate(directions):
         layer_compute = (rest(loads.tokens) + _attention_seconds(attention, loads)) / loads.speed
-        layer_ring = _exposed_ring(profile, attention, ring_bytes[row], loads)
+        layer_ring = _exposed_ring(profile, attention, ring_bytes[row], profile.row_bytes_per_token[row], loads)
         layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
         compute[row] = num_layers * layer_compute
         if has_head:
@@ -107,11 +112,16 @@ def stage_activation_bytes(profile: Profile, loads: Loads, *, num_layers: int) -
 
 def ring_transfer_seconds(profile: Profile, bytes_per_token: float, loads: Loads) -> FloatArray:
     """``[M]`` seconds of one transfer of one layer's ring, x; 0 where nothing is shared."""
+    return np.where(loads.degree > 1, _transfer_seconds(profile, bytes_per_token, loads, loads.inter_node), 0.0)
+
+
+def _transfer_seconds(
+    profile: Profile, bytes_per_token: float, loads: Loads, leaves_node: NDArray[np.bool_]
+) -> FloatArray:
     links = profile.links
-    rate = np.where(loads.inter_node, links.ring_bytes_per_second(True), links.ring_bytes_per_second(False))
-    latency = np.where(loads.inter_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
-    seconds = bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
-    return np.where(loads.degree > 1, seconds, 0.0)
+    rate = np.where(leaves_node, links.ring_bytes_per_second(True), links.ring_bytes_per_second(False))
+    latency = np.where(leaves_node, links.ring_latency_seconds(True), links.ring_latency_seconds(False))
+    return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
 
 
 def _attention_seconds(attention: Curve, loads: Loads) -> FloatArray:
@@ -119,10 +129,24 @@ def _attention_seconds(attention: Curve, loads: Loads) -> FloatArray:
     return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant
 
 
-def _exposed_ring(profile: Profile, attention: Curve, bytes_per_token: float, loads: Loads) -> FloatArray:
-    transfer = ring_transfer_seconds(profile, bytes_per_token, loads)
+def _exposed_ring(
+    profile: Profile, attention: Curve, ring_bytes: float, row_bytes: tuple[float, float], loads: Loads
+) -> FloatArray:
+    transfer = ring_transfer_seconds(profile, ring_bytes, loads)
     block = attention.quadratic * loads.share * loads.shared_squares / loads.degree / loads.speed
     local = attention.quadratic * loads.local_squares / loads.speed
     first = np.where(loads.degree > 1, np.maximum(transfer - block - local, 0.0), 0.0)
     others = np.maximum(loads.degree - 2, 0.0) * np.maximum(transfer - block, 0.0)
-    return first + others + (loads.degree - 1) * profile.links.message_seconds
+    ring = first + others + (loads.degree - 1) * profile.links.message_seconds
+    columns, rows = loads.columns, loads.degree / loads.columns
+    if (columns == 1).all():
+        return ring
+    there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)
+    grid = (
+        np.maximum(there - block - local, 0.0)
+        + np.maximum(columns - 2, 0.0) * np.maximum(there - block, 0.0)
+        + (rows - 1) * np.maximum(transfer - columns * block, 0.0)
+        + (columns - 1) * np.maximum(home - block, 0.0)
+        + (rows - 1 + 2 * (columns - 1)) * profile.links.message_seconds
+    )
+    return np.where(columns > 1, grid, ring)

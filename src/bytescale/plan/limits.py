@@ -19,24 +19,31 @@ class Phase:
     fixed_bytes: float = 0.0
     bytes_per_token: float = 0.0
     bytes_per_shared_token: float = 0.0  # per token of this rank's slice of a shared group
+    bytes_per_row_token: float = 0.0  # per token of the slices of the other columns of a grid
     chunk_tokens: float = math.inf  # tokens in one chunk of the work that is done chunk by chunk
     bytes_per_chunk_token: float = 0.0
 
-    def bytes(self, tokens: ArrayLike, shared: ArrayLike) -> FloatArray:
-        """Bytes of a micro-batch with ``tokens`` on the rank, ``shared`` of them in a shared group. Broadcasts."""
+    def bytes(self, tokens: ArrayLike, shared: ArrayLike, row: ArrayLike = 0) -> FloatArray:
+        """Bytes of a micro-batch with ``tokens`` on the rank, ``shared`` of them in a shared group. Broadcasts.
+
+        ``row``: tokens of other columns, whose queries visit this rank.
+        """
         tokens, shared = np.asarray(tokens, dtype=np.float64), np.asarray(shared, dtype=np.float64)
         chunk = self.bytes_per_chunk_token * np.minimum(tokens, self.chunk_tokens)
-        return self.fixed_bytes + chunk + self.bytes_per_token * tokens + self.bytes_per_shared_token * shared
+        slices = self.bytes_per_shared_token * shared + self.bytes_per_row_token * np.asarray(row, dtype=np.float64)
+        return self.fixed_bytes + chunk + self.bytes_per_token * tokens + slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
     """The memory of one device and its share of host memory.
 
-    A micro-batch of ``n`` tokens, ``m`` of them offloaded and ``k`` of them in a slice of a shared group, needs::
+    A micro-batch of ``n`` tokens, ``m`` of them offloaded and ``k`` of them in a slice of a shared group, needs, if the
+    other columns of the group's grid hold ``j`` tokens::
 
         device    states + saved n - movable m
-                  + max over phases (fixed + per token n + per shared token k + per chunk token min(n, chunk))
+                  + max over phases (fixed + per token n + per shared token k + per row token j
+                                     + per chunk token min(n, chunk))
         host      movable m
     """
 
@@ -47,11 +54,11 @@ class MemoryLimits:
     device_bytes: float = math.inf
     host_bytes: float = math.inf
 
-    def device_peak(self, tokens: ArrayLike, moved: ArrayLike, shared: ArrayLike) -> FloatArray:
+    def device_peak(self, tokens: ArrayLike, moved: ArrayLike, shared: ArrayLike, row: ArrayLike = 0) -> FloatArray:
         """Bytes in the most demanding phase of each micro-batch. Broadcasts."""
         held, moved, shared = (np.asarray(values, dtype=np.float64) for values in (tokens, moved, shared))
         saved = self.saved_bytes_per_token * held - self.movable_bytes_per_token * moved
-        return self.states_bytes + saved + np.max([phase.bytes(held, shared) for phase in self.phases], axis=0)
+        return self.states_bytes + saved + np.max([phase.bytes(held, shared, row) for phase in self.phases], axis=0)
 
     def most_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
         """Tokens of the largest micro-batch that fits if all of it is a slice of a shared group (0: none fits).

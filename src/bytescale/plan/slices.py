@@ -18,6 +18,7 @@ class MicroBatchTokens:
     held: IntArray
     offloaded: IntArray  # the part of ``held`` that is in host memory between forward and backward
     shared: IntArray  # the part of ``held`` in slices of shared groups
+    row: IntArray  # of the slices of the other columns in a grid, as if all were as long as this rank's
 
 
 def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
@@ -32,6 +33,7 @@ def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
         held=segment_sums(held, offsets),
         offloaded=segment_sums(moved, offsets),
         shared=segment_sums(np.where(shared, held, 0), offsets),
+        row=segment_sums(np.where(shared, held, 0) * (plan.group_columns[groups] - 1), offsets),
     )
 
 

@@ -241,7 +241,7 @@ def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
     """Rule 8."""
     tokens = micro_batch_tokens(plan)
     needed = (
-        ("device", limits.device_peak(tokens.held, tokens.offloaded, tokens.shared), limits.device_bytes),
+        ("device", limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row), limits.device_bytes),
         ("host memory", limits.movable_bytes_per_token * tokens.offloaded, limits.host_bytes),
     )
     for place, sizes, room in needed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -62,6 +63,7 @@ def make_planner(
     if config.name == "static":
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
     if config.name == "balanced" and config.balance == "adaptive":
+        cost = cost if config.grids else replace(cost, row_bytes_per_token=None)
         return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
     planner: Callable[..., Plan] | None = None
     if config.name == "naive":

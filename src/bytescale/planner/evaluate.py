@@ -92,7 +92,7 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     nodes = plan.group_ranks // cost.ranks_per_node
     starts = plan.group_rank_offsets[:-1]
     leaves_node = np.minimum.reduceat(nodes, starts) != np.maximum.reduceat(nodes, starts)
-    exposed = cost.exposed_seconds(plan.group_tokens, squares, plan.group_sizes, leaves_node)
+    exposed = cost.exposed_seconds(plan.group_tokens, squares, plan.group_sizes, leaves_node, plan.group_columns)
     share = plan.group_weights / np.repeat(segment_sums(plan.group_weights, plan.group_rank_offsets), plan.group_sizes)
     ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
     compute = work[plan.micro_batch_groups] * share[_member_places(plan, ranks)] / cluster.speeds[ranks]
@@ -208,5 +208,6 @@ def _one_member_seconds(plan: Plan, micro_batch: int, rank: int, cluster: Cluste
         tokens, squares, degree = lengths.sum(), cost.squares_of(lengths).sum(), len(ranks)
         leaves_node = len({member // cost.ranks_per_node for member in ranks}) > 1
         seconds += float(cost.compute_seconds(tokens, squares)) * share / cluster.speeds[rank]
-        seconds += float(cost.exposed_seconds(tokens, squares, degree, leaves_node))
+        columns = int(plan.group_columns[group])
+        seconds += float(cost.exposed_seconds(tokens, squares, degree, leaves_node, columns))
     return seconds

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.limits import MemoryLimits
+from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner import make_planner
+
+
+def narrowed(plan: Plan, limits: MemoryLimits) -> Plan:
+    """The plan with rings in place of those grids for whose messages a member has no memory.
+
+    A grid that does not fit was to be faster than its ring. Planning again with fewer columns would not move any
+    sequence to other ranks, since the ring's ranks hold it.
+    """
+    tokens = micro_batch_tokens(plan)
+    peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)
+    too_large = np.repeat(peaks > limits.device_bytes, np.diff(plan.micro_batch_group_offsets))
+    columns = plan.group_columns.copy()
+    columns[plan.micro_batch_groups[too_large]] = 1
+    return replace(plan, group_columns=columns)
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,8 @@ class VerifiedPlanner:
     def __call__(self, lengths: ArrayLike) -> Plan:
         """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule."""
         plan = self._plan(lengths)
+        if self.limits is not None and (plan.group_columns > 1).any():
+            plan = narrowed(plan, self.limits)
         if self.config.verify != "off":
             verify(
                 plan,

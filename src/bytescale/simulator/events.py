@@ -28,8 +28,10 @@ class Events:
     micro_batch_events: IntArray  # [M] event that each micro-batch belongs to
     member_offsets: IntArray  # [E + 1] offsets into member_micro_batches
     member_micro_batches: IntArray  # [M] micro-batches, ordered by event
-    intra_node_ring_tokens: FloatArray  # [M] tokens of K/V that the rank sends to its neighbour inside its node
-    inter_node_ring_tokens: FloatArray  # [M] the same, to a neighbour in another node
+    ring_tokens: FloatArray  # [M] tokens of K/V that the rank sends to the next member of its column
+    ring_is_near: NDArray[np.bool_]  # [M] whether that member is in its node
+    row_tokens: FloatArray  # [M, 2] tokens of queries that it sends along its row, and of results that it sends home
+    row_is_near: NDArray[np.bool_]  # [M] whether its row is in its node
     num_ranks: int
 
     @property
@@ -61,7 +63,7 @@ def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None 
 
     members = _Members.of(plan, shared_group, ranks_per_node)
     shared_tokens = members.of_group(plan.group_tokens)
-    sent = shared_tokens * (1.0 - members.next_share) * (shared_group >= 0)
+    row = np.stack((members.row_share - members.next_in_row_share, members.row_share - members.share), axis=1)
     event, offsets, member_micro_batches = _join(shared_group)
     return Events(
         loads=_loads(plan, members, np.ones(plan.num_ranks) if speeds is None else np.asarray(speeds, dtype=float)),
@@ -69,8 +71,10 @@ def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None 
         micro_batch_events=event,
         member_offsets=offsets,
         member_micro_batches=member_micro_batches,
-        intra_node_ring_tokens=np.where(members.next_is_near, sent, 0.0),
-        inter_node_ring_tokens=np.where(members.next_is_near, 0.0, sent),
+        ring_tokens=shared_tokens * (members.column_share - members.next_share),
+        ring_is_near=members.next_is_near,
+        row_tokens=shared_tokens[:, None] * row,
+        row_is_near=members.row_is_near,
         num_ranks=plan.num_ranks,
     )
 
@@ -82,8 +86,12 @@ class _Members:
     group: IntArray  # number of the shared group, or -1
     share: FloatArray  # share of the group's tokens that this member holds
     largest_share: FloatArray  # largest share of any member of the group
-    next_share: FloatArray  # share of the member that this one sends to
+    column_share: FloatArray  # share of all members of its column
+    next_share: FloatArray  # share of the next member of the column, to which this one sends
     next_is_near: NDArray[np.bool_]  # whether that member lies in the same node
+    row_share: FloatArray  # share of all members of its row
+    next_in_row_share: FloatArray  # share of the next member of the row
+    row_is_near: NDArray[np.bool_]  # whether the row lies in one node
     inter_node: NDArray[np.bool_]  # whether the group spans several nodes
 
     def of_group(self, values: NDArray, otherwise: float = 0.0) -> FloatArray:
@@ -94,9 +102,17 @@ class _Members:
     def of(plan: Plan, group: IntArray, ranks_per_node: int) -> _Members:
         starts, sizes = plan.group_rank_offsets[:-1], plan.group_sizes
         share = plan.group_weights / np.repeat(np.add.reduceat(plan.group_weights, starts), sizes)
-        following = np.arange(len(share)) + 1
-        following[plan.group_rank_offsets[1:] - 1] = starts
+        # Member p Q + q of a group is in row p and column q.
+        member = np.arange(len(share)) - np.repeat(starts, sizes)
+        first, size, columns = (np.repeat(values, sizes) for values in (starts, sizes, plan.group_columns))
+        following = first + (member + columns) % size
+        row_head = first + member - member % columns
+        next_in_row = row_head + (member + 1) % columns
+        column_head = first + member % columns
+        row_share = _sums(row_head, share)
+        column_share = _sums(column_head, share)
         node = plan.group_ranks // ranks_per_node
+        leaves_row = _sums(row_head, node != node[row_head]) > 0
         spans = np.maximum.reduceat(node, starts) != np.minimum.reduceat(node, starts)
         shared = group >= 0
         place = np.zeros(len(group), dtype=np.int64)
@@ -105,10 +121,19 @@ class _Members:
             group=group,
             share=share[place] * shared,
             largest_share=np.maximum.reduceat(share, starts)[group] * shared,
+            column_share=column_share[place] * shared,
             next_share=share[following][place] * shared,
             next_is_near=(node == node[following])[place] & shared,
+            row_share=row_share[place] * shared,
+            next_in_row_share=share[next_in_row][place] * shared,
+            row_is_near=~leaves_row[place] & shared,
             inter_node=spans[group] & shared,
         )
+
+
+def _sums(heads: IntArray, values: NDArray) -> FloatArray:
+    """For each member, the sum of ``values`` over all members with the same head."""
+    return np.bincount(heads, weights=values, minlength=len(values)).astype(np.float64)[heads]
 
 
 def _loads(plan: Plan, members: _Members, speeds: FloatArray) -> Loads:
@@ -132,9 +157,11 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray) -> Loads:
         shared_tokens=members.of_group(tokens),
         shared_squares=members.of_group(squares),
         degree=members.of_group(plan.group_sizes, otherwise=1.0),
+        columns=members.of_group(plan.group_columns, otherwise=1.0),
         share=members.share,
         largest_share=members.largest_share,
         inter_node=members.inter_node,
+        row_leaves_node=~members.row_is_near & (members.group >= 0),
         offload_ratio=offloaded / np.maximum(local_tokens + own_shared, 1.0),
         speed=speeds[plan.micro_batch_ranks],
     )

@@ -271,14 +271,18 @@ def memory_changes(
 def _traffic(done: _Executed, num_forwards: int) -> Traffic:
     profile, cluster, events = done.profile, done.cluster, done.events
     layers, tp = profile.architecture.num_layers, cluster.tp
-    ring = layers * tp * (num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token)
+    ring = num_forwards * profile.ring_forward_bytes_per_token + profile.ring_backward_bytes_per_token
+    forward, backward = profile.row_bytes_per_token
+    row = events.row_tokens @ np.array([num_forwards * forward[place] + backward[place] for place in (0, 1)])
+    around = ring * events.ring_tokens
+    inside = np.where(events.ring_is_near, around, 0.0) + np.where(events.row_is_near, row, 0.0)
     loads: Loads = events.loads
     parameters = [done.stage_parameters(stage) for stage in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
     movable = sum(max(0, len(own) - RESIDENT_LAYERS) for own in split_layers(profile.architecture, cluster.num_parts))
     return Traffic(
-        ring_intra_node=ring * float(events.intra_node_ring_tokens.sum()),
-        ring_inter_node=ring * float(events.inter_node_ring_tokens.sum()),
+        ring_intra_node=layers * tp * float(inside.sum()),
+        ring_inter_node=layers * tp * float((around + row - inside).sum()),
         pipeline=2 * (cluster.num_parts - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
         gradient_sync=sum(sync_bytes(profile, count, events.num_ranks) for count in parameters) * tp * events.num_ranks,
         offload=movable * tp * float(moved.sum()),

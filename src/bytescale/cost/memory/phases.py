@@ -6,7 +6,7 @@
     ring       backward of attention over a shared group: a block's gradients, sums in fp32
 
 A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.messages``). A
-micro-batch with a shared group has them in every phase but the loss.
+micro-batch with a shared group has them in every phase but the loss. So it is with the buffers of a grid's row.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Phases:
             name="layer",
             fixed_bytes=max(1, shape.num_experts) * matrix,
             bytes_per_shared_token=self._ring_buffers_beside_feed_forward,
+            bytes_per_row_token=self._row_buffers,
             chunk_tokens=self.kernels.feed_forward_rows,
         )
         if self.checkpointing == "none":
@@ -120,13 +121,36 @@ class Phases:
                 name="attention",
                 bytes_per_token=held + (inside + per_query_row + per_key_row) / groups,
                 bytes_per_shared_token=buffers,
+                bytes_per_row_token=self._row_buffers,
             ),
             Phase(
                 name="ring",
                 bytes_per_token=held + inside / groups,
                 bytes_per_shared_token=buffers + (sums + block) / groups,
+                bytes_per_row_token=self._row_buffers + self._row_sums,
             ),
         )
+
+    @property
+    def _row_buffers(self) -> float:
+        """Messages of a grid's row, by the slices of other columns: what arrives, and results that go and come.
+
+        The message with the own queries, and the gradients of keys that are summed over the row's queries, exist once.
+        They are counted for every other column, which is right for one.
+        """
+        rows, wide = self.rows, self._wide
+        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
+        heads = rows.query / (self.share.architecture.head_dim * self.element_bytes)
+        there = 2 * rows.query + 2 * heads * wide
+        home = rows.query * gradient_bytes / self.element_bytes
+        # Forward's buffers stay beside backward's in the last layer, with other sizes; the larger one counts.
+        return (2 * there + 2 * max(home, rows.query + heads * wide)) / self.head_groups
+
+    @property
+    def _row_sums(self) -> float:
+        """Of the slices of other columns: an output, sums of query gradients; and twice sums of key gradients."""
+        wide = self._wide / self.element_bytes
+        return (self.rows.query * (1 + wide) + 2 * 2 * self.rows.key * wide) / self.head_groups
 
     @property
     def _ring_buffers(self) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.cost import CostModel
+from bytescale.cost.model import COLUMNS
 from bytescale.planner.order import rising
 
 FloatArray = NDArray[np.float64]
@@ -46,9 +47,22 @@ def is_ideal(cost: CostModel) -> bool:
 
 
 def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:
-    """``[L]`` seconds of each sequence on ``degrees`` ranks."""
-    lengths = np.asarray(lengths, dtype=np.float64)
-    return cost.group_seconds(lengths, cost.squares_of(lengths), degrees, np.asarray(degrees) > cost.ranks_per_node)
+    """``[L]`` seconds of each sequence on ``degrees`` ranks, in their best shape."""
+    lengths, degrees = np.asarray(lengths, dtype=np.float64), np.asarray(degrees)
+    squares = cost.squares_of(lengths)
+    exposed, _ = cost.best_shape(lengths, squares, degrees, degrees > cost.ranks_per_node)
+    return cost.compute_seconds(lengths, squares, degrees) + exposed + cost.micro_batch_seconds
+
+
+def divisible(cost: CostModel, degrees: IntArray) -> IntArray:
+    """The next number of ranks, from each of ``degrees`` on, that can have several columns: a multiple of up to 8.
+
+    A group that is wider than its compute needs costs traffic only, and a prime number of ranks is always a ring.
+    """
+    if cost.row_bytes_per_token is None:
+        return degrees
+    multiple = np.where(degrees >= 64, 8, np.where(degrees >= 16, 4, np.where(degrees >= 4, 2, 1)))
+    return -(-degrees // multiple) * multiple
 
 
 def degrees_within(
@@ -73,11 +87,15 @@ def degrees_within(
         return degrees, work / degrees + cost.micro_batch_seconds
     limit = seconds * (1 + 1e-9)
     taken = block_seconds(cost, lengths, degrees)
+    if (taken > limit).any():
+        # Before more ranks than compute needs: a number of ranks that has more shapes.
+        degrees = np.where(taken > limit, np.minimum(divisible(cost, degrees), num_ranks), degrees)
+        taken = block_seconds(cost, lengths, degrees)
     for _ in range(4):
         if (taken <= limit).all():
             return degrees, taken
         left = np.maximum(room - (taken - cost.micro_batch_seconds - work / degrees), 0.05 * room)
-        asked = np.maximum(np.ceil(work / left), degrees + 1)
+        asked = divisible(cost, np.maximum(np.ceil(work / left), degrees + 1).astype(np.int64))
         degrees = np.where(taken > limit, np.minimum(asked, num_ranks), degrees).astype(np.int64)
         taken = block_seconds(cost, lengths, degrees)
     late = np.flatnonzero(taken > limit)
@@ -90,7 +108,8 @@ def _best_on_grid(
 ) -> tuple[IntArray, FloatArray]:
     """``degrees_within`` for sequences near their shortest possible time: try ``GRID`` degrees from fewest to all."""
     steps = (num_ranks / fewest[:, None]) ** (np.arange(GRID) / (GRID - 1))
-    degrees = np.minimum(np.round(fewest[:, None] * steps), num_ranks).astype(np.int64)  # [L, GRID]
+    degrees = divisible(cost, np.round(fewest[:, None] * steps).astype(np.int64))  # [L, GRID]
+    degrees = np.minimum(degrees, num_ranks)
     taken = block_seconds(cost, lengths[:, None], degrees)
     chosen = np.where((taken <= seconds).any(axis=1), (taken <= seconds).argmax(axis=1), taken.argmin(axis=1))
     rows = np.arange(len(lengths))
@@ -98,7 +117,7 @@ def _best_on_grid(
 
 
 def timer(cost: CostModel) -> Callable[[float, int, int], float]:
-    """``cost.group_seconds`` for one sequence, in plain floats: some 20 times as fast for a single value."""
+    """``block_seconds`` for one sequence, in plain floats: some 20 times as fast for a single value."""
     launch = cost.micro_batch_seconds
     if is_ideal(cost):
         return lambda work, length, degree: work / degree + launch
@@ -106,13 +125,29 @@ def timer(cost: CostModel) -> Callable[[float, int, int], float]:
     message, squares = cost.ring_message_seconds, cost.attention_seconds_per_pair
     intra = cost.ring_bytes_per_token / cost.intra_node_bytes_per_second
     inter = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second
-    node = cost.ranks_per_node
+    node, row = cost.ranks_per_node, cost.row_bytes_per_token
+    row_intra = 0.0 if row is None else row / cost.intra_node_bytes_per_second
+    row_inter = 0.0 if row is None else row / cost.inter_node_bytes_per_second
 
     def seconds_on(work: float, length: int, degree: int) -> float:
-        transfer = inter * length / degree + far if degree > node else intra * length / degree + near
+        leaves = degree > node
+        transfer = inter * length / degree + far if leaves else intra * length / degree + near
         pairs = float(cost.squares_of(length)) if cost.windows else length * length
         block = squares * pairs / (degree * degree)
-        return work / degree + (degree - 1) * (max(transfer - block, 0.0) + message) + launch
+        exposed = (degree - 1) * (max(transfer - block, 0.0) + message)
+        if row is None or exposed == 0.0:
+            return work / degree + exposed + launch
+        for columns in COLUMNS:
+            if 2 * columns > degree:
+                break
+            if degree % columns:
+                continue
+            away = leaves and node % columns
+            there = row_inter * length / degree + 2 * far if away else row_intra * length / degree + 2 * near
+            around = (degree // columns - 1) * (max(transfer - columns * block, 0.0) + message)
+            along = (columns - 1) * (max(there - 2 * block, 0.0) + 2 * message)
+            exposed = min(exposed, around + along)
+        return work / degree + exposed + launch
 
     return seconds_on
 

@@ -54,6 +54,8 @@ FIRST, LATER = 1.004, 1.008
 """Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
 BISECTIONS = 4
 """Makespans that reservations aim at, after the first one."""
+MOST_RESERVED = 4096
+"""Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
 SNAPS = (0.0, 0.3, 0.6)
 """Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``)."""
 MIN_PACK = 8192
@@ -124,6 +126,8 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         stacked = _stacked(batch, GOOD_ENOUGH * batch.target)
         yield _filled(batch, *stacked)
         yield _filled(batch, *_with_low_gaps_filled(batch, *stacked, GOOD_ENOUGH * batch.target))
+    reserves = is_flat and batch.cluster.num_ranks <= MOST_RESERVED
+    if reserves:
         yield _reserved(batch, aim)
     for makespan, longest in batch.levels():
         for snap in SNAPS:
@@ -131,7 +135,7 @@ def _trials(batch: Batch) -> Iterator[Trial]:
             late = min(late, trial.end)
             yield trial
     # Bisection: reservations end by ``late``, and not by ``early``.
-    for _ in range(BISECTIONS if is_flat else 0):
+    for _ in range(BISECTIONS if reserves else 0):
         aim = math.sqrt(early * late)
         if late < CLOSE * early:
             break

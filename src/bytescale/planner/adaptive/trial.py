@@ -66,5 +66,20 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
         degrees=np.concatenate((trial.placed.degrees, np.ones(len(heads), np.int64))),
         slots=np.concatenate((np.arange(count) * width + width - 1, before * width + pack_index)),
         weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
+        columns=np.append(_columns(batch, trial), np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
+
+
+def _columns(batch: Batch, trial: Trial) -> IntArray:
+    """``[G]`` columns of the shared groups: the best shape on equal ranks, and rings on unequal ones.
+
+    A tile's work is the product of its rows' and its columns' shares. If those differ, so do the tiles of a grid.
+    """
+    degrees = trial.placed.degrees
+    if not batch.cluster.is_uniform or not len(degrees):
+        return np.ones(len(degrees), dtype=np.int64)
+    nodes, starts = trial.placed.ranks // batch.cost.ranks_per_node, np.cumsum(degrees) - degrees
+    leaves_node = np.minimum.reduceat(nodes, starts) != np.maximum.reduceat(nodes, starts)
+    tokens = batch.lengths[trial.shared].astype(np.float64)
+    return batch.cost.best_shape(tokens, batch.cost.squares_of(tokens), degrees, leaves_node)[1]
