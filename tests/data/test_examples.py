@@ -20,6 +20,7 @@ from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.loader import LocalLoader
 from bytescale.data.order.batches import BatchSampler, make_sampler
+from bytescale.data.order.once import batches_once
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.chats import chat_folder, conversations
 from tests.data.support import config, write_jsonl
@@ -150,6 +151,14 @@ def test_further_fields(tmp_path: Path) -> None:
     found = corpus.read_fields(pieces, np.zeros(2, np.int64), np.array([3, 2]), ["advantages", "weights"])
     assert found["advantages"].tolist() == [0.5, -2, 0, 8, 0]
     assert found["weights"].tolist() == [1, 1, 0, 1, 0]
+    (batch,) = batches_once(corpus.index, 100)
+    documents = corpus.documents(batch, ["weights", "advantages"])
+    assert [document["tokens"].tolist() for document in documents] == [[1, 2, 3], [4, 5]]
+    assert [document["labels"].tolist() for document in documents] == [[2, 3, IGNORE_INDEX], [5, IGNORE_INDEX]]
+    assert [document["advantages"].tolist() for document in documents] == [[0.5, -2, 0], [8, 0]]
+    missing = tokens_config(tmp_path, pair_of(tmp_path, tmp_path / "a.jsonl"), fields=("advantages",))
+    with pytest.raises(DataError, match=r"all\.bin has no field 'advantages', which data\.fields names"):
+        prepare_corpus(missing)
 
 
 def test_weights_in_pairs_of_another_program(tmp_path: Path) -> None:

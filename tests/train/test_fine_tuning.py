@@ -18,7 +18,7 @@ from bytescale.data.order.batches import make_sampler
 from bytescale.models import build_model
 from tests.data.chats import chat_folder, conversations
 from tests.data.support import write_jsonl
-from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer
+from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
 TRANSFORMERS = pytest.importorskip("transformers")
 
@@ -53,8 +53,8 @@ def tokens_run(tmp_path: Path, name: str, loss_per: str) -> Config:
     return replace(config, data=data)
 
 
-def plain_losses(config: Config, examples: list[tuple[list[int], list[float]]]) -> float:
-    """Loss of the run's first batch, document by document with all logits at once.
+def plain_step(config: Config, examples: list[tuple[list[int], list[float]]]) -> tuple[float, float]:
+    """Loss and gradient norm of the run's first batch, document by document with all logits at once.
 
     ``examples``: of every document its tokens and weights, as they follow from the records and nothing else.
     """
@@ -70,16 +70,25 @@ def plain_losses(config: Config, examples: list[tuple[list[int], list[float]]]) 
         weights = torch.tensor(by_tokens[tuple(tokens.tolist())], dtype=torch.float64)[1:]
         hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
         each = F.cross_entropy((hidden @ model.head_weight.T)[:-1], tokens[1:], reduction="none")
-        sums.append(float((weights * each).sum()))
+        sums.append((weights * each).sum())
         weighed.append(weights)
     absolute = [float(weights.abs().sum()) for weights in weighed]
     match config.data.loss_per:
         case "token":
-            return sum(sums) / sum(int((weights != 0).sum()) for weights in weighed)
+            loss = sum(sums) / sum(int((weights != 0).sum()) for weights in weighed)
         case "weight":
-            return sum(sums) / sum(absolute)
+            loss = sum(sums) / sum(absolute)
         case _:
-            return float(np.mean([total / own for total, own in zip(sums, absolute, strict=True)]))
+            loss = sum(total / own for total, own in zip(sums, absolute, strict=True)) / len(sums)
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    return float(loss.detach()), float(norm)
+
+
+def first_step(config: Config) -> tuple[float, float]:
+    run(config)
+    (row,) = metrics(Path(config.trainer.run_dir))
+    return row["loss"], row["grad_norm"]
 
 
 @pytest.mark.parametrize(("loss_per", "num_ranks"), [("token", 2), ("sequence", 3), ("weight", 1)])
@@ -100,7 +109,9 @@ def test_conversations_as_transformers_writes_them(tmp_path: Path, loss_per: str
             weights.append(float(bool(turn) and place >= body))
             turn = None if token == end else turn
         examples.append((ids, weights))
-    assert run(config) == pytest.approx([plain_losses(config, examples)], rel=1e-10)
+    assert first_step(config) == pytest.approx(plain_step(config, examples), rel=1e-10)
+    single = with_trainer(config, dtype="fp32", run_dir=str(tmp_path / "fp32"))
+    assert first_step(single) == pytest.approx(plain_step(config, examples), rel=1e-5)
 
 
 @pytest.mark.parametrize(("loss_per", "num_ranks"), [("token", 1), ("sequence", 2), ("weight", 4)])
@@ -109,8 +120,8 @@ def test_real_valued_weights(tmp_path: Path, loss_per: str, num_ranks: int) -> N
 
     config = on_ranks(tokens_run(tmp_path, "run", loss_per), num_ranks, 256 if num_ranks == 1 else 128)
     records = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    expected = plain_losses(config, [(record["tokens"], record["weights"]) for record in records])
-    assert run(config) == pytest.approx([expected], rel=1e-10)
+    expected = plain_step(config, [(record["tokens"], record["weights"]) for record in records])
+    assert first_step(config) == pytest.approx(expected, rel=1e-10)
 
 
 def test_resuming_on_other_ranks_loses_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from bytescale.attach.score import score_batch
 from bytescale.common.atomic import remove_stale_temporaries, whole_file
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data import Corpus, GlobalBatch
+from bytescale.config.schema import DataConfig
+from bytescale.data import Corpus
+from bytescale.data.loading.corpus import place_of_document
 from bytescale.data.order.once import batches_once
 from bytescale.data.tokens.fields import WEIGHTS
 
@@ -103,11 +105,12 @@ def score_corpus(
     corpus: Corpus,
     output: ScoreFile,
     *,
+    data: DataConfig,
     batch_tokens: int,
     model_name: str,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Score every document of a corpus. Every rank calls it; the first one writes and ``say``s how far it is.
+    """Score every document of the corpus of ``data``. Every rank calls it; the first one writes, and ``say``s how far.
 
     The columns: ``document`` (from 0), ``num_tokens``, ``num_targets``, ``logprob`` (sum of weight x log-probability),
     ``logprobs`` (of every token behind the first), and ``weights`` of the same tokens if the corpus has any.
@@ -116,7 +119,7 @@ def score_corpus(
         ConfigError: the file exists, or was begun with other settings.
         DataError: a document is longer than all ranks hold, or empty, so that rows would not be the caller's.
     """
-    check_documents(corpus, hdp.group.size, hdp.capacity_tokens)
+    check_documents(corpus, hdp.group.size, hdp.capacity_tokens, data)
     batches = list(batches_once(corpus.index, batch_tokens))
     settings = {
         "model": model_name,
@@ -130,7 +133,7 @@ def score_corpus(
         say(f"continuing after {done} of {len(batches)} batches")
     first = sum(batch.num_sequences for batch in batches[:done])
     for batch in batches[done:]:
-        documents = list(_documents(corpus, batch))
+        documents = corpus.documents(batch)
         scores = [values.cpu().numpy() for values in score_batch(hdp, documents)]
         if hdp.group.rank == 0:
             output.write(batch.step, _rows(first, documents, scores, corpus.has_weights))
@@ -140,7 +143,7 @@ def score_corpus(
         output.finish(len(batches))
 
 
-def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int) -> None:
+def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: DataConfig) -> None:
     """Raise ``DataError`` for documents that cannot be scored: longer than the ranks hold, or without a token."""
     counts = corpus.facts.counts
     left_out = counts.num_empty_documents + len(corpus.facts.skipped_files)
@@ -154,26 +157,16 @@ def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int) -> Non
         )
     longest = int(corpus.pieces.length.max())
     if longest > num_ranks * capacity_tokens:
-        number = int(corpus.pieces.length.argmax())
+        place = place_of_document(data, int(corpus.pieces.document[corpus.pieces.length.argmax()]))
         raise DataError(
             problem(
-                f"document {number} (counted from 0) has {longest} tokens, but {num_ranks} ranks of {capacity_tokens} "
+                f"{place}: the document has {longest} tokens, but {num_ranks} ranks of {capacity_tokens} "
                 f"tokens hold {num_ranks * capacity_tokens}",
                 so="the whole cluster could not hold it",
                 fix=f"use {-(-longest // capacity_tokens)} ranks, a capacity of {-(-longest // num_ranks)} tokens, or "
                 "take it out",
             )
         )
-
-
-def _documents(corpus: Corpus, batch: GlobalBatch) -> Iterator[dict[str, Any]]:
-    """The documents of a batch, with labels for every token behind the first."""
-    starts = np.zeros_like(batch.lengths)
-    tokens, labels = corpus.read(batch.pieces, starts, batch.lengths)
-    weights = corpus.read_fields(batch.pieces, starts, batch.lengths, [WEIGHTS])[WEIGHTS]
-    bounds = np.cumsum(batch.lengths)[:-1]
-    for own, wanted, weight in zip(*(np.split(values, bounds) for values in (tokens, labels, weights)), strict=True):
-        yield {"tokens": own, "labels": wanted, WEIGHTS: weight}
 
 
 def _rows(

@@ -115,7 +115,7 @@ def prepare(options: ScoreOptions) -> None:
 
     with progress_bar() as progress:
         corpus = prepare_corpus(options.corpus_config(), progress)
-    check_documents(corpus, options.ranks, options.capacity_tokens)
+    check_documents(corpus, options.ranks, options.capacity_tokens, options.corpus_config())
 
 
 def score_on_ranks(options: ScoreOptions) -> None:
@@ -134,6 +134,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
             hdp,
             corpus,
             ScoreFile(options.out),
+            data=options.corpus_config(),
             batch_tokens=options.batch_tokens,
             model_name=model_identity(Path(options.model).expanduser()),
             say=print if ranks.is_first else lambda line: None,

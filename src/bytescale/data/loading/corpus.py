@@ -8,6 +8,7 @@ wait for it and open what it wrote.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,12 +25,14 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_content
+from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
 from bytescale.data.order.pieces import PieceTable
 from bytescale.data.sources.expand import expand_sources
 from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.bpe import cached_bpe
+from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.indexed import Tokens
 from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
@@ -123,6 +126,19 @@ class Corpus:
                 values[at : at + with_label] = own
         return found
 
+    def documents(self, batch: GlobalBatch, fields: Sequence[str] = (WEIGHTS,)) -> list[dict[str, NDArray]]:
+        """Return the sequences of a batch as ``bytescale.HDP.plan`` takes them.
+
+        Each has ``tokens`` and ``labels`` (int64 ``[length]``, as ``read`` returns them) and the named ``fields`` (fp32
+        ``[length]``, as ``read_fields`` does).
+        """
+        whole = batch.pieces, np.zeros_like(batch.lengths), batch.lengths
+        tokens, labels = self.read(*whole)
+        columns: dict[str, NDArray] = {"tokens": tokens, "labels": labels, **self.read_fields(*whole, names=fields)}
+        bounds = np.cumsum(batch.lengths)[:-1]
+        parts = {name: np.split(values, bounds) for name, values in columns.items()}
+        return [{name: own[number] for name, own in parts.items()} for number in range(batch.num_sequences)]
+
     def piece_tokens(self, piece: int) -> NDArray[np.integer]:
         """Return the tokens of one sample, ``[length]``, a view into the file."""
         name = np.array([piece])
@@ -165,6 +181,28 @@ def prepare_corpus(
         tokenizer=reader.tokenizer,
         close=finder.close,
     )
+
+
+def place_of_document(config: DataConfig, number: int) -> str:
+    """Return where document ``number`` of a corpus is, counted from 0 over all parts: its file, and line or row.
+
+    The sources are read again up to there, so this is for error messages. It fits corpora from which no document was
+    left out.
+    """
+    shards, reader = plan_shards(config)
+    seen = 0
+    for shard in shards:
+        if shard.file is not None:
+            count = reader.open(shard).dataset.index.num_documents
+            if number < seen + count:
+                return f"{shard.file.path}, document {number - seen}"
+            seen += count
+            continue
+        for place in itertools.chain.from_iterable(map(reader.places, shard.units)):
+            if seen == number:
+                return place()
+            seen += 1
+    raise AssertionError(f"the corpus has {seen} documents, and {number} was asked for")
 
 
 class TokeniseHere:

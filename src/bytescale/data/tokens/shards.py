@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, problem
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.readers import WorkUnit, too_many_corrupt_records
-from bytescale.data.sources.records import kind_of
+from bytescale.data.sources.readers import ReadCounts, WorkUnit, iter_documents, too_many_corrupt_records
+from bytescale.data.sources.records import iter_records, kind_of
 from bytescale.data.sources.retry import unreadable, with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
 from bytescale.data.sources.urls import UrlPath, local_index, local_pair
@@ -204,6 +204,14 @@ class ShardReader:
         prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
         paths = {name: field_prefix(prefix, name) for name in self._field_names}
         return {name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()}
+
+    def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
+        """Yield a function for each document of a unit, which returns the document's place."""
+        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
+        if self.examples is None:
+            yield from (lambda place=text.place: place for text in iter_documents(unit, self.text_key, counts))
+        else:
+            yield from (lambda record=record: record.place for record in iter_records(unit, self.examples.kind, counts))
 
     @property
     def _field_names(self) -> tuple[str, ...]:
