@@ -1,6 +1,6 @@
 """Fits, profile files, and the shipped profiles against the published figures."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
-from bytescale.cost import Links, flops
+from bytescale.cost import CostModel, Links, flops
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Profile
@@ -171,3 +171,38 @@ def test_narrow_ring_gradients_change_the_bytes_of_backward_alone() -> None:
         assert narrow.with_ring_gradients("wide") == profile
         cost = assumed_cost(PRESETS["7b"], device="cuda", bytes_per_element=element_bytes, ring_gradients="bf16")
         assert cost.ring_bytes_per_token == narrow.cost_model().ring_bytes_per_token
+
+
+def assert_equal_costs(found: CostModel, wanted: CostModel) -> None:
+    """Equal but for rounding."""
+    for spec in fields(wanted):
+        assert getattr(found, spec.name) == pytest.approx(getattr(wanted, spec.name)), spec.name
+
+
+def test_a_profile_takes_the_terms_of_a_cost_model_and_keeps_how_they_are_shared_out() -> None:
+    measured = replace(
+        load_profile("figure-6"),
+        links=Links(intra_node_bytes_per_second=1e9, inter_node_bytes_per_second=5e8, node_bytes_per_second=4e8),
+    )
+    counted = Profile.from_flops(PRESETS["tiny"], flops_per_second=1e11)  # has no constants, and links without a limit
+    for profile in (measured, counted):
+        own = profile.cost_model(ranks_per_node=2)
+        same = profile.with_costs(own)
+        assert_equal_costs(same.cost_model(ranks_per_node=2), own)
+        other = replace(
+            own,
+            attention_seconds_per_pair=3 * own.attention_seconds_per_pair,
+            token_seconds=0.5 * own.token_seconds,
+            micro_batch_seconds=4e-3,
+            ring_step_seconds=2e-3,
+            inter_node_ring_step_seconds=6e-3,
+            ring_message_seconds=1e-3,
+            intra_node_bytes_per_second=3e8,
+            inter_node_bytes_per_second=2e8,
+        )
+        changed = profile.with_costs(other)
+        assert_equal_costs(changed.cost_model(ranks_per_node=2), other)
+        for name in ("attention_forward", "attention_backward"):
+            assert getattr(changed, name).quadratic == pytest.approx(3 * getattr(profile, name).quadratic)
+        for name in ("rest_forward", "rest_backward", "head_forward", "head_backward"):
+            assert getattr(changed, name).linear == pytest.approx(0.5 * getattr(profile, name).linear)

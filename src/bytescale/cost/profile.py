@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture, RingGradients
@@ -211,6 +212,46 @@ class Profile:
             inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
         )
+
+    def with_costs(self, cost: CostModel) -> Profile:
+        """This profile with the times of ``cost``, a cost model of the same model without a pipeline.
+
+        Each term is shared out as it was among layers, head, forward and backward. What was 0 is shared out evenly
+        between forward and backward of the layers. So the result's ``cost_model`` has the times of ``cost``.
+        """
+        layers, links = self.architecture.num_layers, self.links
+        profile = self._with_term("quadratic", cost.attention_seconds_per_pair, ("attention",))
+        profile = profile._with_term("linear", cost.token_seconds, ("rest", "attention", "head"))
+        profile = profile._with_term("constant", cost.micro_batch_seconds, ("rest", "attention", "head"))
+        across = cost.inter_node_ring_step_seconds
+        return replace(
+            profile,
+            links=replace(
+                links,
+                intra_node_bytes_per_second=cost.intra_node_bytes_per_second,
+                inter_node_bytes_per_second=cost.inter_node_bytes_per_second,
+                node_bytes_per_second=max(links.node_bytes_per_second, cost.inter_node_bytes_per_second),
+                latency_seconds=cost.ring_step_seconds / (2 * layers),
+                inter_node_latency_seconds=None if across is None else across / (2 * layers),
+                message_seconds=cost.ring_message_seconds / (2 * layers),
+            ),
+            points=(),
+        )
+
+    def _with_term(self, term: str, seconds: float, parts: tuple[str, ...]) -> Profile:
+        """This profile with ``seconds`` as the sum of a coefficient over the curves of ``parts``, over all layers."""
+        curves: dict[str, Curve] = {}
+        before, layers = 0.0, self.architecture.num_layers
+        for part in parts:
+            for name in (f"{part}_forward", f"{part}_backward"):
+                curves[name] = getattr(self, name)
+                before += getattr(curves[name], term) * (1 if part == "head" else layers)
+        if before > 0:
+            changed = {name: getattr(curve, term) * seconds / before for name, curve in curves.items()}
+        else:
+            changed = {f"{parts[0]}_{direction}": seconds / (2 * layers) for direction in ("forward", "backward")}
+        values: dict[str, Any] = {name: replace(curves[name], **{term: value}) for name, value in changed.items()}
+        return replace(self, **values)
 
     def capacity_tokens(self, *, device_bytes: float, pipeline_parallel: int = 1) -> int:
         """Tokens that one micro-batch may hold if ``device_bytes`` are free for activations on every device.

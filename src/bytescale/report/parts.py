@@ -136,9 +136,11 @@ class Forecast:
 
 
 def forecasts(run: RunRecord) -> list[Forecast]:
-    """Of all steps whose metrics have a prediction; otherwise of the traced steps."""
+    """Of all steps whose metrics have a prediction; otherwise of the traced steps, without the wait for their data."""
     found = [
-        Forecast(step=int(line["step"]), predicted=float(line["predicted_seconds"]), measured=_without_data(line))
+        Forecast(
+            step=int(line["step"]), predicted=float(line["predicted_seconds"]), measured=float(line["step_seconds"])
+        )
         for line in run.steps
         if isinstance(line.get("predicted_seconds"), int | float) and line["predicted_seconds"] > 0
     ]

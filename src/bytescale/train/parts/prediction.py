@@ -8,8 +8,11 @@ from bytescale.train.parts.job import Job
 
 
 def predicted_step(job: Job, plan: Plan) -> SimulatedStep:
-    """Simulate ``plan`` on the ranks of this run, with the times of the job's profile. The data costs no time."""
+    """Simulate ``plan`` on the ranks of this run, with the costs that it was planned with. The data costs no time."""
     shape, config = job.ranks.mesh.shape, job.config
+    assert job.profile is not None, "trainer.trace_steps is refused for models that the simulator does not know"
+    # The planner's costs are sums over all layers, of which the stages of a pipeline have parts.
+    profile = job.profile.with_costs(job.planner.cost) if shape.pp == 1 else job.profile
     cluster = ClusterConfig(
         num_gpus=shape.size,
         gpus_per_node=job.planner.cost.ranks_per_node * shape.tp,
@@ -18,5 +21,4 @@ def predicted_step(job: Job, plan: Plan) -> SimulatedStep:
         virtual_stages=config.parallel.virtual_stages,
         gradient_bucket_mib=config.trainer.gradient_bucket_mib,
     )
-    assert job.profile is not None, "trainer.trace_steps is refused for models that the simulator does not know"
-    return simulate(plan, job.profile, cluster, recompute=config.trainer.checkpointing == "full")
+    return simulate(plan, profile, cluster, recompute=config.trainer.checkpointing == "full")
