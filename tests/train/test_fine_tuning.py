@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from bytescale.attention.reference import reference_attention
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.config import Config, resolve_architecture
+from bytescale.config import Config, ModelConfig, resolve_architecture
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.models import build_model
-from tests.data.chats import chat_folder, conversations
+from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import write_jsonl
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
@@ -144,3 +144,36 @@ def test_a_batch_without_anything_to_train_on_changes_no_weight_by_its_loss(tmp_
             cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
         assert run(with_trainer(replace(config, data=data), run_dir=str(tmp_path / loss_per))) == [0.0]
+
+
+@pytest.mark.parametrize("loss_per", ["token", "sequence"])
+def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str) -> None:
+    """Loss and gradient norm of the first batch on 3 ranks are those of transformers, its template and its mask."""
+    from bytescale.parity import small_model
+
+    folder = chat_folder(tmp_path / "tokenizer", MARKED)
+    small_model("gemma3_text", vocab_size=384, sliding_window=16, max_position_embeddings=256).save_pretrained(folder)
+    records = conversations(40)
+    write_jsonl(tmp_path / "chats.jsonl", records)
+    config = with_trainer(chat_run(tmp_path, "run", loss_per), steps=1, init=f"hf:{folder}")
+    config = on_ranks(replace(config, model=ModelConfig(preset=f"hf:{folder}")), 3, 128)
+    found = first_step(config)
+
+    corpus = prepare_corpus(config.data)
+    batch = make_sampler(corpus.index, config.data).next_batch()
+    drawn = {tuple(corpus.piece_tokens(piece).tolist()) for piece in batch.pieces.tolist()}
+    tokenizer = TRANSFORMERS.AutoTokenizer.from_pretrained(folder)
+    model = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    losses_of = []
+    for record in records:
+        made = tokenizer.apply_chat_template(record["messages"], return_assistant_tokens_mask=True, return_dict=True)
+        tokens, mask = made["input_ids"], torch.tensor(made["assistant_masks"], dtype=torch.bool)
+        if tuple(tokens) in drawn:
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+            each = F.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+            losses_of.append(each[mask[1:]])
+    assert len(losses_of) == batch.num_sequences
+    loss = torch.cat(losses_of).mean() if loss_per == "token" else torch.stack([own.mean() for own in losses_of]).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    assert found == pytest.approx((float(loss.detach()), float(norm)), rel=1e-10)
