@@ -66,9 +66,10 @@ def measured(
     head_groups: int = 1,
     kernel: AttentionKernel | None = None,
     ring_gradients: torch.dtype | None = None,
+    columns: int = 1,
 ) -> tuple[int, int]:
     """Bytes saved after forward, and the peak of a micro-batch, on the fullest member of a group of all ranks."""
-    plan = shared_plan(tokens * num_ranks, num_ranks, ratio)
+    plan = shared_plan(tokens * num_ranks, num_ranks, ratio, columns=columns)
     batch = random_batch([tokens * num_ranks], shape.vocab_size, 0, masked_share=0.0)
 
     def one_rank(hdp: RankGroup) -> tuple[int, int]:
@@ -107,12 +108,12 @@ def measured(
     return max(saved), max(peaks)
 
 
-def shared_plan(tokens: int, num_ranks: int, ratio: float = 0.0, capacity: int | None = None) -> Plan:
+def shared_plan(tokens: int, num_ranks: int, ratio: float = 0.0, capacity: int | None = None, columns: int = 1) -> Plan:
     ranks = list(range(num_ranks))
     return Plan.build(
         lengths=[tokens],
         capacity_tokens=[capacity or tokens] * num_ranks,
-        groups=[GroupSpec(sequences=[0], ranks=ranks, offload_ratio=ratio)],
+        groups=[GroupSpec(sequences=[0], ranks=ranks, offload_ratio=ratio, columns=columns)],
         schedule=[[[0]] for _ in ranks],
     )
 
@@ -472,3 +473,13 @@ def test_interleaved_stages_have_the_layers_of_their_chunks() -> None:
     # The last two layers of every chunk stay on the device, and no chunk has more.
     assert [stage.movable_bytes_per_token > 0 for stage in plain.stages()] == [True, False]
     assert [stage.movable_bytes_per_token for stage in interleaved.stages()] == [0, 0]
+
+
+@pytest.mark.parametrize(("num_ranks", "columns"), one_in(2, [(4, 2), (6, 3), (8, 4)]))
+@pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, "full"), (torch.bfloat16, "attention")])
+def test_peak_of_a_grid_within_ten_per_cent(num_ranks: int, columns: int, dtype: torch.dtype, mode: str) -> None:
+    shape, tokens = replace(TINY, vocab_size=64, num_layers=3), 768
+    _, peak = measured(shape, dtype, mode, tokens, num_ranks=num_ranks, columns=columns)
+    model = model_of(shape, dtype, mode, num_ranks)
+    estimate = float(model.limits().device_peak(tokens, 0, tokens, (columns - 1) * tokens)) - model.states_bytes
+    assert estimate == pytest.approx(peak, rel=0.1)

@@ -19,6 +19,7 @@ class Phase:
     fixed_bytes: float = 0.0
     bytes_per_token: float = 0.0
     bytes_per_shared_token: float = 0.0  # per token of this rank's slice of a shared group
+    bytes_per_grid_token: float = 0.0  # the same, in addition, in a grid of several columns
     bytes_per_row_token: float = 0.0  # per token of the slices of the other columns of a grid
     chunk_tokens: float = math.inf  # tokens in one chunk of the work that is done chunk by chunk
     bytes_per_chunk_token: float = 0.0
@@ -26,11 +27,12 @@ class Phase:
     def bytes(self, tokens: ArrayLike, shared: ArrayLike, row: ArrayLike = 0) -> FloatArray:
         """Bytes of a micro-batch with ``tokens`` on the rank, ``shared`` of them in a shared group. Broadcasts.
 
-        ``row``: tokens of other columns, whose queries visit this rank.
+        ``row``: tokens of other columns, whose queries visit this rank; 0 in a ring, and otherwise at least ``shared``.
         """
-        tokens, shared = np.asarray(tokens, dtype=np.float64), np.asarray(shared, dtype=np.float64)
+        tokens, shared, row = (np.asarray(values, dtype=np.float64) for values in (tokens, shared, row))
         chunk = self.bytes_per_chunk_token * np.minimum(tokens, self.chunk_tokens)
-        slices = self.bytes_per_shared_token * shared + self.bytes_per_row_token * np.asarray(row, dtype=np.float64)
+        slices = self.bytes_per_shared_token * shared + self.bytes_per_row_token * row
+        slices = slices + self.bytes_per_grid_token * np.minimum(row, shared)
         return self.fixed_bytes + chunk + self.bytes_per_token * tokens + slices
 
 
@@ -42,8 +44,8 @@ class MemoryLimits:
     other columns of the group's grid hold ``j`` tokens::
 
         device    states + saved n - movable m
-                  + max over phases (fixed + per token n + per shared token k + per row token j
-                                     + per chunk token min(n, chunk))
+                  + max over phases (fixed + per token n + per shared token k + per chunk token min(n, chunk)
+                                     + per row token j, and per grid token k unless j is 0)
         host      movable m
     """
 

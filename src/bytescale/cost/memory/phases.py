@@ -74,6 +74,7 @@ class Phases:
             name="layer",
             fixed_bytes=max(1, shape.num_experts) * matrix,
             bytes_per_shared_token=self._ring_buffers_beside_feed_forward,
+            bytes_per_grid_token=self._own_message,
             bytes_per_row_token=self._row_buffers,
             chunk_tokens=self.kernels.feed_forward_rows,
         )
@@ -113,7 +114,8 @@ class Phases:
         # A ring has sums of the query gradients, where those are narrower. A block is of all queries and half of the
         # keys, or the other way round.
         buffers = self._ring_buffers
-        sums = query * self._wide // self.element_bytes if self.element_bytes < self._wide else 0
+        wide = self._wide / self.element_bytes
+        sums = query * wide if wide > 1 else 0
         of_query, of_key = query + per_query_row, kv + per_key_row
         block = max(of_query + of_key / 2, of_query / 2 + of_key)
         return (
@@ -121,36 +123,39 @@ class Phases:
                 name="attention",
                 bytes_per_token=held + (inside + per_query_row + per_key_row) / groups,
                 bytes_per_shared_token=buffers,
+                bytes_per_grid_token=self._own_message,
                 bytes_per_row_token=self._row_buffers,
             ),
             Phase(
                 name="ring",
                 bytes_per_token=held + inside / groups,
                 bytes_per_shared_token=buffers + (sums + block) / groups,
-                bytes_per_row_token=self._row_buffers + self._row_sums,
+                # Gradients of the own keys, and of those that are here, are summed over the row's queries.
+                bytes_per_grid_token=self._own_message + 2 * kv * wide / groups,
+                # An output that has the same delta, and sums of the query gradients.
+                bytes_per_row_token=self._row_buffers + query * (1 + wide) / groups,
             ),
         )
 
     @property
-    def _row_buffers(self) -> float:
-        """Messages of a grid's row, by the slices of other columns: what arrives, and results that go and come.
-
-        The message with the own queries, and the gradients of keys that are summed over the row's queries, exist once.
-        They are counted for every other column, which is right for one.
-        """
-        rows, wide = self.rows, self._wide
-        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
-        heads = rows.query / (self.share.architecture.head_dim * self.element_bytes)
-        there = 2 * rows.query + 2 * heads * wide
-        home = rows.query * gradient_bytes / self.element_bytes
-        # Forward's buffers stay beside backward's in the last layer, with other sizes; the larger one counts.
-        return (2 * there + 2 * max(home, rows.query + heads * wide)) / self.head_groups
+    def _own_message(self) -> float:
+        """The message with a slice's queries, of one group of heads."""
+        return (2 * self.rows.query + 2 * self._lse) / self.head_groups
 
     @property
-    def _row_sums(self) -> float:
-        """Of the slices of other columns: an output, sums of query gradients; and twice sums of key gradients."""
-        wide = self._wide / self.element_bytes
-        return (self.rows.query * (1 + wide) + 2 * 2 * self.rows.key * wide) / self.head_groups
+    def _row_buffers(self) -> float:
+        """Messages of a grid's row, per token of other columns: their queries, and results that go and that come.
+
+        A buffer of results holds those of forward or of backward, whichever is larger.
+        """
+        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
+        home = max(self.rows.query * gradient_bytes / self.element_bytes, self.rows.query + self._lse)
+        return self._own_message + 2 * home / self.head_groups
+
+    @property
+    def _lse(self) -> float:
+        """A number per head, in the dtype of sums."""
+        return self.rows.query / (self.share.architecture.head_dim * self.element_bytes) * self._wide
 
     @property
     def _ring_buffers(self) -> float:
