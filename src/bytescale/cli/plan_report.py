@@ -14,7 +14,7 @@ from bytescale.cost import CostModel
 from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan
 from bytescale.plan.slices import micro_batch_tokens
-from bytescale.plan.summary import degree_histogram
+from bytescale.plan.summary import shape_histogram, shape_in_words
 from bytescale.simulator import SimulatedStep
 
 NOTICEABLE = 0.05  # share of the step from which a loss is reported
@@ -124,17 +124,16 @@ def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
 
 
 def degrees_in_words(plan: Plan, *, most: int = 8) -> str:
-    """Describe degrees, widest first: ``2 over 256 ranks, 5 over 40 ranks, 3700 packs on one rank``.
+    """Describe shapes, widest first: ``2 over 256 ranks (64 rows x 4), 5 over 40 ranks, 3700 packs on one rank``.
 
-    Beyond ``most`` different degrees, the smaller ones are summed up.
+    Beyond ``most`` different shapes, the smaller ones are summed up.
     """
-    histogram = degree_histogram(plan)
-    shared = [(degree, count) for degree, count in histogram.items() if degree > 1]
-    words = [f"{count} over {degree} ranks" for degree, count in shared[:most]]
+    shared = list(shape_histogram(plan).items())
+    words = [shape_in_words(*shape, count) for shape, count in shared[:most]]
     if len(shared) > most:
         rest = shared[most:]
-        words.append(f"{sum(count for _, count in rest)} over {rest[-1][0]}-{rest[0][0]}")
-    return ", ".join([*words, f"{histogram.get(1, 0)} packs on one rank"])
+        words.append(f"{sum(count for _, count in rest)} over {rest[-1][0][0]}-{rest[0][0][0]}")
+    return ", ".join([*words, f"{int((plan.group_sizes == 1).sum())} packs on one rank"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,13 +41,24 @@ def degree_histogram(plan: Plan) -> dict[int, int]:
     return {degree: counts[degree] for degree in sorted(counts, reverse=True)}
 
 
+def shape_histogram(plan: Plan) -> dict[tuple[int, int], int]:
+    """Shared groups per degree and number of columns, widest first."""
+    shared = plan.group_sizes > 1
+    shapes = Counter(zip(plan.group_sizes[shared].tolist(), plan.group_columns[shared].tolist(), strict=True))
+    return {shape: shapes[shape] for shape in sorted(shapes, reverse=True)}
+
+
+def shape_in_words(degree: int, columns: int, count: int) -> str:
+    """``3 over 4 ranks``, and for grids ``1 over 8 ranks (4 rows x 2)``."""
+    return f"{count} over {degree} ranks" + (f" ({degree // columns} rows x {columns})" if columns > 1 else "")
+
+
 def gist(plan: Plan) -> str:
     """One line that describes the batch and how it is distributed over the ranks."""
-    shared = {degree: count for degree, count in degree_histogram(plan).items() if degree > 1}
     shared_sequences = int((np.diff(plan.group_sequence_offsets) * (plan.group_sizes > 1)).sum())
     micro_batches = np.diff(plan.rank_micro_batch_offsets)
     longest = format_count(int(plan.lengths.max())) if plan.num_sequences else "0"
-    groups = ", ".join(f"{count} over {degree} ranks" for degree, count in shared.items())
+    groups = ", ".join(shape_in_words(*shape, count) for shape, count in shape_histogram(plan).items())
     least, most = int(micro_batches.min()), int(micro_batches.max())
     return (
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens (longest {longest}) on "
