@@ -23,6 +23,7 @@ from bytescale.data.order.batches import BatchSampler, make_sampler
 from bytescale.data.order.once import batches_once
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.chats import chat_folder, conversations
+from tests.data.http_server import http_server
 from tests.data.support import config, write_jsonl
 from tests.data.test_loader import plan_on_one_rank, random_planner
 
@@ -171,6 +172,18 @@ def test_weights_in_pairs_of_another_program(tmp_path: Path) -> None:
     (pair / "all.weights.idx").unlink()
     with pytest.raises(DataError, match=r"all\.bin was made with weights, which do not lie beside it"):
         prepare_corpus(config(tmp_path, pair / "all.bin"))
+
+
+def test_weights_of_a_pair_behind_a_url(tmp_path: Path) -> None:
+    """They are fetched with the tokens; a pair without weights is read in place as before."""
+    pytest.importorskip("aiohttp", reason="fsspec reads http:// with aiohttp")
+    pair = pair_of(tmp_path, write_jsonl(tmp_path / "a.jsonl", RECORDS))
+    here = weights_by_label(prepare_corpus(config(tmp_path, pair / "all.bin")))
+    with http_server() as served:
+        served.contents.update({f"/{path.name}": path.read_bytes() for path in pair.iterdir()})
+        there = prepare_corpus(config(tmp_path, f"{served.url}/all.bin", cache_dir=str(tmp_path / "other")))
+        assert there.has_weights
+        assert weights_by_label(there) == here
 
 
 def test_weights_of_other_documents(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def prepare_corpus(
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    open_fields = lru_cache(MOST_OPEN)(lambda part: reader.open_fields(shards[part]))
+    open_fields = lru_cache(MOST_OPEN // 4)(lambda part: reader.open_fields(shards[part]))
     finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
         parts=OpenParts(lambda part: reader.open_tokens(shards[part]), remote_parts(shards)),

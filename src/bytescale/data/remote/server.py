@@ -54,7 +54,7 @@ class DataServer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per server: there may be a server for each core
         self._shards, self._reader = work.get()
         self._tokens = OpenParts(self._open_tokens, remote_parts(self._shards))
-        self._fields = lru_cache(MOST_OPEN)(self._open_fields)
+        self._fields = lru_cache(MOST_OPEN // 4)(self._open_fields)
         self._life = uuid.uuid4().hex
 
     @ray.method(concurrency_group=TOKENISING)
