@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch import nn
 
 import bytescale
+from bytescale.attach.probe import LayerAttention, ModelFacts
+from bytescale.attach.widths import check_widths
+from bytescale.attention import AttentionRules
 from bytescale.common.errors import ConfigError
 from bytescale.parity import small_model
 
@@ -82,3 +86,17 @@ def test_rope_that_depends_on_the_pass_is_refused_or_fixed(rope: str) -> None:
         logits = model(**micro.inputs).logits[0]
     first = 0 if micro.segments[0][0] == 0 else 20
     torch.testing.assert_close(logits[first : first + 9], wanted, rtol=0, atol=1e-10)
+
+
+def test_heads_that_flash_attention_does_not_have() -> None:
+    """Wider than 256 on a GPU; a soft cap has a kernel that takes any width."""
+    wide = LayerAttention(
+        name="model.layers.3.self_attn", num_heads=2, num_kv_heads=1, head_dim=512, value_dim=512,
+        rules=AttentionRules(), has_sinks=False,
+    )  # fmt: skip
+    facts = ModelFacts(layers=(wide,), random_parts=())
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\.self_attn cannot be attached: its heads are 512 wide"):
+        check_widths(facts, cuda_flash=True)
+    check_widths(facts, cuda_flash=False)
+    capped = dataclasses.replace(wide, rules=AttentionRules(soft_cap=30.0))
+    check_widths(ModelFacts(layers=(capped,), random_parts=()), cuda_flash=True)

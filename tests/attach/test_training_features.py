@@ -87,3 +87,34 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
     printed_loop(hdp, model, batch)
     for name, gradient in hdp.gradients().items():
         torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0)
+
+
+def test_layers_compiled_around_attention() -> None:
+    """Every layer is compiled; the graph breaks at attention, which runs as it is. The backend counts what it gets."""
+    llama = small_model("llama")
+    batch = documents([20, 9, 4])
+    reference = copy.deepcopy(llama)
+    plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.1), clip=1.0)
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    def work(group: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=20)
+        hdp.optimizer(torch.optim.SGD, lr=0.1)
+        for layer in model.model.layers:
+            layer.compile(backend=backend, dynamic=True)
+        printed_loop(hdp, model, batch)
+        hdp.step()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    try:
+        results = on_ranks(2, llama, work)
+    finally:
+        torch._dynamo.reset()
+    assert sum(compiled) > 20, "norms, products and rotations of the layers were compiled"
+    for parameters in results:
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.detach(), rtol=0, atol=1e-10)

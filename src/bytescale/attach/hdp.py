@@ -42,6 +42,8 @@ from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.rope import fix_rope
 from bytescale.attach.saving import Savings
+from bytescale.attach.weight_sums import weight_sums
+from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, RankFailure, problem
 from bytescale.cost import CostModel
@@ -116,6 +118,7 @@ class HDP:
         try:
             fix_rope(model, longest_document)
             self.facts = probe(model)
+            check_widths(self.facts, cuda_flash=parameter.device.type == "cuda" and kernel != "math")
             cost = cost or count_costs(
                 model, self.facts, device_type=parameter.device.type, bytes_per_element=parameter.element_size()
             )
@@ -382,19 +385,5 @@ class HDP:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
-        content = repr((settings, shapes, _weight_sums(self.model)))
+        content = repr((settings, shapes, weight_sums(self.model)))
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _weight_sums(model: nn.Module) -> list[int]:
-    """Per parameter, the sum of its numbers' bits as integers, which is exact in any order.
-
-    Parameters that are sharded already (FSDP) or have no memory yet differ between ranks and are left out.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [
-        parameter.detach().contiguous().view(integers[parameter.element_size()]).sum(dtype=torch.int64)
-        for parameter in model.parameters()
-        if type(parameter.data) is Tensor and not parameter.is_meta
-    ]
-    return torch.stack(sums).tolist() if sums else []

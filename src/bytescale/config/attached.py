@@ -59,6 +59,11 @@ class AttachedArchitecture:
         return heads, self._text.get("num_key_value_heads") or heads, int(width)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether config.json names a sliding window that is not switched off."""
+        return bool(self._text.get("sliding_window")) and self._text.get("use_sliding_window") is not False
+
+    @property
     def _text(self) -> dict[str, Any]:
         """The decoder's part, where a model has several."""
         return dict(self.content.get("text_config") or self.content)

@@ -16,7 +16,9 @@ from bytescale.attach.costs import count_costs, training_flops
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
 from bytescale.attach.measure import kernel_bytes_per_token, measure_rows, ring_widths
 from bytescale.attach.part import AttachedPart, late_parameters
+from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_si
@@ -157,6 +159,7 @@ def build_attached_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     part = AttachedPart(model.to(device), longest_document=config.data.context_length)
+    check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.
     parameters = FlatParameters(

@@ -69,5 +69,5 @@ def open_kernels(
 def _heads(shape: Architecture | AttachedArchitecture, tp: int) -> Heads:
     """Return the heads of one rank."""
     if isinstance(shape, AttachedArchitecture):
-        return Heads(*shape.heads)
+        return Heads(*shape.heads, windowed=shape.has_windows)
     return Heads(max(1, shape.num_heads // tp), max(1, shape.num_kv_heads // tp), shape.head_dim)

@@ -1,0 +1,283 @@
+"""Measures loops of one's own under bytescale.HDP: against the trainer, and against padded batches without it.
+
+    torchrun --nproc-per-node 2 benchmarks/own_loop.py trainer [--steps 12]
+    torchrun --nproc-per-node 2 benchmarks/own_loop.py padded [--batches 3]
+    torchrun --nproc-per-node 2 benchmarks/own_loop.py window [--tokens 8192 16384]
+
+    trainer   The same Llama and the same documents: the runtime under our trainer with our own Llama, the same with
+              transformers' Llama, and HDP's loop with transformers' Llama, with the loss by `micro.logprobs` and by
+              all logits at once. The four take turns, step by step.
+    padded    Documents of mixed lengths: HDP with packing against plain transformers, in which every rank pads batches
+              of its documents to their longest one. Documents are sorted by length first, or come as they are.
+    window    One document shared by all ranks: a layer of attention with a window against one without, forward and
+              backward: time, and bytes that a rank sends.
+
+Times are medians over steps of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import bytescale
+from bytescale.attach.part import AttachedPart, late_parameters
+from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
+from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import Activations, Chunk, Executor, FlatParameters, Mesh, ModelPart, RankGroup, ShardedAdamW
+from bytescale.train.parts.own_model import build_own_model
+
+VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 4096, 256, 4, 8, 4, 768
+CPU = torch.device("cpu")
+
+
+def llama() -> nn.Module:
+    """transformers' Llama, the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=65536,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def documents(num_tokens: int, longest: int, seed: int) -> list[dict[str, Any]]:
+    """Documents of lognormal lengths (median 200, sigma 1.3), ``num_tokens`` in all."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < num_tokens:
+        length = int(np.clip(random.lognormal(np.log(200), 1.3), 2, longest))
+        lengths.append(min(length, num_tokens - sum(lengths)))
+    return [{"tokens": torch.as_tensor(random.integers(2, VOCABULARY, length))} for length in lengths if length > 1]
+
+
+class Tokens:
+    """A micro-batch's tokens as the executor takes them."""
+
+    def __init__(self, micro: bytescale.Micro) -> None:
+        self.tokens, self.labels = micro.tokens, micro.labels
+        self.position_ids, self.weights = micro.position_ids, None
+
+
+def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens], float], None]:
+    """A step of the trainer's runtime, with our own Llama (``own``) or transformers' (``attached``)."""
+    mesh = Mesh.of_hdp(group)
+    model: Any
+    if part == "own":
+        shape = resolve_architecture(
+            ModelConfig(
+                preset="tiny", vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=HEADS,
+                num_kv_heads=KEY_HEADS, ffn_hidden_size=INNER,
+            )
+        )  # fmt: skip
+        own = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=2**20)
+        model, layers, flat = own.chunks[0], list(own.chunks[0].layers), own.parameters
+    else:
+        model = AttachedPart(llama(), longest_document=65536)
+        layers = model.layers
+        flat = FlatParameters(
+            model.model.named_parameters(), group.size, bucket_bytes=2**20,
+            late=late_parameters(model.model, layers, model.head),
+        )  # fmt: skip
+    optimizer = ShardedAdamW(flat, OptimizerConfig(), mesh)
+    optimizer.overlap_with([Chunk(model=model, layers=layers)])
+    executor = Executor(
+        parts=[ModelPart(model=model, activations=Activations([]))],
+        kernel=select_kernel("auto", CPU, torch.float32),
+        mesh=mesh,
+    )
+
+    def step(rank_plan: RankPlan, tokens: list[Tokens], total: float) -> None:
+        optimizer.begin_step(rank_plan)
+        executor.run(rank_plan, tokens, num_global_targets=total, after_last_message=optimizer.after_last_message)
+        norm = group.sum_of([optimizer.reduce_gradients()])[0] ** 0.5
+        optimizer.update(1e-5, norm)
+        optimizer.wait_for_parameters()
+
+    return step
+
+
+def hdp_step(logits_at_once: bool, capacity: int) -> tuple[bytescale.HDP, Callable[[list[dict[str, Any]]], None]]:
+    """HDP and a step of the printed loop."""
+    model = llama()
+    hdp = bytescale.HDP(model, capacity_tokens=capacity)
+    hdp.adamw(1e-5)
+
+    def step(batch: list[dict[str, Any]]) -> None:
+        total = sum(len(d["tokens"]) - 1 for d in batch)
+        for micro in hdp.plan(batch):
+            if logits_at_once:
+                logits = model(**micro.inputs).logits[0, : micro.num_rows]
+                loss = F.cross_entropy(logits, micro.labels, reduction="sum", ignore_index=-100)
+            else:
+                loss = -micro.logprobs(model).sum()
+            (loss / total).backward()
+        hdp.step()
+
+    return hdp, step
+
+
+def seconds_of(work: Callable[[], None], group: RankGroup) -> float:
+    """Of the slowest rank."""
+    group.max_of([0.0])
+    start = time.perf_counter()
+    work()
+    return group.max_of([time.perf_counter() - start])[0]
+
+
+def against_trainer(group: RankGroup, steps: int) -> None:
+    """Four kinds of steps over the same documents."""
+    capacity = 4096
+    batch = documents(16384, capacity * group.size, seed=0)
+    hdp, by_logprobs = hdp_step(False, capacity)
+    _, by_logits = hdp_step(True, capacity)
+    planned = hdp.plan(batch)
+    tokens = [Tokens(micro) for micro in planned]
+    total = float(sum(len(d["tokens"]) - 1 for d in batch))
+    own, attached = runtime_step("own", group), runtime_step("attached", group)
+    kinds: dict[str, Callable[[], None]] = {
+        "trainer's runtime, our Llama": lambda: own(planned.rank_plan, tokens, total),
+        "trainer's runtime, transformers' Llama": lambda: attached(planned.rank_plan, tokens, total),
+        "own loop, micro.logprobs": lambda: by_logprobs(batch),
+        "own loop, all logits": lambda: by_logits(batch),
+    }
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(steps + 1):
+        for name, work in kinds.items():
+            seconds = seconds_of(work, group)
+            if number:
+                times[name].append(seconds)
+    base = statistics.median(times["trainer's runtime, transformers' Llama"])
+    for name, taken in times.items():
+        middle = statistics.median(taken)
+        _say(f"{name:42} {middle:7.3f} s  {total / middle:8.0f} tokens/s  {middle / base - 1:+6.1%}")
+
+
+def against_padding(group: RankGroup, number: int) -> None:
+    """Tokens a second, of documents and not of padding."""
+    capacity = 4096
+    batches = [documents(24576, 4096, seed) for seed in range(number)]
+    real = sum(len(d["tokens"]) for batch in batches for d in batch)
+    _, step = hdp_step(True, capacity)
+    step(batches[0])
+    ours = sum(seconds_of(lambda batch=batch: step(batch), group) for batch in batches)  # type: ignore[misc]
+    _say(f"{'HDP, packed':42} {real / ours:8.0f} tokens/s")
+    for sort in (True, False):
+        padded = _padded_step(group, sort, capacity)
+        padded(batches[0])
+        shares = [_padding_share(batch, group.size, sort, capacity) for batch in batches]
+        taken = sum(seconds_of(lambda batch=batch, step=padded: step(batch), group) for batch in batches)  # type: ignore[misc]
+        name = f"padded, {'sorted by length' if sort else 'as they come'}"
+        _say(f"{name:42} {real / taken:8.0f} tokens/s, {statistics.mean(shares):.0%} padding; HDP {taken / ours:.2f}x")
+
+
+def _micro_batches(batch: list[dict[str, Any]], sort: bool, capacity: int) -> list[list[torch.Tensor]]:
+    """Documents in groups whose padded size is at most the capacity."""
+    groups: list[list[torch.Tensor]] = []
+    for tokens in sorted((d["tokens"] for d in batch), key=len) if sort else (d["tokens"] for d in batch):
+        longest = max([len(tokens), *(len(other) for other in groups[-1])]) if groups else 0
+        if groups and longest * (len(groups[-1]) + 1) <= capacity:
+            groups[-1].append(tokens)
+        else:
+            groups.append([tokens])
+    return groups
+
+
+def _padding_share(batch: list[dict[str, Any]], num_ranks: int, sort: bool, capacity: int) -> float:
+    groups = _micro_batches(batch, sort, capacity)
+    padded = sum(max(map(len, group)) * len(group) for group in groups)
+    return 1 - sum(len(d["tokens"]) for d in batch) / padded
+
+
+def _padded_step(group: RankGroup, sort: bool, capacity: int) -> Callable[[list[dict[str, Any]]], None]:
+    """Plain transformers with sdpa; micro-batches dealt to ranks in turn, gradients summed at the end of the step."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(batch: list[dict[str, Any]]) -> None:
+        total = sum(len(d["tokens"]) - 1 for d in batch)
+        optimizer.zero_grad(set_to_none=False)
+        for tokens in _micro_batches(batch, sort, capacity)[group.rank :: group.size]:
+            inputs = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+            mask = nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in tokens], batch_first=True)
+            labels = torch.where(mask.bool(), inputs, -100)
+            logits = model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+            (loss / total).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                group.all_reduce(parameter.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def window_against_full(group: RankGroup, lengths: list[int], windows: list[int], repeats: int = 5) -> None:
+    """One layer's attention over one shared document."""
+    kernel = select_kernel("auto", CPU, torch.float32)
+    for length in lengths:
+        shared = GroupSpec(sequences=[0], ranks=list(range(group.size)))
+        plan = Plan.build(
+            lengths=[length], capacity_tokens=[length] * group.size, groups=[shared],
+            schedule=[[[0]] for _ in range(group.size)], planner="one group",
+        )  # fmt: skip
+        micro_batch = RankPlan.of(plan, group.rank).micro_batches[0]
+        rows = micro_batch.num_tokens
+        for window in (None, *windows):
+            rules, times, buffers = AttentionRules(window=window), [], RingBuffers()
+            sent = 0
+            for _ in range(repeats + 1):
+                attention = PackedAttention(micro_batch, kernel, group.exchange, None, buffers)
+                q, k, v = (torch.randn(rows, heads, 32, requires_grad=True) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+                before = group.exchange.bytes_sent
+                times.append(seconds_of(lambda: attention(q, k, v, rules).sum().backward(), group))  # noqa: B023
+                sent = group.exchange.bytes_sent - before
+                buffers.release()
+            _say(
+                f"{length:6} tokens, {'no window' if window is None else f'window {window}':12} "
+                f"{statistics.median(times[1:]) * 1e3:8.1f} ms  {sent / 2**20:8.3f} MiB sent a rank"
+            )
+
+
+def _say(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["trainer", "padded", "window"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--windows", type=int, nargs="+", default=[512, 2048])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    group = RankGroup(dist.group.WORLD if dist.get_world_size() > 1 else None, device=CPU)
+    if given.what == "trainer":
+        against_trainer(group, given.steps)
+    elif given.what == "padded":
+        against_padding(group, given.batches)
+    else:
+        window_against_full(group, given.tokens, given.windows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
