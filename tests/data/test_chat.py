@@ -89,6 +89,16 @@ def test_a_role_that_the_template_does_not_know(tmp_path: Path, template: str, r
         prepare_corpus(config(tmp_path, tmp_path / "a.jsonl", content="messages", tokenizer=str(folder)))
 
 
+def test_a_template_may_write_a_message_in_another_form() -> None:
+    """As Llama 3.1 writes what a tool says."""
+    as_json = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}{{ {'output': m.content} | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tool = {"role": "tool", "content": 'two "lines"\nof text'}
+    assert said(as_json, [TURNS[0], TURNS[1], tool, TURNS[3]]) == ["hällo 🙂<end>", "ok<end>"]
+
+
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     for tokenizer in ("bytes", str(chat_folder(tmp_path / "model", None))):

@@ -74,7 +74,7 @@ class ChatTemplate:
             spans = [(start, stop, number) for (start, stop), number in zip(pairs, numbers, strict=True)]
         else:
             text, spans = marked, [self._span(marked, messages, tools, number) for number in turns]
-        self._check_complete(text, messages)
+        self._check_complete(text, messages, tools)
         return text, spans
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
@@ -136,19 +136,27 @@ class ChatTemplate:
             )
         )
 
-    def _check_complete(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_complete(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
                 continue  # some templates leave the thoughts of earlier turns out
-            for part in texts_of_message(message):
-                if part.strip() not in text:
-                    raise DataError(
-                        problem(
-                            f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
-                            so="the model would not read what the assistant answers",
-                            fix="use a role that the template knows, or set data.chat_template to one that knows this",
-                        )
+            # A template may write a text in another form (a tool's answer as JSON); what it leaves out changes nothing.
+            if all(part.strip() in text for part in texts_of_message(message)):
+                continue
+            if self._is_left_out(text, messages, tools, number):
+                raise DataError(
+                    problem(
+                        f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
+                        so="the model would not read what the assistant answers",
+                        fix="use a role that the template knows, or set data.chat_template to one that knows this",
                     )
+                )
+
+    def _is_left_out(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> bool:
+        try:
+            return self.render([*messages[:number], *messages[number + 1 :]], tools) == text
+        except DataError:  # the conversation is none without the message, so the template has used it
+            return False
 
 
 def texts_of_message(message: Mapping[str, Any]) -> list[str]:
