@@ -138,10 +138,10 @@ def seconds_of(work: Callable[[], None], group: RankGroup) -> float:
     return group.max_of([time.perf_counter() - start])[0]
 
 
-def against_trainer(group: RankGroup, steps: int) -> None:
+def against_trainer(group: RankGroup, steps: int, batch_tokens: int) -> None:
     """Four kinds of steps over the same documents."""
     capacity = 4096
-    batch = documents(16384, capacity * group.size, seed=0)
+    batch = documents(batch_tokens, capacity * group.size, seed=0)
     hdp, by_logprobs = hdp_step(False, capacity)
     _, by_logits = hdp_step(True, capacity)
     planned = hdp.plan(batch)
@@ -166,10 +166,10 @@ def against_trainer(group: RankGroup, steps: int) -> None:
         _say(f"{name:42} {middle:7.3f} s  {total / middle:8.0f} tokens/s  {middle / base - 1:+6.1%}")
 
 
-def against_padding(group: RankGroup, number: int) -> None:
+def against_padding(group: RankGroup, number: int, batch_tokens: int) -> None:
     """Tokens a second, of documents and not of padding."""
     capacity = 4096
-    batches = [documents(24576, 4096, seed) for seed in range(number)]
+    batches = [documents(batch_tokens, 4096, seed) for seed in range(number)]
     real = sum(len(d["tokens"]) for batch in batches for d in batch)
     _, step = hdp_step(True, capacity)
     step(batches[0])
@@ -262,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["trainer", "padded", "window"])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--windows", type=int, nargs="+", default=[512, 2048])
@@ -271,9 +272,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = RankGroup(dist.group.WORLD if dist.get_world_size() > 1 else None, device=CPU)
     if given.what == "trainer":
-        against_trainer(group, given.steps)
+        against_trainer(group, given.steps, given.batch_tokens)
     elif given.what == "padded":
-        against_padding(group, given.batches)
+        against_padding(group, given.batches, given.batch_tokens)
     else:
         window_against_full(group, given.tokens, given.windows)
     dist.destroy_process_group()
