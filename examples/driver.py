@@ -12,9 +12,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from own_loop import batches, load_model
 
 import bytescale
+from own_loop import batches, load_model
 
 
 def drive(num_workers: int, capacity_tokens: int) -> list[bytescale.RankBatch]:

@@ -14,10 +14,10 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from own_loop import batches, load_model
 from torch.distributed.fsdp import fully_shard
 
 import bytescale
+from own_loop import batches, load_model
 
 
 def main(folder: str = "", steps: int = 5, capacity_tokens: int = 128) -> tuple[list[float], dict[str, torch.Tensor]]:

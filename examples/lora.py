@@ -9,10 +9,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-from own_loop import batches, load_model
 from peft import LoraConfig, get_peft_model
 
 import bytescale
+from own_loop import batches, load_model
 
 
 def main(folder: str = "", steps: int = 5, capacity_tokens: int = 128) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -9,9 +9,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from own_loop import batches, load_model
 
 import bytescale
+from own_loop import batches, load_model
 
 
 def main(folder: str = "", capacity_tokens: int = 128) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import pytest
 from bytescale.config import (
     CheckpointConfig,
     Config,
+    CostConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -45,6 +46,7 @@ def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
         ),
         parallel=ParallelConfig(capacity_tokens=256, timeout_seconds=100.0),
         planner=PlannerConfig(verify="full"),
+        cost=CostConfig(calibrate=False),  # so that runs are equal to the last bit; test_calibrated_runs has others
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
         trainer=TrainerConfig(**{"steps": 8, "dtype": "fp32", "run_dir": str(run_dir), "device": "cpu", **trainer}),  # type: ignore[arg-type]
         checkpoint=CheckpointConfig(every=3, keep=2),

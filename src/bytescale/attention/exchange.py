@@ -14,14 +14,28 @@ both sides. Three facts about torch 2.13 shape the code:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.attention.clock import Clock, HostClock
 from bytescale.common.errors import RankFailure, problem
+
+MOST_TIMED = 4096
+
+
+class TimedMessage(NamedTuple):
+    """How long a message took, at most: the rank may have looked only later."""
+
+    num_bytes: int
+    seconds: float
+    """From its start until the rank had it."""
+    waited: float
+    """The part of that for which the rank did nothing but wait."""
 
 
 @dataclass
@@ -32,15 +46,18 @@ class Transfer:
     works: Sequence[dist.Work]
     buffers: tuple[Tensor, ...]
     peers: tuple[int, ...]
+    started: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> None:
         """Wait until both directions are done. On CUDA the current stream waits, and the host does not."""
+        asked = time.perf_counter()
         with self.exchange.clock.span():
             for work in self.works:
                 try:
                     work.wait()
                 except RuntimeError as error:
                     raise self.exchange.lost(self.peers, error) from error
+        self.exchange.note(self, asked)
         self.works, self.buffers = (), ()
 
 
@@ -79,6 +96,7 @@ class Exchange:
         self.messages_sent = 0
         self.clock = HostClock() if clock is None else clock
         self._batched = batched
+        self._messages: list[TimedMessage] = []
         self._group_ranks = None if members is None else {member: rank for rank, member in enumerate(members)}
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
@@ -96,6 +114,22 @@ class Exchange:
             raise self.lost((to, source), error) from error
         buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
         return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
+
+    def note(self, transfer: Transfer, asked: float) -> None:
+        """Keep the times of a transfer that is done and was waited for from the moment ``asked`` on.
+
+        On CUDA the host does not wait, so that its clock says nothing.
+        """
+        if self._batched or len(self._messages) >= MOST_TIMED:
+            return
+        largest = max((tensor.numel() * tensor.element_size() for tensor in transfer.buffers), default=0)
+        now = time.perf_counter()
+        self._messages.append(TimedMessage(largest, now - transfer.started, now - asked))
+
+    def take_messages(self) -> list[TimedMessage]:
+        """Return the times of the messages since the last call, of at most ``MOST_TIMED``."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
         """Return the error to raise when a message to or from ``peers`` failed."""

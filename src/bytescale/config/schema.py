@@ -186,6 +186,9 @@ class CostConfig:
 
     profile: str | None = None
     """A TOML file written by `bytescale profile`. Unset: times follow from counted operations of the model."""
+    calibrate: bool = True
+    """Refine the times while training, from what ranks measure in every step. Later plans depend on measured times, so
+    two runs differ in the order of sums; false: they are equal to the last bit. Needs tp = pp = 1, loader "local"."""
 
 
 @dataclass(slots=True, kw_only=True)

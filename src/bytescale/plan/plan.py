@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -160,6 +161,20 @@ class Plan:
 
 Planner = Callable[[IntArray], Plan]
 """Makes a plan from the lengths ``[S]`` of a global batch."""
+
+
+@runtime_checkable
+class StepPlanner(Protocol):
+    """A planner whose costs depend on the step."""
+
+    def plan_step(self, lengths: IntArray, step: int) -> Plan:
+        """Make the plan of step number ``step``, counted from 0."""
+        ...
+
+
+def plan_of_step(planner: Planner | StepPlanner, lengths: IntArray, step: int) -> Plan:
+    """The plan that ``planner`` makes for this step, whether it knows of steps or not."""
+    return planner.plan_step(lengths, step) if isinstance(planner, StepPlanner) else planner(lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,11 @@ class RunFolder:
         return self.path / "wandb-id.txt"
 
     @property
+    def calibration(self) -> Path:
+        """What was learned of costs and speeds after every step (``train.parts.calibration``)."""
+        return self.path / "calibration.jsonl"
+
+    @property
     def traces(self) -> Path:
         return self.path / "traces"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure, problem
 from bytescale.data import StepData
@@ -44,6 +46,9 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
     with record.span("report"):
         report = report_of_all(job, data, result, norm_share, work)
+    predicted = predicted_seconds(job, data)
+    if job.calibration is not None:
+        job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
     job.stop.agreed = report.sums.stop_heard > 0
     check_targets(step, report.sums.num_targets, data)
     loss = report.sums.loss_sum / data.loss_divisor
@@ -55,7 +60,17 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
         job.optimizer.update(rate, report.sums.grad_norm)
 
     seconds = watch.elapsed() + data.times.wait_seconds
-    return step_metrics(job, step, data, report, learning_rate=rate, seconds=seconds)
+    if job.calibration is not None and data.plan is not None and job.ranks.is_first:
+        job.calibration.took(data.plan, seconds)
+    metrics = step_metrics(job, step, data, report, learning_rate=rate, seconds=seconds)
+    return replace(metrics, predicted_seconds=predicted)
+
+
+def predicted_seconds(job: Job, data: StepData) -> float | None:
+    """How long this step should take, by what was known before it. None on ranks that do not have the whole plan."""
+    if data.plan is None or not job.ranks.is_first or job.calibration is None:
+        return None
+    return job.calibration.predict(data.plan)
 
 
 def report_of_all(job: Job, data: StepData, result: StepResult, norm_share: float, work: RankWork) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
@@ -47,14 +48,17 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
         RunLog(run, config, screen if ranks.is_first else None) as log,
         open_feed(config, ranks, log.say) as feed,
         stop or StopRequest() as stop,
+        ExitStack() as closing,
     ):
         job = build_job(config, ranks, kernels, feed, stop)
         log.open(resume=resume)
         checkpoints = Checkpointer(
             run.checkpoints, ranks, config.checkpoint, say=log.say, export=lambda path: export_of_run(run, config, path)
         )
-        if resume:
-            restore_latest(job, checkpoints, log)
+        steps_done = restore_latest(job, checkpoints, log) if resume else 0
+        if job.calibration is not None:
+            closing.callback(job.calibration.close)
+            job.calibration.open(run.calibration, steps_done, ranks.checkpoint_group)
         traces = StepTraces(job, run, log.say)
         evaluation = Evaluation.of(job)
         with job.open_loader() as loader:
@@ -79,11 +83,15 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
     return run.path
 
 
-def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> None:
-    """Continue from the newest checkpoint, or from step 1 when the run was killed before its first."""
+def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> int:
+    """Continue from the newest checkpoint, or from step 1 when the run was killed before its first.
+
+    Returns the number of steps that are done.
+    """
     path = checkpoints.newest()
     steps_done = job.restore(checkpoints, path) if path else 0
     log.resumed(path, steps_done)
+    return steps_done
 
 
 def export_of_run(run: RunFolder, config: Config, checkpoint: Path) -> Path:

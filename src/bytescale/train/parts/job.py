@@ -18,15 +18,18 @@ from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, flops, load_profile
 from bytescale.cost.assumed import assumed_cost, assumed_profile
+from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data import Feed, StepData, check_vocabulary
 from bytescale.data.loading.loader import Loader
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
+from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
 from bytescale.train.parts.budget import MemoryBudget, memory_budget
+from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.kernels import Kernels
 from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.profiling.peak import device_name, known_peak
@@ -52,6 +55,9 @@ class Job:
     kernels: Kernels
     memory: MemoryBudget
     planner: VerifiedPlanner
+    """With the costs that the run began with."""
+    calibration: RunCalibration | None
+    """Refines the planner's costs; None: they stay."""
     profile: Profile | None
     """The times that a step is predicted from: measured ones, or assumed ones if the config names no profile.
 
@@ -59,13 +65,19 @@ class Job:
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
+    @property
+    def current_cost(self) -> CostModel:
+        """The costs by all that is known: calibrated ones, if this run calibrates."""
+        return self.planner.cost if self.calibration is None else self.calibration.cost
+
     def forward_planner(self) -> VerifiedPlanner:
         """The planner for passes without backward."""
         return replace(self.planner, cost=self.planner.cost.forward_only(self.ranks.dtype.itemsize))
 
     def open_loader(self) -> Loader:
         """This rank's view of the batches, from the feed's current position on."""
-        return self.feed.open(self.planner, stop_step=self.config.trainer.steps)
+        planner = self.planner if self.calibration is None else self.calibration.planner
+        return self.feed.open(planner, stop_step=self.config.trainer.steps)
 
     def state_after(self, step: int, data: StepData) -> RunState:
         """The state of the run that a checkpoint after this step stores."""
@@ -123,6 +135,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         profile=profile,
         smallest=ranks.smallest,
     )
+    planner = verified_planner(config, memory, cost, ranks.mesh.hdp.size)
     return Job(
         config=config,
         ranks=ranks,
@@ -136,7 +149,8 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         optimizer=optimizer,
         kernels=kernels,
         memory=memory,
-        planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
+        planner=planner,
+        calibration=run_calibration(config, planner, ranks, architecture),
         profile=predicting_profile(config, profile, architecture, ranks.device, ranks.dtype),
         peak_flops_per_second=peak,
         stop=stop,
@@ -171,6 +185,7 @@ def _attached_job(
         kernels=kernels,
         memory=memory,
         planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
+        calibration=None,  # what a rank computes is not counted in windows
         profile=None,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
         stop=stop,
@@ -259,6 +274,22 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
         num_stages=config.parallel.pp,
         num_chunks=config.parallel.virtual_stages,
     )
+
+
+def run_calibration(
+    config: Config, planner: VerifiedPlanner, ranks: Ranks, architecture: Architecture
+) -> RunCalibration | None:
+    """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
+
+    With tensor or pipeline parallelism, the times of a rank are not those of one model on one device, so costs stay.
+    They also stay with the remote loader, whose planner actor is not told what ranks have measured.
+    """
+    shape = ranks.mesh.shape
+    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1 or config.data.loader != "local":
+        return None
+    calibrator = Calibrator(first=planner.cost, num_layers=architecture.num_layers)
+    lag = lag_of(config.data.prefetch_steps)
+    return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)
 
 
 def planning_cost(

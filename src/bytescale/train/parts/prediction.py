@@ -12,7 +12,7 @@ def predicted_step(job: Job, plan: Plan) -> SimulatedStep:
     shape, config = job.ranks.mesh.shape, job.config
     assert job.profile is not None, "trainer.trace_steps is refused for models that the simulator does not know"
     # The planner's costs are sums over all layers, of which the stages of a pipeline have parts.
-    profile = job.profile.with_costs(job.planner.cost) if shape.pp == 1 else job.profile
+    profile = job.profile.with_costs(job.current_cost) if shape.pp == 1 else job.profile
     cluster = ClusterConfig(
         num_gpus=shape.size,
         gpus_per_node=job.planner.cost.ranks_per_node * shape.tp,

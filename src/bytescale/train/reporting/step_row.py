@@ -57,6 +57,12 @@ def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
         lines.append(
             f"a server or the planner of the data loader was restarted (restarts so far: {metrics.data_restarts})"
         )
+    predicted = metrics.predicted_seconds
+    if predicted and metrics.step > _FIRST_STEPS and abs(predicted / metrics.step_seconds - 1) > _PREDICTION_ERROR:
+        lines.append(
+            f"step {metrics.step} took {format_seconds(metrics.step_seconds)}, "
+            f"{metrics.step_seconds / predicted - 1:+.0%} of the {format_seconds(predicted)} that were predicted"
+        )
     if _is_above_peak(metrics) and not (before and _is_above_peak(before)):
         reached = format_si(metrics.model_flops_per_second)
         lines.append(f"the ranks reach {reached}FLOP/s, more than their peak: trainer.peak_tflops is too low")
@@ -67,6 +73,10 @@ def _is_above_peak(metrics: StepMetrics) -> bool:
     return metrics.mfu is not None and metrics.mfu > 1
 
 
+_PREDICTION_ERROR = 0.2
+"""A step is reported if its prediction misses its time by more than this share of it."""
+_FIRST_STEPS = 5
+"""Predictions of these steps are made before enough was measured."""
 _DATA_WAIT_SHARE = 0.01
 """Waiting for data is reported if it takes more than this share of a step's time."""
 _WIDTHS = (7, 9, 6, 6, 8, 9, 7)

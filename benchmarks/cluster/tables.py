@@ -1,0 +1,254 @@
+"""Compares the four planners on a cluster of network namespaces, and every measured step with its simulation.
+
+    sudo PYTHONPATH=src:. python -m benchmarks.cluster.tables --out FOLDER [--nodes 4] [--lengths github] [--batches 20]
+
+1. A first profile, over links without a limit, gives the seconds of the attention of these ranks. ``rates`` makes the
+   links' rate from it. A second profile measures links and ranks together, as a user would.
+2. torchrun trains on all nodes, with each planner and the same batches.
+3. The plan of every step is simulated with the second profile.
+
+The table has, for every planner, the median of the steps except the first: tokens per second, share of the time that
+ranks wait for others in forward and backward, bytes on the wire (interface counters of all nodes, headers and start-up
+included) over predicted bytes, and simulated over measured seconds. ``--again`` makes the table from existing runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.cluster.network import Link, Network, Node
+from benchmarks.cluster.rates import PUBLISHED, link_rate
+from benchmarks.cluster.runs import torchrun
+
+from bytescale.cost import load_profile
+from bytescale.cost.gradient_sync import stage_parameters
+from bytescale.data.length_distributions import distribution_names, sample_lengths
+from bytescale.plan.io import load_plan
+from bytescale.simulator import ClusterConfig, simulate
+
+PLANNERS = {
+    "static": ["--planner.name", "static"],
+    "naive": ["--planner.name", "naive"],
+    "paper": ["--planner.name", "balanced", "--planner.balance", "paper"],
+    "adaptive": ["--planner.name", "balanced", "--planner.balance", "adaptive"],
+}
+KIBI = 1024
+FULL_CONTEXT = 2 * KIBI * KIBI
+SHORTEST = 64
+"""Tokens of the shortest document of a scaled distribution."""
+SECONDS = 230.0
+UNLIMITED = 1e10
+BUCKET_MIB = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is compared."""
+
+    nodes: int
+    ranks_per_node: int
+    cpus: float
+    capacity: int
+    batch_tokens: int
+    batches: int
+    lengths: str
+    published: str
+    out: Path
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def profile(self) -> Path:
+        return self.out / "profile.toml"
+
+    def network(self, rate: float) -> Network:
+        link = Link(bytes_per_second=rate, burst_bytes=max(65536, round(rate / 500)))
+        return Network([Node(link=link, cpus=self.cpus)] * self.nodes)
+
+    def model(self) -> list[str]:
+        return ["--model.preset", "tiny", "--model.num-layers", "2", "--model.vocab-size", "320"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One planner's result."""
+
+    planner: str
+    tokens_per_second: float
+    waiting_share: float
+    wire_bytes: int
+    predicted_wire_bytes: float
+    measured: list[float]
+    simulated: list[float]
+    losses: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Median over steps of simulated over measured seconds."""
+        return statistics.median(s / m for s, m in zip(self.simulated, self.measured, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/cluster"))
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--cpus", type=float, default=0.45, help="cores of one node")
+    parser.add_argument("--capacity", type=int, default=2 * KIBI, help="tokens of a rank's micro-batch")
+    parser.add_argument("--batch-tokens", type=int, default=64 * KIBI)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--lengths", choices=["code", *distribution_names()], default="github")
+    parser.add_argument("--published", choices=list(PUBLISHED), default="case-study")
+    parser.add_argument("--planners", default=",".join(PLANNERS))
+    parser.add_argument("--stage", choices=["all", "profile", "train", "table"], default="all")
+    given = vars(parser.parse_args(arguments))
+    planners, stage = given.pop("planners").split(","), given.pop("stage")
+    setting = Setting(**given)
+    setting.out.mkdir(parents=True, exist_ok=True)
+    if stage in ("all", "profile"):
+        take_profiles(setting)
+    if stage in ("all", "train"):
+        with setting.network(json.loads((setting.out / "rate.json").read_text())) as network:
+            write_corpus(setting)
+            for planner in planners:
+                train(setting, planner, network)
+                print(line(row_of(setting, planner)), flush=True)
+    if stage in ("all", "table"):
+        table(setting, [planner for planner in PLANNERS if (setting.out / planner).exists()])
+    return 0
+
+
+def take_profiles(setting: Setting) -> None:
+    """Steps 1 of the benchmark: the links' rate, and the profile that planners and simulator use."""
+    rate = UNLIMITED
+    for name in ("unlimited", "profile"):
+        path = setting.out / f"{name}.toml"
+        command = ["profile", *setting.model(), "--max-tokens", str(4 * setting.capacity), "--seconds", "25"]
+        with setting.network(rate) as network:
+            arguments = [*command, "--device", "cpu", "--out", str(path)]
+            torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{name}.log", SECONDS)
+        if rate == UNLIMITED:
+            rate = link_rate(PUBLISHED[setting.published](), load_profile(path), setting.capacity)
+            rate *= setting.ranks_per_node
+            (setting.out / "rate.json").write_text(json.dumps(rate))
+    links = load_profile(setting.profile).links
+    print(f"links {rate / 1e6:.2f} MB/s; profile {links.inter_node_bytes_per_second / 1e6:.2f} MB/s across", flush=True)
+
+
+def write_corpus(setting: Setting) -> None:
+    """Documents of Python's standard library: whole, or cut to lengths of a distribution scaled to the context."""
+    path = setting.out / "corpus.jsonl"
+    if setting.lengths == "code" or path.exists():
+        return
+    scale = FULL_CONTEXT // (setting.capacity * setting.num_ranks)
+    tokens = setting.batch_tokens * (setting.batches + 8)
+    lengths = sample_lengths(setting.lengths, tokens * scale, seed=0) // scale
+    files = sorted(Path(json.__file__).parents[1].glob("*.py"))
+    text = "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)
+    place = 0
+    with path.open("w", encoding="ascii") as corpus:
+        for length in lengths.clip(SHORTEST).tolist():
+            place = place if place + length <= len(text) else 0
+            corpus.write(json.dumps({"text": text[place : place + length - 1]}) + "\n")  # one token ends the document
+            place += length
+
+
+def train(
+    setting: Setting, planner: str, network: Network, extra: Sequence[str] = ("--cost.calibrate", "False")
+) -> None:
+    """Train with one planner. ``extra``: more options of ``bytescale train``."""
+    folder = setting.out / planner
+    shutil.rmtree(folder, ignore_errors=True)
+    source = "python:stdlib" if setting.lengths == "code" else str(setting.out / "corpus.jsonl")
+    config = setting.out / "config.toml"
+    config.write_text(f'[data]\nsources = ["{source}"]\n', encoding="utf-8")
+    context = setting.capacity * setting.num_ranks
+    arguments = ["train", str(config), *setting.model(), *PLANNERS[planner], "--trainer.run-dir", str(folder)]
+    arguments += ["--planner.static-cp", str(setting.num_ranks)]  # the context's, whatever the first batch holds
+    arguments += ["--trainer.steps", str(setting.batches + 1), "--trainer.device", "cpu", "--checkpoint.every", "0"]
+    arguments += ["--data.tokenizer", "bytes", "--data.context-length", str(context), "--data.over-length", "split"]
+    arguments += ["--data.batch-tokens", str(setting.batch_tokens), "--data.cache-dir", str(setting.out / "cache")]
+    arguments += ["--parallel.capacity-tokens", str(setting.capacity), "--cost.profile", str(setting.profile)]
+    arguments += ["--trainer.gradient-bucket-mib", str(BUCKET_MIB), "--optimizer.lr", "1e-2", *extra]
+    traffic = torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{planner}.log", SECONDS)
+    (setting.out / f"{planner}-sent.json").write_text(json.dumps(traffic.sent))
+
+
+def row_of(setting: Setting, planner: str) -> Row:
+    """Simulate every step of a run and compare."""
+    folder, profile = setting.out / planner, load_profile(setting.profile)
+    cluster = ClusterConfig(
+        num_gpus=setting.num_ranks, gpus_per_node=setting.ranks_per_node, gradient_bucket_mib=BUCKET_MIB
+    )
+    metrics = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [
+        simulate(load_plan(folder / "plans" / f"step-{step['step']:06d}.npz"), profile, cluster) for step in metrics
+    ]
+    # gloo's reduce-scatter is an all-reduce, which sends as much again.
+    gradients = 4 * stage_parameters(profile, stage=0, pipeline_parallel=1) * (setting.num_ranks - 1)
+    predicted = sum(step.traffic.ring_inter_node + step.traffic.gradient_sync + gradients for step in steps)
+    sent = json.loads((setting.out / f"{planner}-sent.json").read_text())
+    return Row(
+        planner=planner,
+        tokens_per_second=statistics.median(step["tokens_per_second"] for step in metrics[1:]),
+        waiting_share=statistics.median(step["waiting_share"] for step in metrics[1:]),
+        wire_bytes=sum(sent),
+        predicted_wire_bytes=predicted,
+        measured=[step["step_seconds"] for step in metrics[1:]],
+        simulated=[step.step_seconds for step in steps[1:]],
+        losses=[step["loss"] for step in metrics],
+    )
+
+
+def line(row: Row) -> str:
+    return (
+        f"{row.planner:>9} {row.tokens_per_second:8.0f} tokens/s  waiting {row.waiting_share:4.0%}  "
+        f"wire {row.wire_bytes / 1e6:7.1f} MB, {row.wire_bytes / row.predicted_wire_bytes:.2f} of predicted  "
+        f"step {statistics.median(row.measured):6.2f} s, simulated/measured {row.ratio:.2f}  "
+        f"last loss {row.losses[-1]:.4f}"
+    )
+
+
+def table(setting: Setting, planners: Sequence[str]) -> None:
+    """Print the table with the speed of adaptive over each planner, and draw measured beside simulated steps."""
+    rows = {planner: row_of(setting, planner) for planner in planners}
+    for row in rows.values():
+        print(line(row))
+    if "adaptive" in rows:
+        own = rows["adaptive"].measured
+        for planner, row in rows.items():
+            faster = [other / mine for other, mine in zip(row.measured, own, strict=True)]
+            print(f"adaptive over {planner}: median of batches {statistics.median(faster):.2f}x")
+    (setting.out / "table.json").write_text(json.dumps([asdict(row) for row in rows.values()], indent=1))
+    draw(rows, setting.out / "table.png")
+
+
+def draw(rows: dict[str, Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 6), constrained_layout=True)
+    for planner, row in rows.items():
+        axis.loglog(row.measured, row.simulated, "o", label=planner)
+    ends = [min(min(row.measured) for row in rows.values()), max(max(row.measured) for row in rows.values())]
+    axis.plot(ends, ends, color="black", linewidth=0.8)
+    axis.set_xlabel("measured seconds of a step")
+    axis.set_ylabel("simulated seconds")
+    axis.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

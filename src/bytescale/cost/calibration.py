@@ -1,0 +1,245 @@
+"""Refines a cost model from what the ranks of a run measure in every step.
+
+The seconds that rank r computes in a step, without waiting, are modelled as::
+
+    y_r = (a q_r + b n_r + g m_r + o k_r) / v_r
+
+with q_r, n_r, m_r, k_r the pairs, tokens, micro-batches and ring steps of its plan, and v_r its speed. Every step adds
+each rank's row, divided by y_r, to one sum of normal equations, in which older steps count less. The coefficients are
+those of at least 0 with the smallest sum of squared relative errors. The first cost model takes part with a small
+weight, so that terms that the data cannot tell apart stay near it. A row far from the model counts less, so one
+disturbed step changes little.
+
+Speeds are medians of some steps, relative to the middle rank; differences below ``NOTICED`` are noise. Links have the
+rate of messages that somebody waited for; where nobody waited, the rate is at least what was seen.
+
+The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
+ranks have the same state, and plan alike. A plan made for step k uses the state after step ``k - lag`` (``lag_of``),
+which every loader has when it makes that plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from bytescale.common.arrays import FloatArray
+from bytescale.cost.model import CostModel
+
+TERMS = ("attention_seconds_per_pair", "token_seconds", "micro_batch_seconds", "ring_message_seconds")
+"""The fields of ``CostModel`` that the rows give, in the order of their columns."""
+FORGET = 0.85
+"""Weight of a step's rows, divided by that of the step after."""
+PRIOR = 5e-4
+"""Weight of the first cost model in every term, as a share of what the rows weigh in it."""
+FIRST_STEPS = 1
+"""Steps at the start of a process that are not used: memory is fresh and connections are made."""
+FEWEST_STEPS = 2
+"""Steps before the estimate replaces the first cost model."""
+OUTLIER = 0.25
+"""Relative errors above this count less, once the estimate is in use."""
+SPEED_STEPS = 3
+NOTICED = 0.15
+"""Ranks are taken to be equal while no speed differs from the middle by more than this share."""
+SPEED_GRID = 0.05
+"""Speeds are rounded to multiples of this, so that plans do not follow every flicker."""
+
+
+def lag_of(prefetch_steps: int) -> int:
+    """Steps between the one after which a state is known and the first one that is planned with it.
+
+    While a rank runs step k, its loader holds up to ``prefetch_steps`` steps after it and plans the next one.
+    """
+    return prefetch_steps + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCounts:
+    """What one rank computes and sends in a step: the columns of its row."""
+
+    pairs: float
+    """q: sum of s^2 over its sequences, of shared ones its share."""
+    tokens: float
+    micro_batches: float
+    ring_steps: float
+
+    def row(self) -> FloatArray:
+        return np.array([self.pairs, self.tokens, self.micro_batches, self.ring_steps])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSamples:
+    """What a rank's messages of one step say about a kind of link. 0: nothing."""
+
+    bytes_per_second: float = 0.0
+    """Rate of messages that the rank waited for."""
+    at_least: float = 0.0
+    """Rate that messages reached which the rank did not have to wait for."""
+    seconds: float = 0.0
+    """The shortest time of a message."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The calibration after a step. It holds plain numbers, so that it can be written as JSON."""
+
+    steps: int = 0
+    """Steps that were used."""
+    matrix: tuple[float, ...] = (0.0,) * 16
+    vector: tuple[float, ...] = (0.0,) * 4
+    speeds: tuple[tuple[float, ...], ...] = ()
+    """Measured speeds of all ranks in each of the last steps."""
+    terms: tuple[float, ...] = ()
+    """Estimated ``TERMS``; empty: too few steps."""
+    intra: tuple[float, ...] = ()
+    """Bytes per second inside a node, of each of the last steps that told it."""
+    inter: tuple[float, ...] = ()
+    latency: float = -1.0
+    """Shortest message so far, in seconds; -1: none."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(stored: dict[str, Any]) -> State:
+        """The inverse of ``as_dict`` after a detour through JSON."""
+        lists = {name: tuple(stored[name]) for name in ("matrix", "vector", "terms", "intra", "inter")}
+        rows = tuple(tuple(row) for row in stored["speeds"])
+        return State(steps=stored["steps"], latency=stored["latency"], speeds=rows, **lists)
+
+    def for_ranks(self, num_ranks: int) -> State:
+        """This state for a run on other ranks: what was learned of single ranks does not hold there."""
+        same = all(len(row) == num_ranks for row in self.speeds)
+        return self if same else replace(self, speeds=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrator:
+    """Makes states and cost models of a run. It holds nothing that changes."""
+
+    first: CostModel
+    """The cost model without calibration."""
+    num_layers: int
+    """Layers, each of which sends messages of its own, forward and backward."""
+
+    def normal_equations(self, state: State, counts: RankCounts, seconds: float, rank: int) -> FloatArray:
+        """``[20]`` this rank's part of the step's sums: matrix, then vector. Zeros if it did not compute."""
+        row = counts.row()
+        if seconds <= 0 or not row.any():
+            return np.zeros(20)
+        seconds = seconds * float(self.speeds(state)[rank]) if state.speeds else seconds
+        row = row / seconds
+        weight = 1.0
+        if len(state.terms):
+            error = abs(float(row @ np.array(state.terms)) - 1.0)
+            weight = min(1.0, OUTLIER / error) if error > 0 else 1.0
+        return weight * np.concatenate([np.outer(row, row).ravel(), row])
+
+    def speed(self, state: State, counts: RankCounts, seconds: float) -> float:
+        """How fast this rank was beside the model; 0 if it did not compute."""
+        predicted = float(counts.row() @ np.array(state.terms or self._first_terms()))
+        return predicted / seconds if seconds > 0 and predicted > 0 else 0.0
+
+    def after(
+        self, state: State, sums: Sequence[float], speeds: Sequence[float], links: Sequence[LinkSamples]
+    ) -> State:
+        """The state after one more step.
+
+        Args:
+            state: before the step.
+            sums: ``[20]`` sum of ``normal_equations`` over ranks.
+            speeds: ``[R]`` ``speed`` of every rank.
+            links: what all ranks together say of links inside a node, and across.
+        """
+        matrix = FORGET * np.array(state.matrix) + np.array(sums[:16])
+        vector = FORGET * np.array(state.vector) + np.array(sums[16:])
+        steps = state.steps + 1
+        terms = self._solve(matrix.reshape(4, 4), vector) if steps >= FEWEST_STEPS else ()
+        inside, across = links
+        shortest = [samples.seconds for samples in links if samples.seconds > 0]
+        if state.latency >= 0:
+            shortest.append(state.latency)
+        return State(
+            steps=steps,
+            matrix=tuple(matrix.tolist()),
+            vector=tuple(vector.tolist()),
+            speeds=(*state.speeds, tuple(speeds))[-SPEED_STEPS:] if len(state.terms) else (),
+            terms=terms,
+            intra=_with(state.intra, inside, self.first.intra_node_bytes_per_second),
+            inter=_with(state.inter, across, self.first.inter_node_bytes_per_second),
+            latency=min(shortest) if shortest else -1.0,
+        )
+
+    def cost(self, state: State) -> CostModel:
+        """The cost model that a state gives."""
+        cost = self.first
+        if len(state.terms):
+            found: dict[str, Any] = dict(zip(TERMS, state.terms, strict=True))
+            cost = replace(cost, **found)
+        if state.intra:
+            cost = replace(cost, intra_node_bytes_per_second=float(np.median(state.intra)))
+        if state.inter:
+            cost = replace(cost, inter_node_bytes_per_second=float(np.median(state.inter)))
+        if state.latency >= 0:
+            most = 2 * self.num_layers * state.latency
+            across = min(cost.latency_seconds(True), most)
+            cost = replace(
+                cost,
+                ring_step_seconds=min(cost.ring_step_seconds, most),
+                inter_node_ring_step_seconds=across,
+            )
+        return cost
+
+    def speeds(self, state: State) -> FloatArray:
+        """``[R]`` relative speeds. Raises ``ValueError`` for a state without any."""
+        if not state.speeds:
+            raise ValueError("the state knows no ranks")
+        rows = np.array(state.speeds)
+        known = np.where(rows > 0, rows, np.nan)
+        with np.errstate(all="ignore"):
+            middle = np.array([float(np.nanmedian(column)) if (column > 0).any() else 1.0 for column in known.T])
+        relative = middle / np.median(middle)
+        if len(rows) < SPEED_STEPS or np.abs(relative - 1.0).max() <= NOTICED:
+            return np.ones(rows.shape[1])
+        return np.maximum(np.round(relative / SPEED_GRID), 1.0) * SPEED_GRID
+
+    def _first_terms(self) -> list[float]:
+        return [float(getattr(self.first, name)) for name in TERMS]
+
+    def _solve(self, matrix: FloatArray, vector: FloatArray) -> tuple[float, ...]:
+        """Non-negative least squares of four terms: every subset that may be positive is solved, the best one kept."""
+        first = np.array(self._first_terms())
+        scale = np.sqrt(np.diag(matrix))
+        scale = np.where(scale > 0, scale, 1.0)
+        weak = PRIOR * np.diag(scale * scale)
+        full, right = matrix + weak, vector + weak @ first
+        best: tuple[float, FloatArray] | None = None
+        for count in range(1, len(first) + 1):
+            for chosen in combinations(range(len(first)), count):
+                part = np.ix_(chosen, chosen)
+                balance = np.outer(scale[list(chosen)], scale[list(chosen)])
+                solved = np.linalg.lstsq(full[part] / balance, right[list(chosen)] / scale[list(chosen)], rcond=1e-12)[
+                    0
+                ]
+                terms = np.zeros(len(first))
+                terms[list(chosen)] = solved / scale[list(chosen)]
+                error = float(terms @ full @ terms - 2 * right @ terms)
+                if (terms >= 0).all() and (best is None or error < best[0]):
+                    best = error, terms
+        assert best is not None, "one positive term alone always has a positive solution"
+        return tuple(float(term) for term in best[1])
+
+
+def _with(known: tuple[float, ...], samples: LinkSamples, first: float) -> tuple[float, ...]:
+    """The last rates of a kind of link, with what a step says of it."""
+    rate = samples.bytes_per_second
+    if rate <= 0:
+        current = float(np.median(known)) if known else first
+        if samples.at_least <= current:
+            return known
+        rate = samples.at_least
+    return (*known, rate)[-SPEED_STEPS:]

@@ -1,0 +1,72 @@
+"""The planner of a run that calibrates its costs (``cost.calibration``): every step has costs and speeds of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from numpy.typing import ArrayLike
+
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import LoaderFailure, problem
+from bytescale.cost import Cluster
+from bytescale.cost.calibration import Calibrator, State
+from bytescale.plan import Plan
+from bytescale.planner.verified import VerifiedPlanner
+
+KEPT_LAGS = 3
+"""States are kept for so many times the lag."""
+
+
+@dataclass
+class CalibratedPlanner:
+    """Plans step k with the state after step ``k - lag``. Every rank plans alike."""
+
+    planner: VerifiedPlanner
+    """With the first cost model, and with ranks of equal speed."""
+    calibrator: Calibrator
+    lag: int
+    first: int = 0
+    """The first step of which the state after it is known; the plans of steps before ``first + lag`` use the costs
+    without calibration."""
+    states: dict[int, State] = field(default_factory=dict)
+    """Step, counted from 0, to the state after it."""
+
+    def __call__(self, lengths: ArrayLike) -> Plan:
+        """Plan a batch with the costs without calibration. Raises as ``VerifiedPlanner``."""
+        return self.planner(lengths)
+
+    def plan_step(self, lengths: IntArray, step: int) -> Plan:
+        """Plan the batch of a step. Raises as ``VerifiedPlanner``, and ``LoaderFailure`` if the costs are not known."""
+        if not self.knows(step):
+            raise LoaderFailure(
+                problem(
+                    f"step {step + 1} was to be planned before step {step - self.lag + 1} had ended",
+                    so="its costs are not known, and ranks would plan differently",
+                    fix="report this, and train with cost.calibrate = false",
+                )
+            )
+        return self.with_state(self.states.get(step - self.lag, State()))(lengths)
+
+    def knows(self, step: int) -> bool:
+        """Whether the costs of a step are known."""
+        wanted = step - self.lag
+        return wanted < self.first or wanted in self.states
+
+    def with_state(self, state: State) -> VerifiedPlanner:
+        """The planner with the costs and speeds of ``state``."""
+        return replace(self.planner, cost=self.calibrator.cost(state), cluster=self.cluster(state))
+
+    def cluster(self, state: State) -> Cluster:
+        """The ranks with the speeds of ``state``. Only the adaptive planner plans for unequal ranks."""
+        equal, config = self.planner.cluster, self.planner.config
+        if not state.speeds or (config.name, config.balance) != ("balanced", "adaptive") or equal.offload is not None:
+            return equal
+        return replace(equal, speeds=self.calibrator.speeds(state))
+
+    def add(self, states: Mapping[int, State]) -> None:
+        """Take the states after some steps. Old ones are dropped."""
+        known = {**self.states, **states}
+        latest = max(known, default=0)
+        # A new dictionary, because a loader's thread may be reading the old one.
+        self.states = {step: known[step] for step in sorted(known) if step > latest - KEPT_LAGS * self.lag}

@@ -1,0 +1,182 @@
+"""The calibration of a run on one rank: what the rank measures, what all ranks agree on, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TextIO
+
+import numpy as np
+import torch.distributed as dist
+
+from bytescale.attention.exchange import TimedMessage
+from bytescale.cost import CostModel
+from bytescale.cost.calibration import FIRST_STEPS, LinkSamples, RankCounts, State
+from bytescale.plan import Plan, RankPlan
+from bytescale.planner import evaluate
+from bytescale.planner.calibrated import CalibratedPlanner
+from bytescale.runtime import Mesh
+
+LEAST_BYTES = 2**14
+"""Smaller messages say little of a link's rate."""
+FEWEST_MESSAGES = 4
+PREDICTED_STEPS = 4
+"""Steps whose remaining time (sync, update, data) is taken to be that of the next step."""
+
+
+class RunCalibration:
+    """Measures with every step, and keeps the states that plans are made from. Every rank has the same states."""
+
+    def __init__(self, planner: CalibratedPlanner, mesh: Mesh) -> None:
+        """``planner``: the one that the run's loader uses. ``mesh``: has neither tensor nor pipeline parallelism."""
+        self.planner = planner
+        self.state = State()
+        self._mesh = mesh
+        self._file: TextIO | None = None
+        self._waited = 0  # steps of this process that were not used
+        self._beyond: deque[float] = deque(maxlen=PREDICTED_STEPS)
+
+    def open(self, path: Path, steps_done: int, group: dist.ProcessGroup) -> None:
+        """Continue from the states in ``path`` up to step ``steps_done``. Called by every rank; the first one reads.
+
+        Later lines are removed, because their steps are done again.
+        """
+        told: list[dict[int, State] | None] = [None]
+        if self._mesh.world.rank == 0:
+            lines = _lines_until(path, steps_done)
+            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
+            stored = [json.loads(line) for line in lines[-self.planner.lag :]]
+            told = [{line["step"] - 1: State.from_dict(line["state"]) for line in stored}]
+        dist.broadcast_object_list(told, src=0, group=group)
+        states = {step: state.for_ranks(self._mesh.hdp.size) for step, state in (told[0] or {}).items()}
+        last = steps_done - 1
+        if last in states:
+            self.state = states[last]
+            self.planner.first = min(states)
+            self.planner.add(states)
+        else:
+            self.planner.first = steps_done
+
+    @property
+    def cost(self) -> CostModel:
+        """The costs by all that is known."""
+        return self.planner.calibrator.cost(self.state)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def predict(self, plan: Plan) -> float:
+        """Seconds of a step with ``plan``: its makespan by the current state, and what recent steps took beyond it."""
+        return self._makespan(plan) + max(0.0, median(self._beyond) if self._beyond else 0.0)
+
+    def took(self, plan: Plan, seconds: float) -> None:
+        """Remember how long a step took, for predictions."""
+        if self.state.steps:
+            self._beyond.append(seconds - self._makespan(plan))
+
+    def observe(self, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:
+        """Agree with all other ranks on the state after ``step``, counted from 0. Every rank calls it once a step."""
+        mesh, state = self._mesh, self.state
+        links = self._links()
+        self._waited += 1
+        if self._waited > FIRST_STEPS:
+            calibrator = self.planner.calibrator
+            counts = counts_of(rank_plan)
+            own = calibrator.normal_equations(state, counts, busy_seconds, mesh.hdp.rank).tolist()
+            rates = [part for link in links for part in _logarithm(link.bytes_per_second)]
+            sums = mesh.world.sum_of([*own, *rates])
+            extremes = mesh.world.max_of(
+                [part for link in links for part in (link.at_least, -_or_infinite(link.seconds))]
+            )
+            speeds = [row[0] for row in mesh.world.share([calibrator.speed(state, counts, busy_seconds)])]
+            agreed = [
+                LinkSamples(
+                    bytes_per_second=math.exp(sums[20 + 2 * kind] / sums[21 + 2 * kind])
+                    if sums[21 + 2 * kind]
+                    else 0.0,
+                    at_least=extremes[2 * kind],
+                    seconds=-extremes[2 * kind + 1] if math.isfinite(extremes[2 * kind + 1]) else 0.0,
+                )
+                for kind in range(2)
+            ]
+            self.state = calibrator.after(state, sums[:20], [round(speed, 4) for speed in speeds], agreed)
+        self.planner.add({step: self.state})
+        if self._file is not None:
+            found = self.planner.with_state(self.state)
+            line = {"step": step + 1, "cost": asdict(found.cost), "speeds": found.cluster.speeds.tolist()}
+            self._file.write(json.dumps({**line, "state": self.state.as_dict()}) + "\n")
+            self._file.flush()
+
+    def _makespan(self, plan: Plan) -> float:
+        found = self.planner.with_state(self.state)
+        return evaluate(plan, cluster=found.cluster, cost=found.cost).end_seconds
+
+    def _links(self) -> tuple[LinkSamples, LinkSamples]:
+        """What this rank's messages say of the links inside a node, and across."""
+        mesh = self._mesh
+        everywhere = samples_of(mesh.hdp.exchange.take_messages())
+        if mesh.node is not mesh.hdp:
+            return samples_of(mesh.node.exchange.take_messages()), everywhere
+        crosses = self.planner.planner.cost.ranks_per_node < mesh.hdp.size
+        return (LinkSamples(), everywhere) if crosses else (everywhere, LinkSamples())
+
+
+def counts_of(rank_plan: RankPlan) -> RankCounts:
+    """What a rank computes and sends in a step."""
+    pairs = tokens = ring_steps = 0.0
+    for micro_batch in rank_plan.micro_batches:
+        tokens += micro_batch.num_tokens
+        pairs += float(np.square(micro_batch.local_lengths.astype(np.float64)).sum())
+        shared = micro_batch.shared
+        if shared is not None:
+            share = float(shared.weights[shared.member] / shared.weights.sum())
+            pairs += share * float(np.square(shared.lengths.astype(np.float64)).sum())
+            # A grid passes keys along columns, and queries and results along rows (cost.model).
+            ring_steps += shared.size // shared.columns - 1 + 2 * (shared.columns - 1)
+    return RankCounts(pairs=pairs, tokens=tokens, micro_batches=len(rank_plan.micro_batches), ring_steps=ring_steps)
+
+
+def samples_of(messages: Sequence[TimedMessage]) -> LinkSamples:
+    """What a step's messages say of their link.
+
+    A message that the rank waited for most of its time took as long as the link needs, unless its sender was late.
+    Therefore the faster ones of these count. One that was there already took at most as long.
+    """
+    large = [message for message in messages if message.num_bytes >= LEAST_BYTES and message.seconds > 0]
+    waited = [m.num_bytes / m.seconds for m in large if m.waited > 0.5 * m.seconds]
+    there = [m.num_bytes / m.seconds for m in large if m.waited < 0.1 * m.seconds]
+    at_least = float(np.median(there)) if len(there) >= FEWEST_MESSAGES else 0.0
+    rate = float(np.quantile(waited, 0.75)) if len(waited) >= FEWEST_MESSAGES else 0.0
+    return LinkSamples(
+        bytes_per_second=max(rate, at_least) if rate else 0.0,
+        at_least=at_least,
+        seconds=min((message.seconds for message in messages), default=0.0),
+    )
+
+
+def _logarithm(value: float) -> tuple[float, float]:
+    """The logarithm and 1, or twice 0 for a value that is not known: sums of these give a mean."""
+    return (math.log(value), 1.0) if value > 0 else (0.0, 0.0)
+
+
+def _or_infinite(seconds: float) -> float:
+    return seconds if seconds > 0 else math.inf
+
+
+def _lines_until(path: Path, steps_done: int) -> list[str]:
+    """The lines of steps up to ``steps_done``. The last line of a killed run may be cut off."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= steps_done:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            break
+    return kept

@@ -1,0 +1,133 @@
+"""Calibration finds the costs that steps were made with, and does not believe a disturbed step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale.cost import CostModel
+from bytescale.cost.calibration import TERMS, Calibrator, LinkSamples, RankCounts, State
+
+TRUE = CostModel(
+    attention_seconds_per_pair=3e-8,
+    token_seconds=2e-4,
+    micro_batch_seconds=5e-3,
+    ring_message_seconds=1e-3,
+    ring_bytes_per_token=2048,
+    ring_step_seconds=1e-3,
+    intra_node_bytes_per_second=1e8,
+    inter_node_bytes_per_second=2e7,
+)
+SILENT = (LinkSamples(), LinkSamples())
+
+
+def some_counts(random: np.random.Generator) -> RankCounts:
+    tokens = float(random.uniform(2000, 6000))
+    return RankCounts(
+        pairs=tokens * float(random.uniform(100, 4000)),
+        tokens=tokens,
+        micro_batches=float(random.integers(1, 5)),
+        ring_steps=float(random.integers(0, 7)),
+    )
+
+
+def seconds_of(counts: RankCounts, speed: float = 1.0) -> float:
+    return float(counts.row() @ [getattr(TRUE, name) for name in TERMS]) / speed
+
+
+def run(calibrator: Calibrator, steps: int, *, speeds: list[float], noise: float = 0.02, odd: int = -1) -> list[State]:
+    """States after each step of ranks with these speeds. In step ``odd`` everything takes three times as long."""
+    random = np.random.default_rng(0)
+    states = [State()]
+    for step in range(steps):
+        state = states[-1]
+        counts = [some_counts(random) for _ in speeds]
+        factor = 3.0 if step == odd else 1.0
+        seconds = [
+            factor * seconds_of(c, v) * float(random.normal(1, noise)) for c, v in zip(counts, speeds, strict=True)
+        ]
+        pairs = list(enumerate(zip(counts, seconds, strict=True)))
+        sums = sum(calibrator.normal_equations(state, c, y, rank) for rank, (c, y) in pairs)
+        own = [calibrator.speed(state, c, y) for _, (c, y) in pairs]
+        states.append(calibrator.after(state, sums.tolist(), own, SILENT))
+    return states
+
+
+def worst_error(cost: CostModel) -> float:
+    """Largest relative error of the seconds of a rank."""
+    random = np.random.default_rng(1)
+    found = []
+    for _ in range(100):
+        row = some_counts(random)
+        found.append(float(row.row() @ [getattr(cost, name) for name in TERMS]) / seconds_of(row) - 1)
+    return float(np.abs(found).max())
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_a_term_ten_times_wrong_is_found(term: str, factor: float) -> None:
+    wrong = replace(TRUE, **{term: factor * getattr(TRUE, term)})
+    calibrator = Calibrator(first=wrong, num_layers=2)
+    states = run(calibrator, 15, speeds=[1.0] * 4)
+    assert worst_error(calibrator.cost(states[-1])) < 0.05
+    assert (calibrator.speeds(states[-1]) == 1).all()
+
+
+def test_a_disturbed_step_changes_little() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    assert worst_error(calibrator.cost(run(calibrator, 12, speeds=[1.0] * 4, odd=10)[-1])) < 0.15
+
+
+def test_equal_rows_leave_the_terms_near_the_first_ones() -> None:
+    """With the same counts in every step, only their sum can be known."""
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    counts, state = RankCounts(pairs=1e6, tokens=4e3, micro_batches=2, ring_steps=0), State()
+    for _ in range(10):
+        sums = calibrator.normal_equations(state, counts, 2 * seconds_of(counts), 0)
+        state = calibrator.after(state, sums.tolist(), [1.0], SILENT)
+    cost = calibrator.cost(state)
+    assert float(counts.row() @ [getattr(cost, name) for name in TERMS]) == pytest.approx(
+        2 * seconds_of(counts), rel=0.01
+    )
+    assert cost.token_seconds > TRUE.token_seconds
+
+
+def test_slow_ranks_are_found_and_do_not_change_the_terms() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    states = run(calibrator, 20, speeds=[1.0, 1.0, 0.5, 1.0, 0.25])
+    assert calibrator.speeds(states[-1]).tolist() == pytest.approx([1.0, 1.0, 0.5, 1.0, 0.25], abs=0.051)
+    assert worst_error(calibrator.cost(states[-1])) < 0.1
+
+
+def test_too_few_steps_change_nothing() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    states = run(calibrator, 1, speeds=[1.0, 0.2])
+    assert calibrator.cost(states[-1]) == TRUE
+    with pytest.raises(ValueError, match="no ranks"):
+        calibrator.speeds(states[-1])
+
+
+def test_links_follow_messages_that_were_waited_for() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    inside = LinkSamples(at_least=5e8, seconds=1e-5)
+    across = LinkSamples(bytes_per_second=2e6, seconds=3e-4)
+    state = State()
+    for _ in range(3):
+        state = calibrator.after(state, [0.0] * 20, [1.0], (inside, across))
+    cost = calibrator.cost(state)
+    assert cost.intra_node_bytes_per_second == 5e8
+    assert cost.inter_node_bytes_per_second == 2e6
+    assert cost.ring_step_seconds == pytest.approx(4e-5)
+    slower = LinkSamples(at_least=1e3)
+    assert calibrator.after(state, [0.0] * 20, [1.0], (slower, slower)).intra == state.intra
+
+
+def test_a_state_is_the_same_after_json() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    for state in run(calibrator, 4, speeds=[1.0, 0.5]):
+        assert State.from_dict(json.loads(json.dumps(state.as_dict()))) == state
+    assert state.for_ranks(2) == state
+    assert state.for_ranks(3).speeds == ()

@@ -1,0 +1,97 @@
+"""Real runs that calibrate their costs: equal results, plans that can be made again, states that resume keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale.attention.exchange import TimedMessage
+from bytescale.config import Config, CostConfig
+from bytescale.cost import CostModel
+from bytescale.cost.calibration import Calibrator, State, lag_of
+from bytescale.plan.io import load_plan
+from bytescale.planner.calibrated import CalibratedPlanner
+from bytescale.train.parts import job as parts
+from bytescale.train.parts.calibration import samples_of
+from tests.train.runs import interrupt, metrics, on_ranks, run, small_run, with_trainer, write_corpus
+
+
+def calibrated(config: Config, calibrate: bool = True) -> Config:
+    return replace(config, cost=CostConfig(calibrate=calibrate))
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "calibration.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_losses_do_not_depend_on_calibration(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    runs = [calibrated(on_ranks(small_run(corpus, tmp_path / str(on)), 2, 128), on) for on in (False, True)]
+    without, with_it = (run(config) for config in runs)
+    assert with_it == pytest.approx(without, rel=1e-4)
+    assert not (tmp_path / "False" / "calibration.jsonl").exists()
+    assert all(line["predicted_seconds"] is None for line in metrics(tmp_path / "False"))
+    assert all(line["predicted_seconds"] > 0 for line in metrics(tmp_path / "True"))
+    lines = lines_of(tmp_path / "True")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["state"]["steps"] == 7
+    assert lines[-1]["cost"]["token_seconds"] != lines[0]["cost"]["token_seconds"]
+
+
+def test_every_plan_can_be_made_again_from_the_run_folder(tmp_path: Path) -> None:
+    """Also after a kill: the run goes on with the states of its folder."""
+    config = calibrated(on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=12), 2, 128))
+    interrupt(config, after_step=7)
+    before = lines_of(tmp_path / "run")
+    assert [line["step"] for line in before][-1] >= 6
+    run(with_trainer(config, resume=True))
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[:6] == before[:6]
+    planner = planner_of(config)
+    planner.states = {line["step"] - 1: State.from_dict(line["state"]) for line in lines}
+    for step in range(12):
+        saved = load_plan(tmp_path / "run" / "plans" / f"step-{step + 1:06d}.npz")
+        assert planner.plan_step(saved.lengths, step).digest() == saved.digest()
+
+
+def planner_of(config: Config) -> CalibratedPlanner:
+    """The planner of a run, made without its ranks."""
+    import torch
+
+    from bytescale.config import resolve_architecture
+    from bytescale.train.parts.budget import memory_budget
+
+    shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
+    device, dtype = torch.device("cpu"), torch.float32
+    memory = memory_budget(config, shape, device=device, dtype=dtype, num_ranks=2, profile=None)
+    cost = parts.planning_cost(config, None, shape, device, dtype, ranks_per_node=2)
+    planner = parts.verified_planner(config, memory, cost, 2)
+    calibrator = Calibrator(first=cost, num_layers=shape.num_layers)
+    return CalibratedPlanner(planner, calibrator, lag_of(config.data.prefetch_steps))
+
+
+def test_messages_that_were_waited_for_tell_the_rate() -> None:
+    waited = [TimedMessage(10**6, seconds, seconds) for seconds in (0.5, 0.5, 0.5, 0.5, 3.0)]
+    there = [TimedMessage(10**6, 2.0, 0.0)] * 4
+    small = [TimedMessage(10, 0.001, 0.001)]
+    found = samples_of([*waited, *there, *small])
+    assert found.bytes_per_second == 2e6
+    assert found.at_least == 5e5
+    assert found.seconds == 0.001
+    assert samples_of(there).bytes_per_second == 0
+    assert samples_of([]).seconds == 0
+
+
+def test_a_plan_whose_costs_are_not_known_is_refused() -> None:
+    from bytescale.common.errors import LoaderFailure
+
+    first = CostModel(attention_seconds_per_pair=1.0, token_seconds=1.0)
+    planner = CalibratedPlanner(None, Calibrator(first=first, num_layers=1), lag=4)  # type: ignore[arg-type]
+    assert planner.knows(3)
+    with pytest.raises(LoaderFailure, match="Step 5 was to be planned before step 1 had ended"):
+        planner.plan_step(np.array([1]), 4)
