@@ -114,7 +114,7 @@ class PackedAttention:
             return work.backward(dout, q, k, v, out, lse, blocks)
         windowed = self._windowed_ring(rules.window)
         if windowed is not None:
-            return windowed_backward(dout, q, k, v, out, lse, windowed, work)
+            return windowed_backward(dout, (q, k, v), (out, lse), windowed, work)
         return grid_backward(dout, (q, k, v), (out, lse), blocks, self.grid, work)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, work: BlockWork, window: int | None) -> tuple[Tensor, Tensor]:

@@ -138,15 +138,14 @@ def windowed_forward(q: Tensor, k: Tensor, v: Tensor, windowed: WindowedRing, wo
 
 def windowed_backward(
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
     windowed: WindowedRing,
     work: BlockWork,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``dq, dk, dv`` of all rows, from the gradient of ``out`` and what ``windowed_forward`` returned."""
+    """``dq, dk, dv`` of all rows, from ``out``'s gradient, ``q, k, v`` and the results of ``windowed_forward``."""
+    q, k, v = inputs
+    out, lse = results
     layout, device, wide = windowed.layout, q.device, lse.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     transfers, arrived = windowed.start_kv(k, v, Kind.BACKWARD_KV)
