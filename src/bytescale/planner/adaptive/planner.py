@@ -10,8 +10,8 @@
     6. Rivals    a plan that is still not close to the target is replaced by the best plan of the baselines, if that is
                  better
 
-In a pipeline, the longest block costs most. Several are tried, and several sizes of packs. Ranks that differ in speed
-or capacity take the same steps (``unequal``).
+In a pipeline, the longest block costs most. Several are tried, and several sizes of packs, and the best trials are
+evaluated to the end. Ranks that differ in speed or capacity take the same steps (``unequal``).
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -58,6 +58,8 @@ MOST_RESERVED = 4096
 """Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
 SNAPS = (0.0, 0.3, 0.6)
 """Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``)."""
+TOP = 4
+"""Trials of every size of packs in a pipeline whose makespans are computed to the end."""
 MIN_PACK = 8192
 """Tokens; in a pipeline, packs are halved down to this size."""
 
@@ -77,20 +79,23 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     lengths = checked_lengths(lengths, cluster=cluster)
     order = longest_first(lengths)
     flat = Batch.of(lengths[order], cluster, cost)
-    plan = trial_plan(flat, search(flat), order, lengths, "balanced/adaptive")
+    planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
+    if num_stages == 1:
+        plan = planned(flat, search(flat))
+        return _best_of_rivals(plan, flat) if cluster.is_uniform else plan
     if not cluster.is_uniform:
-        if num_stages == 1 or is_aligned(plan):
+        plan = planned(flat, search(flat))
+        if is_aligned(plan):
             return plan
         return align(greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1), cluster=cluster, cost=cost)
-    if num_stages == 1:
-        return _best_of_rivals(plan, flat)
-    plans = [_best_of_rivals(plan, flat)]  # the best one where rings cost more than bubbles
-    for pack_tokens in pack_sizes(flat.pack_tokens):
-        batch = replace(flat, num_stages=num_stages, pack_tokens=pack_tokens)
-        plans.append(trial_plan(batch, search(batch), order, lengths, "balanced/adaptive"))
+    # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
+    batches = [flat, *(replace(flat, num_stages=num_stages, pack_tokens=size) for size in pack_sizes(flat.pack_tokens))]
+    plans = []
+    for batch in batches:
+        trials = {trial.end: trial for trial in tried(batch)}
+        plans += [planned(batch, trials[end]) for end in sorted(trials)[:TOP]]
     aligned = [align(plan, cluster=cluster, cost=cost) for plan in plans]
-    batch = replace(flat, num_stages=num_stages)
-    return _best_of_rivals(min(aligned, key=partial(_end, batch)), batch)
+    return _best_of_rivals(min(aligned, key=partial(_end, batches[1])), batches[1])
 
 
 def pack_sizes(capacity: int) -> list[int]:
@@ -102,18 +107,29 @@ def pack_sizes(capacity: int) -> list[int]:
     return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / MIN_PACK))) + 1)]
 
 
-def search(batch: Batch) -> Trial:
-    """Steps 2 to 5. Returns the best trial."""
-    enough = (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target
-    trials = _trials(batch)
-    best = next(trials)
-    while best.end > enough:
-        trial = next(trials, None)
-        if trial is None:
+def tried(batch: Batch) -> list[Trial]:
+    """Steps 2 to 5: the trials up to the first one that is good enough."""
+    trials = []
+    for trial in _trials(batch):
+        trials.append(trial)
+        if trial.end <= _enough(batch):
             break
-        if trial.end < CLEARLY_BETTER * best.end or trial.end <= enough:
+    return trials
+
+
+def search(batch: Batch) -> Trial:
+    """The best trial; one with more traffic only if it is good enough or clearly better."""
+    trials = tried(batch)
+    best = trials[0]
+    for trial in trials:
+        if trial.end < CLEARLY_BETTER * best.end or trial.end <= _enough(batch):
             best = trial
     return best
+
+
+def _enough(batch: Batch) -> float:
+    """Seconds; a trial that ends so early ends the search."""
+    return (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target
 
 
 def _trials(batch: Batch) -> Iterator[Trial]:
@@ -181,6 +197,7 @@ def _with_low_gaps_filled(
         ranks=np.append(placed.ranks, low.ranks),
         degrees=np.append(placed.degrees, low.widths),
         free_at=low.free_at,
+        last=placed.last,
     )
     return blocks, placed, np.delete(whole, low.places)
 
@@ -197,17 +214,18 @@ def _blocks(batch: Batch, longest: float) -> tuple[Rectangles, int]:
 def _filled(batch: Batch, blocks: Rectangles, placed: Placement, whole: IntArray) -> Trial:
     """Step 4. ``whole`` are the places of the sequences that stay whole, longest first."""
     cluster, count = batch.cluster, len(placed.groups)
-    # Ranks with short micro-batches only have the bubbles of these.
-    bubbles = (batch.num_stages - 1) * batch.pack_seconds if batch.num_stages > 1 and len(whole) else 0.0
+    # Where a pack is longer than the last shared group, it has bubbles of its own.
+    bubbles = (batch.num_stages - 1) * np.maximum(batch.pack_seconds(count) - placed.last, 0.0)
     ranks = np.full(len(whole), -1) if placed.gap_ranks is None else placed.gap_ranks.copy()
     behind = np.flatnonzero(ranks < 0)
     ranks[behind], free_at = deal(
         batch.work_seconds[whole[behind]],
-        np.maximum(placed.free_at, bubbles),
+        placed.free_at + bubbles,
         speeds=None if cluster.is_uniform else cluster.speeds,
         lengths=None if cluster.is_uniform else batch.lengths[whole],
         capacity=None if cluster.is_uniform else cluster.capacity_tokens,
     )
+    free_at = np.where(np.bincount(ranks, minlength=cluster.num_ranks) > 0, free_at, placed.free_at)
     return Trial(
         shared=blocks.items[placed.groups],
         placed=placed,

@@ -160,6 +160,7 @@ class Gaps:
             ranks=np.concatenate([np.zeros(0, np.int64), *ranks]),
             degrees=np.array([len(some) for some in ranks], dtype=np.int64),
             free_at=free_at,
+            last=np.zeros(self.num_ranks),
         )
 
     def holes(self) -> tuple[FloatArray, IntArray, IntArray]:

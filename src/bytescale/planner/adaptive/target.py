@@ -29,6 +29,8 @@ LAID_OUT = 5
 """Longest blocks tried in a pipeline."""
 LEVELS = 32
 """Longest blocks estimated, in geometric steps from the target down to the time of one pack of whole sequences."""
+FINER = 9
+"""Longest blocks estimated between the neighbours of the best of these."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,12 +81,17 @@ class Batch:
         rest = float(self.work_seconds[count:].sum())
         return target_seconds(self.cost, self.lengths[:count], self.fewest[:count], rest, self.cluster.num_ranks)
 
-    @cached_property
-    def pack_seconds(self) -> float:
-        """Mean time of a full micro-batch of whole sequences, in seconds, weighted by tokens."""
-        whole = self.fewest == 1
-        tokens = self.lengths[whole].sum()
-        return float(self.local_seconds[whole].sum() / max(tokens, 1) * min(self.pack_tokens, tokens))
+    def pack_seconds(self, count: int) -> float:
+        """Time of a micro-batch of whole sequences, in seconds, if the ``count`` longest sequences are shared.
+
+        It is the mean, weighted by tokens, of micro-batches that are full, or as full as the sequences can make them.
+        """
+        lengths = self.lengths[count:]
+        if not len(lengths):
+            return 0.0
+        tokens = int(lengths.sum())
+        pack = min(self.pack_tokens, max(int(lengths[0]), -(-tokens // self.cluster.num_ranks)))
+        return float(self.local_seconds[count:].sum()) / tokens * pack
 
     def num_shared(self, limit: float) -> int:
         """Number of the longest sequences that no rank can hold, or that no rank ends within ``limit`` seconds."""
@@ -107,10 +114,16 @@ class Batch:
             parts = PARTS if len(self.lengths) <= FEW or not self.cluster.is_uniform else (1,)
             yield from ((self.target, self.target / number) for number in parts)
             return
-        shortest = min(max(self.pack_seconds / 8, 1e-3 * self.target), self.target)
-        grid = np.geomspace(self.target, shortest, LEVELS).tolist()
-        # Those that give all sequences the same degrees have the same estimate.
-        yield from sorted(dict(self._level(longest) for longest in grid).items())[:LAID_OUT]
+        pack = self.pack_seconds(self.num_shared(np.inf))
+        shortest = min(max(pack / 8, 1e-3 * self.target), self.target)
+        grid = np.geomspace(self.target, shortest, LEVELS)
+        levels = [self._level(longest) for longest in grid.tolist()]
+        best = int(np.argmin([end for end, _ in levels]))
+        finer = np.geomspace(grid[max(best - 1, 0)], grid[min(best + 1, LEVELS - 1)], FINER)
+        levels += [self._level(longest) for longest in finer.tolist()]
+        # Equal longest blocks have the same groups. Only the earliest makespan is kept.
+        earliest = {longest: end for end, longest in sorted(levels, reverse=True)}
+        yield from sorted((end, longest) for longest, end in earliest.items())[:LAID_OUT]
 
     def _level(self, longest: float) -> tuple[float, float]:
         num_ranks, count = self.cluster.num_ranks, self.num_shared(longest)
@@ -118,10 +131,9 @@ class Batch:
         by_time = np.argsort(-seconds, kind="stable")
         paying = np.diff(np.minimum(np.cumsum(degrees[by_time]), num_ranks), prepend=0)
         bubbles = float((paying * seconds[by_time]).sum())
-        if count < len(self.lengths):
-            bubbles += (num_ranks - int(paying.sum())) * self.pack_seconds
+        bubbles += (num_ranks - int(paying.sum())) * self.pack_seconds(count)
         work = float((degrees * seconds).sum() + self.local_seconds[count:].sum())
-        slowest = float(seconds.max(initial=0.0))
+        slowest = max(float(seconds.max(initial=0.0)), float(self.local_seconds[count:].max(initial=0.0)))
         end = max((work + (self.num_stages - 1) * bubbles) / num_ranks, self.num_stages * slowest)
         return end, max(slowest, longest)
 
