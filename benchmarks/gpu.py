@@ -47,7 +47,7 @@ from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.cost import flops, save_profile
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import MemoryModel, ModelShare
 from bytescale.cost.profile_file import fit_warnings
 from bytescale.models import Llama
 from bytescale.models.head_groups import apply_head_groups
@@ -299,14 +299,14 @@ def device_room(device: Device, sizes: Sizes) -> float:
 
 def memory_model(device: Device, shape: Architecture, checkpointing: str, head_groups: int = 1) -> MemoryModel:
     """Return the memory model that ``train`` uses on this device."""
-    return MemoryModel.on_device(
-        shape,
+    model = MemoryModel.on_device(
+        ModelShare(architecture=shape),
         "cuda" if device.on_gpu else "cpu",
         element_bytes=device.dtype.itemsize,
         num_ranks=1,
         checkpointing=checkpointing,  # type: ignore[arg-type]
-        head_groups=head_groups,
     )
+    return replace(model, head_groups=head_groups)
 
 
 def fitting_model(device: Device, sizes: Sizes, shape: Architecture, checkpointing: str, tokens: int) -> MemoryModel:

@@ -246,7 +246,9 @@ def test_peak_with_attention_in_groups_of_heads(
 def test_as_few_groups_of_heads_as_do() -> None:
     """For a given capacity those with which it fits; else those beyond which there is next to nothing to gain."""
     shape, room = PRESETS["1b"], 80e9
-    whole = MemoryModel.on_device(shape, "cuda", element_bytes=2, num_ranks=8, checkpointing="full")
+    whole = MemoryModel.on_device(
+        ModelShare(architecture=shape), "cuda", element_bytes=2, num_ranks=8, checkpointing="full"
+    )
 
     def fitting(groups: int, moved: float = 0.0) -> int:
         return replace(whole, head_groups=groups).capacity_tokens(room, moved)
@@ -287,8 +289,9 @@ def test_two_million_tokens_on_one_gpu(shape: Architecture, gib: float) -> None:
 
     def peak(groups: int) -> float:
         model = MemoryModel.on_device(
-            shape, "cuda", element_bytes=2, num_ranks=1, checkpointing="full", head_groups=groups
+            ModelShare(architecture=shape), "cuda", element_bytes=2, num_ranks=1, checkpointing="full"
         )
+        model = replace(model, head_groups=groups)
         moved = min(tokens, int(0.98 * host / max(1, model.movable_bytes_per_token)))
         return float(model.limits().device_peak(tokens, moved, 0)) / 2**30
 
@@ -298,7 +301,7 @@ def test_two_million_tokens_on_one_gpu(shape: Architecture, gib: float) -> None:
 
 def test_without_checkpointing_the_feed_forward_part_is_not_in_chunks() -> None:
     """Whatever the model says of rows: a long micro-batch of a 7B model has the temporaries of all its rows."""
-    whole = MemoryModel.on_device(PRESETS["7b"], "cuda", element_bytes=2, num_ranks=8)
+    whole = MemoryModel.on_device(ModelShare(architecture=PRESETS["7b"]), "cuda", element_bytes=2, num_ranks=8)
     tokens = 4 * ROWS_PER_CHUNK["cuda"]
     unchunked = with_kernels(whole, feed_forward_rows=math.inf)
     assert float(whole.limits().device_peak(tokens, 0, 0)) == float(unchunked.limits().device_peak(tokens, 0, 0))
@@ -453,7 +456,12 @@ def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_device_does_chunk_by_chunk_what_the_runtime_does(kind: str, tp: int) -> None:
     dense, mixture = (
-        MemoryModel.on_device(PRESETS[name], kind, element_bytes=2, num_ranks=8, tensor_parallel=tp)  # type: ignore[arg-type]
+        MemoryModel.on_device(
+            ModelShare(architecture=PRESETS[name], tensor_parallel=tp),
+            kind,  # type: ignore[arg-type]
+            element_bytes=2,
+            num_ranks=8,
+        )
         for name in ("7b", "mixtral-8x7b")
     )
     assert dense.kernels.loss_chunk_tokens == loss_chunk_tokens(PRESETS["7b"].vocab_size // tp, kind)
@@ -465,7 +473,7 @@ def test_a_device_does_chunk_by_chunk_what_the_runtime_does(kind: str, tp: int) 
 def test_interleaved_stages_have_the_layers_of_their_chunks() -> None:
     """The head counts as 2.4 layers: of two parts the last has 2 of 6 layers, of four parts it has 1, and 2 before."""
     shape = replace(PRESETS["7b"], num_layers=6)
-    whole = MemoryModel.on_device(shape, "cuda", element_bytes=2, num_ranks=8)
+    whole = MemoryModel.on_device(ModelShare(architecture=shape), "cuda", element_bytes=2, num_ranks=8)
     plain, interleaved = with_share(whole, num_stages=2), with_share(whole, num_stages=2, virtual_stages=2)
     assert [stage.share.num_layers for stage in plain.stages()] == [4, 2]
     assert [stage.share.num_layers for stage in interleaved.stages()] == [3, 3]

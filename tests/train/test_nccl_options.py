@@ -7,7 +7,7 @@ import pytest
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import ConfigError
 from bytescale.config import PRESETS
-from bytescale.cost.memory import NCCL_BYTES_PER_NEIGHBOUR, MemoryModel, nccl_reserve_bytes
+from bytescale.cost.memory import NCCL_BYTES_PER_NEIGHBOUR, MemoryModel, ModelShare, nccl_reserve_bytes
 from bytescale.runtime import RankGroup
 from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
 from tests.helpers.ranks import run_ranks
@@ -77,7 +77,7 @@ def test_the_memory_model_counts_what_nccl_holds() -> None:
     assert nccl_reserve_bytes(512, 1, 1) == 9 * NCCL_BYTES_PER_NEIGHBOUR
     assert nccl_reserve_bytes(8, 8, 4) > nccl_reserve_bytes(8, 8, 1) > nccl_reserve_bytes(8, 1, 1)
     models = {
-        kind: MemoryModel.on_device(PRESETS["7b"], kind, element_bytes=2, num_ranks=8)  # type: ignore[arg-type]
+        kind: MemoryModel.on_device(ModelShare(architecture=PRESETS["7b"]), kind, element_bytes=2, num_ranks=8)  # type: ignore[arg-type]
         for kind in ("cpu", "cuda")
     }
     peaks = {kind: float(model.limits().device_peak(0, 0, 0)) for kind, model in models.items()}

@@ -13,7 +13,7 @@ from bytescale.config import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config
 from bytescale.config.validate import may_offload
 from bytescale.cost import Profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel, fitting_capacity
+from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel, ModelShare, fitting_capacity
 
 GIB = 2**30
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
@@ -42,37 +42,35 @@ class Devices:
 def devices_of(
     config: Config | None,
     profile: Profile,
+    share: ModelShare,
     *,
     num_ranks: int,
-    num_stages: int,
-    virtual_stages: int,
     checkpointing: Checkpointing,
     capacity_tokens: int,
     device_gib: float | None,
 ) -> Devices:
-    """Return the devices of ``num_ranks`` HDP ranks that run the model of ``profile`` (see the top of this file).
+    """Return the devices of ``num_ranks`` HDP ranks that run a model by ``profile`` (see the top of this file).
 
+    ``share``: the model, and how tensor parallelism and a pipeline cut it.
     ``capacity_tokens``: the tokens that a micro-batch has to hold, or "auto". ``device_gib``: GiB of a device that may
     be used. None: as much as training would use on this machine, or ``ASSUMED_GIB``.
     """
     kind, element_bytes = _kind_and_precision(config, profile)
     usable_bytes = _usable_bytes(config, kind) if device_gib is None else device_gib * GIB
     model = MemoryModel.on_device(
-        profile.architecture,
+        share,
         kind,
         element_bytes=element_bytes,
         num_ranks=num_ranks,
         checkpointing=checkpointing,
         attention="auto" if config is None else config.trainer.attention,
-        head_groups=1 if config is None else config.trainer.head_groups or 1,
-        tensor_parallel=profile.tensor_parallel,
-        num_stages=num_stages,
-        virtual_stages=virtual_stages,
         ring_gradients="wide" if config is None else config.trainer.ring_gradients,
     )
     if config is None or config.trainer.head_groups == AUTO_HEAD_GROUPS:
         offload = config is not None and may_offload(config, kind)
         model = model.in_head_groups(usable_bytes, capacity_tokens=capacity_tokens or None, offload=offload)
+    else:
+        model = replace(model, head_groups=config.trainer.head_groups)
     return Devices(memory=model.fullest_stage(usable_bytes), usable_bytes=usable_bytes)
 
 

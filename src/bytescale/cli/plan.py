@@ -23,7 +23,7 @@ from bytescale.common.units import format_count
 from bytescale.config import Config, ModelConfig, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
-from bytescale.cost.memory import Checkpointing
+from bytescale.cost.memory import Checkpointing, ModelShare
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
@@ -109,12 +109,17 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     )
     layout.check_layers(profile.architecture.num_layers)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
+    share = ModelShare(
+        architecture=profile.architecture,
+        tensor_parallel=profile.tensor_parallel,
+        num_stages=options.pp,
+        virtual_stages=options.virtual_stages,
+    )
     devices = devices_of(
         config,
         profile,
+        share,
         num_ranks=options.ranks,
-        num_stages=options.pp,
-        virtual_stages=options.virtual_stages,
         checkpointing=options.checkpointing,
         capacity_tokens=options.capacity_tokens,
         device_gib=options.device_gib,

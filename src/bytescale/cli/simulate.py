@@ -28,7 +28,7 @@ from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
-from bytescale.cost.memory import Checkpointing
+from bytescale.cost.memory import Checkpointing, ModelShare
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
@@ -207,12 +207,17 @@ def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | 
 
 
 def _devices(options: SimulateOptions, config: Config | None, profile: Profile) -> Devices:
+    share = ModelShare(
+        architecture=profile.architecture,
+        tensor_parallel=profile.tensor_parallel,
+        num_stages=options.cluster.pp,
+        virtual_stages=options.cluster.virtual_stages,
+    )
     return devices_of(
         config,
         profile,
+        share,
         num_ranks=options.cluster.num_ranks,
-        num_stages=options.cluster.pp,
-        virtual_stages=options.cluster.virtual_stages,
         checkpointing=options.checkpointing,
         capacity_tokens=options.capacity_tokens,
         device_gib=options.device_gib,

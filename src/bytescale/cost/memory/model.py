@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bytescale.config import Architecture, RingGradients
+from bytescale.config import RingGradients
 from bytescale.cost.memory.kernels import DeviceKind, Kernels
 from bytescale.cost.memory.nccl import nccl_reserve_bytes
 from bytescale.cost.memory.phases import Phases
@@ -43,40 +43,34 @@ class MemoryModel:
 
     @staticmethod
     def on_device(
-        architecture: Architecture,
+        share: ModelShare,
         kind: DeviceKind,
         *,
         element_bytes: int,
         num_ranks: int,
         checkpointing: Checkpointing = "none",
         attention: str = "auto",
-        head_groups: int = 1,
-        tensor_parallel: int = 1,
-        num_stages: int = 1,
-        virtual_stages: int = 1,
         ring_gradients: RingGradients = "wide",
     ) -> MemoryModel:
-        """Return the model of a device of this ``kind`` that works as ``runtime`` does: same kernels, same chunks."""
+        """Return the model of a device of this ``kind`` that works as ``runtime`` does: same kernels, same chunks.
+
+        It has one group of heads.
+        """
+        tensor_parallel = share.tensor_parallel
         return MemoryModel(
-            share=ModelShare(
-                architecture=architecture,
-                tensor_parallel=tensor_parallel,
-                num_stages=num_stages,
-                virtual_stages=virtual_stages,
-            ),
+            share=share,
             element_bytes=element_bytes,
             num_ranks=num_ranks,
             kernels=Kernels.of_device(
                 kind,
-                architecture,
+                share.architecture,
                 element_bytes=element_bytes,
                 tensor_parallel=tensor_parallel,
                 attention=attention,
             ),
             checkpointing=checkpointing,
-            head_groups=head_groups,
             ring_gradients=ring_gradients,
-            nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, num_stages) if kind == "cuda" else 0,
+            nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, share.num_stages) if kind == "cuda" else 0,
         )
 
     # What is chosen

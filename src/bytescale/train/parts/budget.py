@@ -17,7 +17,7 @@ from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
@@ -107,18 +107,20 @@ def memory_budget(
     )
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     whole = MemoryModel.on_device(
-        architecture,
+        ModelShare(
+            architecture=architecture,
+            tensor_parallel=parallel.tp,
+            num_stages=parallel.pp,
+            virtual_stages=parallel.virtual_stages,
+        ),
         kind,
         element_bytes=dtype.itemsize,
         num_ranks=hdp,
         checkpointing=config.trainer.checkpointing,
         attention=config.trainer.attention,
-        head_groups=config.trainer.head_groups or 1,
-        tensor_parallel=parallel.tp,
-        num_stages=parallel.pp,
-        virtual_stages=parallel.virtual_stages,
         ring_gradients=config.trainer.ring_gradients,
     )
+    whole = replace(whole, head_groups=config.trainer.head_groups or 1)
     offloads = may_offload(config, device.type)
     if config.trainer.head_groups == AUTO_HEAD_GROUPS:
         wanted = parallel.capacity_tokens or None
@@ -128,13 +130,7 @@ def memory_budget(
     rule = None
     if offloads and model.movable_bytes_per_token:
         times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)
-        kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
-        rule = OffloadRule(
-            profile=replace(times, activation_bytes=kept, points=()),
-            num_layers=model.share.num_layers,
-            movable_share=model.limits().movable_share,
-            host_bytes=host_bytes / model.share.num_in_flight,
-        )
+        rule = _offload_rule(model, times, host_bytes)
     budget = MemoryBudget(
         model=model,
         capacity_tokens=capacity,
@@ -144,6 +140,17 @@ def memory_budget(
     )
     _check_context(config, budget, hdp)
     return budget
+
+
+def _offload_rule(model: MemoryModel, times: Profile, host_bytes: float) -> OffloadRule:
+    """What a micro-batch may offload into ``host_bytes`` of a rank, by what each of its layers saves."""
+    kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
+    return OffloadRule(
+        profile=replace(times, activation_bytes=kept, points=()),
+        num_layers=model.share.num_layers,
+        movable_share=model.limits().movable_share,
+        host_bytes=host_bytes / model.share.num_in_flight,
+    )
 
 
 def measured_budget(
