@@ -26,11 +26,15 @@ def temporary_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.{_host()}.{threading.get_native_id()}.{os.getpid()}.tmp")
 
 
-def remove_stale_temporaries(final: Path) -> None:
-    """Delete the temporary files that dead processes of this host left behind while they wrote ``final``."""
+def remove_stale_temporaries(final: Path, *, locked: bool = False) -> None:
+    """Delete the temporary files that dead processes of this host left behind while they wrote ``final``.
+
+    ``locked``: the caller holds a lock without which no process of this host writes ``final``. Whoever left a file is
+    dead then, although its process id may still exist, because the kernel frees the locks of a dying process first.
+    """
     for path in final.parent.glob(glob.escape(f".{final.name}.") + "*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
-        if match and match["host"] == _host() and not _is_alive(int(match["pid"])):
+        if match and match["host"] == _host() and (locked or not _is_alive(int(match["pid"]))):
             logger.info("removing %s, left by process %s, which is gone", path, match["pid"])
             path.unlink(missing_ok=True)
 

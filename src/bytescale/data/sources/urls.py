@@ -182,7 +182,8 @@ def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -
 
 
 def _fetch(source: UrlPath, target: Path) -> None:
-    remove_stale_temporaries(target)
+    """Copy a file. The caller holds the lock of the pair."""
+    remove_stale_temporaries(target, locked=True)
     with whole_file(target) as temporary, source.open() as remote, temporary.open("wb") as local:
         while block := remote.read(_COPY_BYTES):
             local.write(block)
