@@ -61,6 +61,9 @@ ranks = {ranks}
 capacity_tokens = {capacity}
 timeout_seconds = 30.0
 
+[cost]
+calibrate = false  # it learns from times, so a run that was killed would plan otherwise than one that was not
+
 [trainer]
 device = "cpu"
 dtype = "fp32"

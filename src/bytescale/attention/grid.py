@@ -210,19 +210,24 @@ def grid_backward(
             collected.zero_()
         else:
             gradient_transfer.wait()
-        share.add_to(keys_of(collected, k), values_of(collected, v))
+        share.add_to(keys_of(collected, k), values=False)
+        share.add_to(values_of(collected, v), values=True)
         del share  # frees its memory before the next step computes its own
         # Pass the sum on. The sum that arrives belongs to the keys of the next step; after the last, to our own keys.
         coming = grid.held(b + 1, gradient_buffers)
         gradient_transfer = grid.around_column(collected, coming, Kind.BACKWARD_GRADIENTS)
 
-    dk_own, dv_own = dk[:num_tokens].to(lse.dtype), dv[:num_tokens].to(lse.dtype)
-    of_own_keys.add_to(dk_own, dv_own)
+    returned = None
     if gradient_transfer is not None:
         gradient_transfer.wait()
         returned = grid.held(grid.num_rows, gradient_buffers)
-        dk_own, dv_own = dk_own + keys_of(returned, k), dv_own + values_of(returned, v)
-    dk[:num_tokens], dv[:num_tokens] = dk_own.to(dk.dtype), dv_own.to(dv.dtype)
+    # One after the other, so that sums of keys and of values do not exist at the same time.
+    for gradient, part_of in ((dk, keys_of), (dv, values_of)):
+        total = gradient[:num_tokens].to(lse.dtype)
+        of_own_keys.add_to(total, values=gradient is dv)
+        if returned is not None:
+            total += part_of(returned, gradient)
+        gradient[:num_tokens] = total.to(gradient.dtype)
     dq[:num_tokens] = row.own_gradient().to(dq.dtype)
     return dq, dk, dv
 
@@ -312,12 +317,11 @@ class KeyGradients:
             add_rows(self._sums[0], rows, dk)
             add_rows(self._sums[1], rows, dv)
 
-    def add_to(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the share to the sums ``dk [n, G, D]`` and ``dv [n, G, Dv]``, in place."""
+    def add_to(self, total: Tensor, *, values: bool) -> None:
+        """Add the share to a sum in place: to that of the values ``[n, G, Dv]``, or of the keys ``[n, G, D]``."""
         part = self._part if self._sums is None else (slice(None), *self._sums)
         if part is not None:
-            add_rows(dk, part[0], part[1])
-            add_rows(dv, part[0], part[2])
+            add_rows(total, part[0], part[2] if values else part[1])
 
 
 def _equivalent_output(dout: Tensor, delta: Tensor) -> Tensor:
