@@ -43,7 +43,7 @@ class Above:
         self.plan = Method(self._plan)
         self.configure = Method(self._configure)
 
-    async def _plan(self, state: dict[str, Any], lost: str) -> StepReference | None:
+    async def _plan(self, state: dict[str, Any], costs: Any, lost: str) -> StepReference | None:
         await asyncio.sleep(0)
         self.asked.append((state["step"], lost))
         if not self.told:
@@ -51,7 +51,7 @@ class Above:
         if state["step"] == 13:
             raise PlanError("no plan for 13")
         after = {"step": state["step"] + 1}
-        return StepReference(planned=None, state_before=state, state_after=after, life=self.life)
+        return StepReference(planned=None, state_before=state, state_after=after, life=self.life, costs=costs)
 
     async def _configure(self, *how: Any) -> None:
         self.told.append(how)
@@ -75,20 +75,34 @@ def test_ranks_of_a_node_share_one_request() -> None:
     async def check() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
-        assert await relay.plan(state(0), "") is None, "nobody has said how to plan"
+        assert await relay.plan(state(0)) is None, "nobody has said how to plan"
         await relay.configure("how", 9)
         planner.asked.clear()
-        answers = await asyncio.gather(*(relay.plan(state(0), "") for _ in range(8)))
+        answers = await asyncio.gather(*(relay.plan(state(0)) for _ in range(8)))
         assert planner.told == [("how", 9)]
         assert planner.asked == [(0, ""), (0, "")]  # not configured, then the answer
         assert all(answer == answers[0] for answer in answers)
         for step in range(1, 6):
-            await relay.plan(state(step), "")
+            await relay.plan(state(step))
         planner.asked.clear()
-        await relay.plan(state(5), "")
+        await relay.plan(state(5))
         assert planner.asked == []
-        await relay.plan(state(0), "")  # long forgotten: asked again
+        await relay.plan(state(0))  # long forgotten: asked again
         assert planner.asked == [(0, "")]
+
+    asyncio.run(check())
+
+
+def test_a_step_that_is_asked_for_with_other_costs_is_planned_again() -> None:
+    async def check() -> None:
+        planner = Above()
+        relay = Relay(lambda: planner, kept_steps=2)
+        await relay.configure("how", None)
+        for costs in ("slow", "slow", "fast"):
+            answer = await relay.plan(state(0), costs)
+            assert isinstance(answer, StepReference)
+            assert answer.costs == costs
+        assert len(planner.asked) == 3, "not configured, slow once, and fast"
 
     asyncio.run(check())
 
@@ -98,11 +112,11 @@ def test_a_planner_that_died_is_told_again_and_its_objects_are_asked_for_again()
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
         await relay.configure("how", None)
-        first = await relay.plan(state(0), "")
+        first = await relay.plan(state(0))
         assert first is not None
         planner.life = "second"
         planner.told.clear()
-        again = await asyncio.gather(*(relay.plan(state(0), "first") for _ in range(3)))
+        again = await asyncio.gather(*(relay.plan(state(0), None, "first") for _ in range(3)))
         assert {answer.life for answer in again if answer} == {"second"}
         assert planner.told == [("how", None)]
 
@@ -113,7 +127,7 @@ def test_while_servers_read_every_level_of_relays_says_so_in_time() -> None:
     """Who joins a request that is on its way gets its answer, and does not wait for another one behind it."""
 
     class Reading(Above):
-        async def _plan(self, state: dict[str, Any], lost: str) -> Any:
+        async def _plan(self, state: dict[str, Any], costs: Any, lost: str) -> Any:
             await asyncio.sleep(0.5)
             return StillReading(3)
 
@@ -128,7 +142,7 @@ def test_while_servers_read_every_level_of_relays_says_so_in_time() -> None:
             await asyncio.sleep(0.05 * number)
             loop = asyncio.get_running_loop()
             asked = loop.time()
-            assert await below[number % 3].plan(state(0), "") == StillReading(3)
+            assert await below[number % 3].plan(state(0)) == StillReading(3)
             return loop.time() - asked
 
         assert max(await asyncio.gather(*(ask(number) for number in range(9)))) < 0.8
@@ -141,11 +155,11 @@ def test_an_error_reaches_all_who_asked_and_is_not_kept() -> None:
         planner = Above()
         relay = Relay(lambda: planner, kept_steps=2)
         await relay.configure("how", None)
-        outcomes = await asyncio.gather(*(relay.plan(state(13), "") for _ in range(3)), return_exceptions=True)
+        outcomes = await asyncio.gather(*(relay.plan(state(13)) for _ in range(3)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [PlanError] * 3
         asked = len(planner.asked)
         with pytest.raises(PlanError, match="no plan for 13"):
-            await relay.plan(state(13), "")
+            await relay.plan(state(13))
         assert len(planner.asked) == asked + 1
 
     asyncio.run(check())
@@ -169,19 +183,19 @@ def test_a_part_whose_object_was_lost_is_cut_from_what_the_next_planner_made(tmp
 
     asked: list[str] = []
 
-    async def ask(state: dict[str, Any], lost: str) -> Answer:
+    async def ask(state: dict[str, Any], costs: Any, lost: str) -> Answer:
         asked.append(lost)
         life, there = ("second", found_object()) if lost else ("first", lost_object())
         return StepReference(planned=there, state_before=state, state_after={"step": 1}, life=life)
 
-    part = asyncio.run(part_of(ask, 2, state(0)))
+    part = asyncio.run(part_of(ask, 2, state(0), None))
     assert isinstance(part, RankStep)
     assert (part.life, part.rank_plan.rank, asked) == ("second", 2, ["", "first"])
 
-    async def reading(state: dict[str, Any], lost: str) -> Answer:
+    async def reading(state: dict[str, Any], costs: Any, lost: str) -> Answer:
         return StillReading(7)
 
-    assert asyncio.run(part_of(reading, 2, state(0))) == StillReading(7)
+    assert asyncio.run(part_of(reading, 2, state(0), None)) == StillReading(7)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 7, 64])
@@ -219,7 +233,7 @@ def test_a_planner_that_never_stays_is_given_up(ray_joined: str, tmp_path: Path)
     """It forgets what it was told each time, as one would that dies again and again."""
 
     class Forgetful:
-        def part(self, rank: int, state: dict[str, Any]) -> None:
+        def part(self, rank: int, state: dict[str, Any], costs: Any) -> None:
             return None
 
         def configure(self, planner: Any, stop_step: int | None) -> None:

@@ -188,7 +188,7 @@ class CostConfig:
     """A TOML file written by `bytescale profile`. Unset: times follow from counted operations of the model."""
     calibrate: bool = True
     """Refine the times while training, from what ranks measure in every step. Later plans depend on measured times, so
-    two runs differ in the order of sums; false: they are equal to the last bit. Needs tp = pp = 1, loader "local"."""
+    two runs differ in the order of sums; false: they are equal to the last bit. Needs tp = pp = 1."""
 
 
 @dataclass(slots=True, kw_only=True)

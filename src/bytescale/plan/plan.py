@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -165,16 +165,32 @@ Planner = Callable[[IntArray], Plan]
 
 @runtime_checkable
 class StepPlanner(Protocol):
-    """A planner whose costs depend on the step."""
+    """A planner whose costs depend on the step. Steps are counted from 0."""
 
-    def plan_step(self, lengths: IntArray, step: int) -> Plan:
-        """Make the plan of step number ``step``, counted from 0."""
+    def knows(self, step: int) -> bool:
+        """Whether the costs of a step are known yet."""
+        ...
+
+    def costs_of(self, step: int) -> Any:
+        """What the plan of a step depends on, besides its lengths. It can be compared and sent to another process.
+
+        Raises ``LoaderFailure`` if it is not known yet.
+        """
+        ...
+
+    def plan_with(self, lengths: IntArray, costs: Any) -> Plan:
+        """Make a plan with what ``costs_of`` has told."""
         ...
 
 
-def plan_of_step(planner: Planner | StepPlanner, lengths: IntArray, step: int) -> Plan:
-    """The plan that ``planner`` makes for this step, whether it knows of steps or not."""
-    return planner.plan_step(lengths, step) if isinstance(planner, StepPlanner) else planner(lengths)
+def costs_of_step(planner: Planner | StepPlanner, step: int) -> Any:
+    """What ``plan_with_costs`` needs to plan this step. None for a planner that knows nothing of steps."""
+    return planner.costs_of(step) if isinstance(planner, StepPlanner) else None
+
+
+def plan_with_costs(planner: Planner | StepPlanner, lengths: IntArray, costs: Any) -> Plan:
+    """The plan that ``planner`` makes with the result of ``costs_of_step``."""
+    return planner.plan_with(lengths, costs) if isinstance(planner, StepPlanner) else planner(lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

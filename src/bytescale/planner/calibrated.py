@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, problem
-from bytescale.cost import Cluster
+from bytescale.cost import Cluster, CostModel
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.plan import Plan
 from bytescale.planner.verified import VerifiedPlanner
@@ -18,9 +19,22 @@ KEPT_LAGS = 3
 """States are kept for so many times the lag."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What the plan of a step depends on, besides its lengths."""
+
+    cost: CostModel
+    speeds: tuple[float, ...] = ()
+    """Of all ranks; empty: they are equal."""
+
+
 @dataclass
 class CalibratedPlanner:
-    """Plans step k with the state after step ``k - lag``. Every rank plans alike."""
+    """Plans step k with the state after step ``k - lag``. Every rank plans alike.
+
+    The local loader plans in every rank. Under the remote loader, the ranks send the costs of a step to the planner
+    actor (``costs_of``), which needs no state (``plan_with``).
+    """
 
     planner: VerifiedPlanner
     """With the first cost model, and with ranks of equal speed."""
@@ -37,7 +51,11 @@ class CalibratedPlanner:
         return self.planner(lengths)
 
     def plan_step(self, lengths: IntArray, step: int) -> Plan:
-        """Plan the batch of a step. Raises as ``VerifiedPlanner``, and ``LoaderFailure`` if the costs are not known."""
+        """Plan the batch of a step. Raises as ``VerifiedPlanner`` and ``costs_of``."""
+        return self.plan_with(lengths, self.costs_of(step))
+
+    def costs_of(self, step: int) -> StepCosts:
+        """The costs of a step. Raises ``LoaderFailure`` if they are not known."""
         if not self.knows(step):
             raise LoaderFailure(
                 problem(
@@ -46,7 +64,16 @@ class CalibratedPlanner:
                     fix="report this, and train with cost.calibrate = false",
                 )
             )
-        return self.with_state(self.states.get(step - self.lag, State()))(lengths)
+        found = self.with_state(self.states.get(step - self.lag, State()))
+        speeds = () if found.cluster is self.planner.cluster else tuple(found.cluster.speeds.tolist())
+        return StepCosts(cost=found.cost, speeds=speeds)
+
+    def plan_with(self, lengths: IntArray, costs: StepCosts) -> Plan:
+        """Plan a batch with the costs of its step. Raises as ``VerifiedPlanner``."""
+        cluster = self.planner.cluster
+        if costs.speeds:
+            cluster = replace(cluster, speeds=np.array(costs.speeds))
+        return replace(self.planner, cost=costs.cost, cluster=cluster)(lengths)
 
     def knows(self, step: int) -> bool:
         """Whether the costs of a step are known."""

@@ -18,7 +18,7 @@ from bytescale.data.loading.prefetch import Prefetcher
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
 from bytescale.data.tokens.fields import WEIGHTS
-from bytescale.plan.plan import Plan, Planner, plan_of_step
+from bytescale.plan.plan import Plan, Planner, costs_of_step, plan_with_costs
 from bytescale.plan.rank_plan import MicroBatch, RankPlan
 from bytescale.plan.summary import PlanSummary
 
@@ -288,7 +288,7 @@ class LocalLoader(PrefetchedSteps):
         while self._stop_step is None or self._sampler.next_step < self._stop_step:
             batch = self._sampler.next_batch()
             started = time.perf_counter()
-            plan = plan_of_step(self._planner, batch.lengths, batch.step)
+            plan = plan_with_costs(self._planner, batch.lengths, costs_of_step(self._planner, batch.step))
             rank_plan = RankPlan.of(plan, self._rank)
             planned = time.perf_counter()
             micro_batches = tuple(

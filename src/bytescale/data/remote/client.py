@@ -16,6 +16,7 @@ from bytescale.data.remote.calls import no_answer, wait_for
 from bytescale.data.remote.messages import RankStep, SegmentTable, ServerSlices, StillReading, assemble
 from bytescale.data.remote.relay import RankAnswer
 from bytescale.plan import Planner
+from bytescale.plan.plan import StepPlanner, costs_of_step
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class RemoteLoader(PrefetchedSteps):
         Args:
             service: the actors to ask.
             planner: function from lengths to a plan. It is sent to the planner actor, and again after each restart.
+                If it is a ``StepPlanner``, each request for a step carries the costs of that step.
             rank: HDP rank.
             state: where the first step starts.
             stop_step: the iteration ends before the step of this number; None: it has no end.
@@ -71,7 +73,8 @@ class RemoteLoader(PrefetchedSteps):
             # 1. Get this rank's part of the plan.
             part = self._part(state, asked)
             started = time.perf_counter()
-            asked = self._ask(part.state_after) if self._wants(part.state_after) else None
+            early = self._wants(part.state_after) and self._knows(part.state_after)
+            asked = self._ask(part.state_after) if early else None
             # 2. Call each server that has tokens of this part once, all servers at the same time.
             answers = self._fetch(part.segments)
             micro_batches = assemble(part.rank_plan, part.segments, answers)
@@ -99,8 +102,12 @@ class RemoteLoader(PrefetchedSteps):
     def _wants(self, state: SamplerState) -> bool:
         return self._stop_step is None or state["step"] < self._stop_step
 
+    def _knows(self, state: SamplerState) -> bool:
+        """Whether the costs of the step are known, so that its plan can be asked for."""
+        return not isinstance(self._planner, StepPlanner) or self._planner.knows(state["step"])
+
     def _ask(self, state: SamplerState) -> Any:
-        return self._relay.part.remote(self._rank, state)
+        return self._relay.part.remote(self._rank, state, costs_of_step(self._planner, state["step"]))
 
     def _part(self, state: SamplerState, asked: Any) -> RankStep:
         """Return this rank's part of the step that starts at ``state``.

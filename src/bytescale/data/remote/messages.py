@@ -156,8 +156,14 @@ class StepReference:
     state_after: SamplerState
     life: str
     """Id of the life of that planner. It changes when the planner is restarted."""
+    costs: Any = None
+    """What the step was planned with (``plan.plan.StepPlanner``); None: the costs of all steps."""
     steps_planned: int = 0
     """Steps beyond this one that were planned already."""
+
+    def answers(self, state: SamplerState, costs: Any) -> bool:
+        """Whether this is the step that starts at ``state``, planned with ``costs``."""
+        return self.state_before == state and self.costs == costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The planner actor. It draws, plans and verifies global batches ahead of the ranks, and publishes each of them once.
 
-Planning a step is a pure function of the state in which the step starts, and every request carries this state. So a
-planner that was killed goes on from whatever its clients ask for. The planner keeps finished steps only to answer
-faster.
+Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
+they train. Every request carries both. So a planner that was killed goes on from whatever its clients ask for. The
+planner keeps finished steps only to answer faster. It plans steps that nobody has asked for only if all steps have the
+same costs.
 
 A planned step is one object in Ray's memory, of which every node pulls one copy. The relay of the node bundles the
 requests of its ranks, and cuts their parts from that copy (``relay``). So the planner's own work hardly depends on the
@@ -33,6 +34,7 @@ from bytescale.data.remote.relay import Answer, RankAnswer, part_of
 from bytescale.data.remote.server import SharedWork, owners_of
 from bytescale.data.tokens.shards import PartContent
 from bytescale.plan import Planner
+from bytescale.plan.plan import plan_with_costs
 
 _LOOK_AGAIN_SECONDS = 1.0
 
@@ -100,13 +102,14 @@ class PlannerActor:
         self._planner = planner
         self._stop_step = stop_step
 
-    async def plan(self, state: SamplerState, lost: str = "") -> Answer:
+    async def plan(self, state: SamplerState, costs: Any = None, lost: str = "") -> Answer:
         """Return the step that starts at ``state``, or None if the planner was not configured yet.
 
         Servers may need hours to tokenise the texts of a step. In that case the answer is ``StillReading``.
 
         Args:
             state: where the step starts.
+            costs: what the step is planned with (``plan.plan.costs_of_step``).
             lost: the life of the planner whose object of this step could not be fetched; empty if none was lost.
 
         Raises:
@@ -117,7 +120,7 @@ class PlannerActor:
         step = int(state["step"])
         if lost == self._life:
             self._steps.pop(step, None)
-        planning = asyncio.ensure_future(self._step(state))
+        planning = asyncio.ensure_future(self._step(state, costs))
         while not planning.done():
             await asyncio.wait([planning], timeout=self._config.answer_seconds / 4)
             if not planning.done() and self._finder.num_waiting:
@@ -127,17 +130,17 @@ class PlannerActor:
         self._latest = max(self._latest, step)
         for old in [old for old in self._steps if old < self._latest - kept_steps(self._config)]:
             del self._steps[old]
-        if self._running_ahead is None or self._running_ahead.done():
+        if costs is None and (self._running_ahead is None or self._running_ahead.done()):
             self._running_ahead = asyncio.create_task(self._run_ahead(found.state_after))
         ahead = sum(other > step and future.done() for other, future in self._steps.items())
         return replace(found, steps_planned=ahead)
 
-    async def part(self, rank: int, state: SamplerState) -> RankAnswer:
+    async def part(self, rank: int, state: SamplerState, costs: Any = None) -> RankAnswer:
         """Return the part of ``rank`` in the step that starts at ``state``: its plan, and where its tokens are.
 
-        Returns None if the planner was not configured yet. Raises as ``plan``.
+        Returns None if the planner was not configured yet. Arguments and errors as ``plan``.
         """
-        return await part_of(self.plan, rank, state)
+        return await part_of(self.plan, rank, state, costs)
 
     async def others(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the handles of the servers, in order, and of the relays by node."""
@@ -159,20 +162,20 @@ class PlannerActor:
         """Run ``work``, which takes time, in the planner's one thread. Only that thread uses index and sampler."""
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _step(self, state: SamplerState) -> StepReference:
+    async def _step(self, state: SamplerState, costs: Any) -> StepReference:
         """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way."""
         step = int(state["step"])
         if step not in self._steps or _failed(self._steps[step]):
             index = await self._indexed()
         if step not in self._steps or _failed(self._steps[step]):  # nobody else began the step during the await
-            self._steps[step] = self._in_thread(lambda: self._plan(index, state))
+            self._steps[step] = self._in_thread(lambda: self._plan(index, state, costs))
         found = await asyncio.shield(self._steps[step])
-        if found.state_before == state:
+        if found.answers(state, costs):
             return found
         self._steps.pop(step, None)  # the feed was moved to another state, which no run does
-        return await self._step(state)
+        return await self._step(state, costs)
 
-    def _plan(self, index: CorpusIndex, state: SamplerState) -> StepReference:
+    def _plan(self, index: CorpusIndex, state: SamplerState, costs: Any) -> StepReference:
         assert self._planner is not None, "requests wait until the planner is configured"
         sampler = self._sampler or make_sampler(index, self._config, state)
         self._sampler = None  # after an error it is not used again: half a batch may have been drawn from it
@@ -181,17 +184,19 @@ class PlannerActor:
         batch = sampler.next_batch()
         self._sampler = sampler
         started = time.perf_counter()
-        plan = self._planner(batch.lengths)
+        plan = plan_with_costs(self._planner, batch.lengths, costs)
         after = sampler.state_dict()
         seconds = time.perf_counter() - started
         planned = PlannedStep.of(batch, plan, index, self._owners, after, seconds, self._config.loss_per)
-        return StepReference(planned=ray.put(planned), state_before=state, state_after=after, life=self._life)
+        return StepReference(
+            planned=ray.put(planned), state_before=state, state_after=after, life=self._life, costs=costs
+        )
 
     async def _run_ahead(self, state: SamplerState) -> None:
         """Plan the steps from ``state`` on, up to ``prefetch_steps`` beyond what anybody has asked for."""
         while self._wants(int(state["step"])):
             try:
-                state = (await self._step(state)).state_after
+                state = (await self._step(state, None)).state_after
             except Exception:  # a request for this step plans it again, and gets the error if that fails too
                 return
 

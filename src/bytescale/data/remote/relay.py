@@ -28,21 +28,23 @@ def above(node: int) -> int | None:
     return None if node < FAN_OUT else (node - FAN_OUT) // FAN_OUT
 
 
-def _is_good(answer: Answer, state: SamplerState, lost: str) -> bool:
-    """Return whether ``answer`` is the step that starts at ``state`` and its object was not ``lost``.
+def _is_good(answer: Answer, state: SamplerState, costs: Any, lost: str) -> bool:
+    """Return whether ``answer`` is the step that was asked for and its object was not ``lost``.
 
     Otherwise the relay asks again, because the reason may be gone.
     """
-    return isinstance(answer, StepReference) and answer.life != lost and answer.state_before == state
+    return isinstance(answer, StepReference) and answer.life != lost and answer.answers(state, costs)
 
 
-async def part_of(ask: Callable[[SamplerState, str], Awaitable[Answer]], rank: int, state: SamplerState) -> RankAnswer:
-    """Return the part of ``rank`` in the step that starts at ``state``.
+async def part_of(
+    ask: Callable[[SamplerState, Any, str], Awaitable[Answer]], rank: int, state: SamplerState, costs: Any
+) -> RankAnswer:
+    """Return the part of ``rank`` in the step that starts at ``state``, planned with ``costs``.
 
     It is cut from the answer of ``ask``, which has the arguments and answers of ``PlannerActor.plan``.
     """
     lost = ""
-    while isinstance(answer := await ask(state, lost), StepReference):
+    while isinstance(answer := await ask(state, costs, lost), StepReference):
         try:
             planned: PlannedStep = await answer.planned
         except ray.exceptions.ObjectLostError:  # the object was lost with the planner that had made it
@@ -73,7 +75,7 @@ class Relay:
         """Remember how to plan, as ``PlannerActor.configure``, until the planner needs to be told."""
         self._how_to_plan = (planner, stop_step)
 
-    async def plan(self, state: SamplerState, lost: str = "") -> Answer:
+    async def plan(self, state: SamplerState, costs: Any = None, lost: str = "") -> Answer:
         """Answer as ``PlannerActor.plan``. All who ask for the same step share one request."""
         step = int(state["step"])
         known = self._answers.get(step)
@@ -82,17 +84,17 @@ class Relay:
             answer = await self._outcome(known)
             if came_in_time and isinstance(answer, StillReading):
                 return answer  # this answer is new: another request would only wait as long again
-            if not _is_good(answer, state, lost) and self._answers.get(step) is known:
+            if not _is_good(answer, state, costs, lost) and self._answers.get(step) is known:
                 del self._answers[step]
         if step not in self._answers:
-            self._answers[step] = asyncio.create_task(self._ask(state, lost))
+            self._answers[step] = asyncio.create_task(self._ask(state, costs, lost))
             for old in [old for old in self._answers if old < step - self._kept_steps]:
                 del self._answers[old]
         return await asyncio.shield(self._answers[step])
 
-    async def part(self, rank: int, state: SamplerState) -> RankAnswer:
+    async def part(self, rank: int, state: SamplerState, costs: Any = None) -> RankAnswer:
         """Answer as ``PlannerActor.part``."""
-        return await part_of(self.plan, rank, state)
+        return await part_of(self.plan, rank, state, costs)
 
     async def pid(self) -> int:
         """Return the id of the process that this relay lives in."""
@@ -105,10 +107,10 @@ class Relay:
         except Exception:
             return None
 
-    async def _ask(self, state: SamplerState, lost: str) -> Answer:
+    async def _ask(self, state: SamplerState, costs: Any, lost: str) -> Answer:
         if self._actor is None:
             self._actor = self._find_above()
-        while (answer := await self._actor.plan.remote(state, lost)) is None:
+        while (answer := await self._actor.plan.remote(state, costs, lost)) is None:
             if self._how_to_plan is None:
                 return None
             await self._actor.configure.remote(*self._how_to_plan)

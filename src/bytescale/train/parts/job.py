@@ -282,10 +282,9 @@ def run_calibration(
     """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
 
     With tensor or pipeline parallelism, the times of a rank are not those of one model on one device, so costs stay.
-    They also stay with the remote loader, whose planner actor is not told what ranks have measured.
     """
     shape = ranks.mesh.shape
-    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1 or config.data.loader != "local":
+    if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1:
         return None
     calibrator = Calibrator(first=planner.cost, num_layers=architecture.num_layers)
     lag = lag_of(config.data.prefetch_steps)
