@@ -95,6 +95,32 @@ def test_equal_rows_leave_the_terms_near_the_first_ones() -> None:
     assert cost.token_seconds > TRUE.token_seconds
 
 
+def test_no_term_vanishes_where_all_time_follows_the_ring_steps() -> None:
+    """Small steps on a busy machine can look like this. Costs of nothing but messages would make any plan as good."""
+    first = replace(TRUE, ring_message_seconds=0.0)
+    calibrator, state, random = Calibrator(first=first, num_layers=2), State(), np.random.default_rng(0)
+    for _ in range(8):
+        counts = RankCounts(pairs=2e4, tokens=300.0, micro_batches=3, ring_steps=float(random.integers(1, 4)))
+        sums = calibrator.normal_equations(state, counts, 0.0278 * counts.ring_steps, 0)
+        state = calibrator.after(state, sums.tolist(), [1.0], SILENT)
+        cost = calibrator.cost(state)
+    assert cost.ring_message_seconds == pytest.approx(0.0278, rel=0.4)
+    for name in TERMS[:3]:
+        assert getattr(cost, name) > getattr(TRUE, name) / 100
+
+
+def test_a_ring_step_that_never_came_costs_what_it_did() -> None:
+    """A rank without groups measures nothing of rings: their cost keeps its ratio to the others."""
+    for message in (0.0, 1e-3):
+        first = replace(TRUE, ring_message_seconds=message)
+        calibrator, state = Calibrator(first=first, num_layers=2), State()
+        for tokens in (2e3, 3e3, 4e3):
+            counts = RankCounts(pairs=300 * tokens, tokens=tokens, micro_batches=2, ring_steps=0)
+            sums = calibrator.normal_equations(state, counts, 4 * seconds_of(counts), 0)
+            state = calibrator.after(state, sums.tolist(), [1.0], SILENT)
+        assert calibrator.cost(state).ring_message_seconds == pytest.approx(4 * message, rel=0.3)
+
+
 def test_slow_ranks_are_found_and_do_not_change_the_terms() -> None:
     calibrator = Calibrator(first=TRUE, num_layers=2)
     states = run(calibrator, 20, speeds=[1.0, 1.0, 0.5, 1.0, 0.25])

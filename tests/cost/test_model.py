@@ -72,3 +72,8 @@ def test_cluster() -> None:
         Cluster(capacity_tokens=np.array([8, 8]), speeds=np.array([1.0]))
     with pytest.raises(ConfigError, match="no ranks"):
         Cluster.uniform(0, 8)
+
+
+def test_a_model_in_which_computing_costs_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="both 0"):
+        CostModel(attention_seconds_per_pair=0.0, token_seconds=0.0, ring_message_seconds=0.03)

@@ -23,7 +23,7 @@ SPEEDS = (1.0, 0.4, 1.0)
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
-    """Ranks measure what their counts say, each at a speed of its own, and never a message. They join the tests' Ray."""
+    """Ranks measure what their counts say, at a speed of its own each, and no message. They join the tests' Ray."""
     observe = RunCalibration.observe
 
     def observe_counts(self: RunCalibration, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:

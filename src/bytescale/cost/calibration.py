@@ -5,10 +5,13 @@ The seconds that rank r computes in a step, without waiting, are modelled as::
     y_r = (a q_r + b n_r + g m_r + o k_r) / v_r
 
 with q_r, n_r, m_r, k_r the pairs, tokens, micro-batches and ring steps of its plan, and v_r its speed. Every step adds
-each rank's row, divided by y_r, to one sum of normal equations, in which older steps count less. The coefficients are
-those of at least 0 with the smallest sum of squared relative errors. The first cost model takes part with a small
-weight, so that terms that the data cannot tell apart stay near it. A row far from the model counts less, so one
-disturbed step changes little.
+each rank's row, divided by y_r, to one sum of normal equations, in which older steps count less. A row far from the
+model counts less, so one disturbed step changes little.
+
+The coefficients are the most probable ones, if rows have relative errors of ``NOISE``, and if the logarithm of each
+coefficient over that of the first cost model is normally distributed: ``SAME_FACTOR`` is the deviation of what all of
+them have in common, and ``OWN_FACTOR`` of what each has for itself. So every coefficient stays above 0, and terms that
+the rows cannot tell apart keep the ratio that they have in the first cost model.
 
 Speeds are medians of some steps, relative to the middle rank; differences below ``NOTICED`` are noise. Links have the
 rate of messages that somebody waited for; where nobody waited, the rate is at least what was seen.
@@ -20,9 +23,9 @@ which every loader has when it makes that plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -34,12 +37,16 @@ TERMS = ("attention_seconds_per_pair", "token_seconds", "micro_batch_seconds", "
 """The fields of ``CostModel`` that the rows give, in the order of their columns."""
 FORGET = 0.85
 """Weight of a step's rows, divided by that of the step after."""
-PRIOR = 5e-4
-"""Weight of the first cost model in every term, as a share of what the rows weigh in it."""
+NOISE = 0.1
+SAME_FACTOR = math.log(10.0)
+OWN_FACTOR = math.log(10.0) / 2
+UNKNOWN_SHARE = 0.05
+"""Share of the time that a coefficient has at first, if it is 0 in the first cost model."""
 FIRST_STEPS = 1
 """Steps at the start of a process that are not used: memory is fresh and connections are made."""
 FEWEST_STEPS = 2
 """Steps before the estimate replaces the first cost model."""
+NEWTON_STEPS = 60
 OUTLIER = 0.25
 """Relative errors above this count less, once the estimate is in use."""
 SPEED_STEPS = 3
@@ -211,27 +218,64 @@ class Calibrator:
         return [float(getattr(self.first, name)) for name in TERMS]
 
     def _solve(self, matrix: FloatArray, vector: FloatArray) -> tuple[float, ...]:
-        """Non-negative least squares of four terms: every subset that may be positive is solved, the best one kept."""
+        """The most probable terms. Those that no row has had, and that are 0 in the first cost model, stay 0."""
         first = np.array(self._first_terms())
-        scale = np.sqrt(np.diag(matrix))
-        scale = np.where(scale > 0, scale, 1.0)
-        weak = PRIOR * np.diag(scale * scale)
-        full, right = matrix + weak, vector + weak @ first
-        best: tuple[float, FloatArray] | None = None
-        for count in range(1, len(first) + 1):
-            for chosen in combinations(range(len(first)), count):
-                part = np.ix_(chosen, chosen)
-                balance = np.outer(scale[list(chosen)], scale[list(chosen)])
-                solved = np.linalg.lstsq(full[part] / balance, right[list(chosen)] / scale[list(chosen)], rcond=1e-12)[
-                    0
-                ]
-                terms = np.zeros(len(first))
-                terms[list(chosen)] = solved / scale[list(chosen)]
-                error = float(terms @ full @ terms - 2 * right @ terms)
-                if (terms >= 0).all() and (best is None or error < best[0]):
-                    best = error, terms
-        assert best is not None, "one positive term alone always has a positive solution"
-        return tuple(float(term) for term in best[1])
+        seen = np.diag(matrix) > 0
+        alone = np.divide(vector, np.diag(matrix), out=np.zeros(len(first)), where=seen)
+        first = np.where(first > 0, first, UNKNOWN_SHARE * alone)
+        terms = first.copy()
+        if seen.any():
+            known = first > 0
+            part = np.ix_(known, known)
+            scale = first[known]
+            factors = most_probable_factors(matrix[part] * np.outer(scale, scale), vector[known] * scale)
+            terms[known] = scale * factors
+        return tuple(terms.tolist())
+
+
+def most_probable_factors(matrix: FloatArray, vector: FloatArray) -> FloatArray:
+    """``[N]`` the factors f with the smallest ``f M f - 2 v f + x P x``, where x = log f.
+
+    M and v are normal equations ``[N, N]`` and ``[N]`` of rows whose products with f should be 1. P is the inverse of
+    the covariance of x, times the variance of the rows. There may be several valleys, so the search starts where all
+    factors are equal, and where each term alone explains half of every row.
+    """
+    count = len(vector)
+    covariance = OWN_FACTOR**2 * np.eye(count) + SAME_FACTOR**2
+    prior = NOISE**2 * np.linalg.inv(covariance)
+    same = np.full(count, math.log(float(vector.sum()) / float(matrix.sum())))
+    starts = [same]
+    for term in np.flatnonzero(np.diag(matrix) > 0).tolist():
+        start = same.copy()
+        start[term] = math.log(0.5 * float(vector[term]) / float(matrix[term, term]))
+        starts.append(start)
+    ends = [_valley(matrix, vector, prior, start) for start in starts]
+    return np.exp(min(ends, key=lambda end: end[0])[1])
+
+
+def _valley(matrix: FloatArray, vector: FloatArray, prior: FloatArray, start: FloatArray) -> tuple[float, FloatArray]:
+    """The local minimum that Newton's method with damping finds from ``start``: its value, and its logarithms."""
+
+    def penalty(logs: FloatArray) -> float:
+        factors = np.exp(logs)
+        return float(factors @ matrix @ factors - 2 * vector @ factors + logs @ prior @ logs)
+
+    logs, least, damping = start, penalty(start), 1e-3
+    for _ in range(NEWTON_STEPS):
+        factors = np.exp(logs)
+        slope = factors * (matrix @ factors - vector) + prior @ logs
+        curved = np.outer(factors, factors) * matrix + prior
+        step = np.linalg.solve(curved + damping * np.diag(np.diag(curved)), -slope)
+        tried = logs + np.clip(step, -1.0, 1.0)
+        found = penalty(tried)
+        if found >= least:
+            damping *= 10
+            continue
+        done = least - found < 1e-12
+        logs, least, damping = tried, found, damping / 10
+        if done:
+            break
+    return least, logs
 
 
 def _with(known: tuple[float, ...], samples: LinkSamples, first: float) -> tuple[float, ...]:

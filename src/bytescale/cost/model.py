@@ -41,7 +41,7 @@ COLUMNS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 class CostModel:
     """One rank of reference speed, all its layers, forward and backward together. Times in seconds.
 
-    Raises ``ConfigError`` for negative numbers and bandwidths that are not above 0.
+    Raises ``ConfigError`` for negative numbers, for bandwidths that are not above 0, and if computing costs no time.
     """
 
     attention_seconds_per_pair: float
@@ -81,6 +81,14 @@ class CostModel:
             if math.isnan(value) or value < 0 or (above_zero and value == 0):
                 rule = "above 0" if above_zero else "of at least 0"
                 raise ConfigError(problem(f"cost model: {spec.name} is {value}", fix=f"use a number {rule}"))
+        if self.attention_seconds_per_pair == self.token_seconds == 0:
+            raise ConfigError(
+                problem(
+                    "cost model: attention_seconds_per_pair and token_seconds are both 0",
+                    so="computing would cost no time, and no plan would be better than another",
+                    fix="measure a profile, or use a number above 0",
+                )
+            )
 
     def work_seconds(self, lengths: ArrayLike) -> FloatArray:
         """``[S]`` seconds of compute that each sequence costs one rank that runs it alone: a s^2 + b s, without g."""
