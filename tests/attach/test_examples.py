@@ -86,6 +86,17 @@ def test_driver() -> None:
     assert on_two_ranks(example("driver")) == pytest.approx(example("driver").main(capacity_tokens=256), rel=1e-5)
 
 
+def test_hf_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' Trainer on one rank and on two: the losses of the printed loop."""
+    monkeypatch.chdir(tmp_path)  # Trainer makes its folder
+    options: dict[str, Any] = {"steps": 4, "lr": 1e-2}
+    alone = run_forked(1, lambda rank: example("hf_trainer").main(**options, capacity_tokens=256))[0]
+    together = on_two_ranks(example("hf_trainer"), **options)
+    assert together == pytest.approx(alone, rel=1e-4)
+    assert alone == pytest.approx(example("own_loop").main(**options, capacity_tokens=256), rel=1e-4)
+    assert alone[-1] < 0.9 * alone[0]
+
+
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver"}
+    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer"}

@@ -68,6 +68,17 @@ def test_a_model_that_changes_after_it_was_attached_is_told() -> None:
         model(**micro.inputs)
 
 
+def test_parameters_that_the_optimizer_does_not_know_are_told() -> None:
+    model = small_model("llama")
+    hdp = bytescale.HDP(model, capacity_tokens=100)
+    hdp.adamw(lr=1e-2)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    for micro in hdp.plan(documents([7])):
+        micro.logprobs(model).sum().backward()
+    with pytest.raises(ConfigError, match=r"Parameter model.embed_tokens.weight requires a gradient, but the optimizer"):
+        hdp.step()
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_pass_is_refused_or_fixed(rope: str) -> None:
     """With the choice made for 100 tokens, short documents are rotated as in a pass of 100."""

@@ -1,4 +1,4 @@
-"""What used to be wrong without a word: zero_grad, keywords and dropout under checkpointing, a frozen head."""
+"""What used to be wrong without a word: zero_grad, moved and replaced weights, keywords and dropout under checkpointing, a frozen head."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.runtime import FlatParameters, linear_cross_entropy
+from bytescale.common.errors import ConfigError
+from bytescale.parity.ranks import run_ranks
+from bytescale.runtime import FlatParameters, RankGroup, ShardedOptimizer, linear_cross_entropy
 from bytescale.runtime.checkpointing import apply_checkpointing
 from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy
 
@@ -58,6 +61,41 @@ def test_zero_grad_of_a_module_sets_the_flat_gradients_to_zero() -> None:
     flat.collect_gradients()
     weight = next(entry for entry in flat.entries if entry.name == "weight")
     assert bool((flat.gradient_of(weight) == 1).all())
+
+
+@pytest.mark.parametrize("move", ["to", "half"])
+def test_parameters_that_leave_the_flat_memory_are_told(move: str) -> None:
+    """Updates would reach the buffer alone. ``cpu:0`` is for PyTorch another device than ``cpu``."""
+    model = nn.Linear(4, 3)
+    flat = FlatParameters(model.named_parameters(), num_shards=1)
+    flat.require_adopted()
+    if move == "to":
+        model.to("cpu:0")
+    else:
+        model.half()
+    with pytest.raises(ConfigError, match="Parameter bias has been moved or replaced"):
+        flat.require_adopted()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_that_are_loaded_later_become_the_master_weights(num_ranks: int) -> None:
+    """In bf16 the master weights are a copy; an update would bring the old weights back."""
+    loaded = {"weight": torch.full((3, 40), 2.0), "bias": torch.full((3,), -1.0)}
+
+    def one_rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
+        model = nn.Linear(40, 3).bfloat16()
+        optimizer = ShardedOptimizer(
+            list(model.named_parameters()), RankGroup(group, device=torch.device("cpu")), torch.optim.SGD, {"lr": 0.25}
+        )
+        model.load_state_dict(loaded)
+        for parameter in model.parameters():
+            parameter.sum().backward()
+        optimizer.update(optimizer.reduce_gradients(), 0)
+        return {name: value.float() for name, value in model.state_dict().items()}
+
+    for weights in run_ranks(num_ranks, one_rank):
+        for name, value in loaded.items():
+            torch.testing.assert_close(weights[name], value - 0.25 * num_ranks)
 
 
 @pytest.mark.parametrize("num_rows", [0, 9])

@@ -259,6 +259,7 @@ class HDP:
 
         Raises:
             RankFailure: if a micro-batch has not been run backward.
+            ConfigError: if parameters were moved, replaced, added or unfrozen since ``adamw`` or ``optimizer``.
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
         sharded = self._sharded()
@@ -272,6 +273,7 @@ class HDP:
                 )
             )
         self._passes = []
+        sharded.require_parameters_of(self.model)
         grad_norm = sharded.reduce_gradients()
         if not math.isfinite(grad_norm):
             sharded.zero_gradients()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
+from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.gradient_sync import MOST_BUCKETS
 
 ALIGNMENT = 64
@@ -84,7 +85,8 @@ class FlatParameters:
     Attributes:
         values: ``[padded]`` in the parameters' dtype; every parameter is a view of it.
         gradients: ``[padded]`` in fp32 or wider; sums over all backwards since ``zero_gradients``.
-        entries: where each parameter lies, in the buffers' order.
+        parameters: in the buffers' order.
+        entries: where each of them lies.
         buckets: in the buffers' order; together they cover the buffers.
         late_stop: where the late parameters end.
     """
@@ -124,7 +126,8 @@ class FlatParameters:
             stop += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             if is_late[name]:
                 self.late_stop = stop
-        self._parameters = [parameter for _, parameter in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self._versions: list[int] = []
         self._start_of = {id(p): entry.start for (_, p), entry in zip(parameters, self.entries, strict=True)}
 
         (dtype,) = dtypes
@@ -135,6 +138,7 @@ class FlatParameters:
         self.gradients = torch.zeros(padded, dtype=wide, device=device)
         for (_, parameter), entry in zip(parameters, self.entries, strict=True):
             self._adopt(parameter, entry)
+        self.changed()
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -163,12 +167,31 @@ class FlatParameters:
         self.gradients.zero_()
         self._attach_gradients()
 
+    def require_adopted(self) -> None:
+        """Raise ``ConfigError`` if a parameter has left ``values``, as ``model.to()`` makes it when it copies."""
+        for parameter, entry in zip(self.parameters, self.entries, strict=True):
+            if parameter.data_ptr() != self.value_of(entry).data_ptr() or parameter.dtype != self.values.dtype:
+                raise ConfigError(
+                    problem(
+                        f"parameter {entry.name} has been moved or replaced since the optimizer took it over",
+                        so="updates would not reach the model",
+                        fix="move and convert the model (to(), half()) before hdp.adamw() or hdp.optimizer(); "
+                        "accelerate moves models too: see examples/hf_trainer.py",
+                    )
+                )
+
+    def changed(self) -> list[Entry]:
+        """Parameters that somebody else has written to since the last call, as ``load_state_dict`` does."""
+        before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
+        pairs = zip(self.entries, before, self._versions, strict=False)
+        return [entry for entry, old, new in pairs if old != new]
+
     def collect_gradients(self) -> None:
         """Bring the buffer up to date where somebody has replaced or removed a parameter's ``grad``.
 
         ``zero_grad()`` of a module or an optimizer sets ``grad`` to None, which means zero.
         """
-        for parameter, entry in zip(self._parameters, self.entries, strict=True):
+        for parameter, entry in zip(self.parameters, self.entries, strict=True):
             if parameter.dtype != self.gradients.dtype:
                 continue  # its gradient is moved into the buffer after every backward, and its ``grad`` is always None
             if parameter.grad is None:
@@ -179,7 +202,7 @@ class FlatParameters:
 
     def _attach_gradients(self) -> None:
         """Let every ``grad`` be its view of the buffer, where the dtypes allow it."""
-        for parameter, entry in zip(self._parameters, self.entries, strict=True):
+        for parameter, entry in zip(self.parameters, self.entries, strict=True):
             if parameter.dtype == self.gradients.dtype and parameter.grad is None:
                 parameter.grad = self.gradient_of(entry)
 

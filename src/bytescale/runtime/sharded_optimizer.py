@@ -69,6 +69,20 @@ class ShardedOptimizer:
         self.torch_optimizer = cls(self._parameter_groups(), **options)
         self.num_updates = 0
 
+    def require_parameters_of(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if a trainable parameter of ``model`` is not one of those that were taken over."""
+        known = {id(parameter) for zero in self.zeros for parameter in zero.parameters.parameters}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    problem(
+                        f"parameter {name} requires a gradient, but the optimizer does not know it",
+                        so="it would not be trained",
+                        fix="replace, add or unfreeze parameters (load_state_dict(assign=True), adapters) before "
+                        "hdp.adamw() or hdp.optimizer()",
+                    )
+                )
+
     def zero_gradients(self) -> None:
         """Forget all gradients since the last update."""
         for zero in self.zeros:
@@ -83,6 +97,7 @@ class ShardedOptimizer:
     def update(self, grad_norm: float, largest_norm: float) -> None:
         """One update with gradients scaled so that their norm is at most ``largest_norm`` (0: any); zero gradients."""
         for zero in self.zeros:
+            zero.follow_changes()
             zero.clip(grad_norm, largest_norm)
         self._attach_gradients()
         self.torch_optimizer.step()

@@ -105,6 +105,7 @@ class ZeroShards:
 
         The shares of all ranks add up to the squared norm in which every parameter counts once.
         """
+        self.parameters.require_adopted()
         self.parameters.collect_gradients()
         if self.tied_head is not None:
             self.tied_head.bring_gradient_home()
@@ -114,6 +115,15 @@ class ZeroShards:
         for bucket in self.collectives.reduced():
             self._shard_of[bucket].add_squares(total)
         return float(total)
+
+    def follow_changes(self) -> None:
+        """Make weights that somebody else has written to since the last call the master weights."""
+        changed = {entry.start for entry in self.parameters.changed()}
+        for shard, place in zip(self.shards, self.parameters.shards(self.hdp.rank), strict=True):
+            for piece in self.parameters.pieces(place):
+                if piece.entry.start in changed:
+                    own = slice(piece.start - place.start, piece.stop - place.start)
+                    shard.master.data[own].copy_(shard.value[own])
 
     def clip(self, grad_norm: float, largest: float) -> None:
         """Scale the reduced gradients so that their global norm, now ``grad_norm``, is at most ``largest`` (0: any)."""
