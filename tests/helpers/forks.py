@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch._dynamo  # every optimizer imports it: here once, not in every forked rank for 0.6 s
+
 DIED = (False, "died without an answer")
 
 

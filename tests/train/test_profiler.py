@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from bytescale.cost.profile_file import fit_warnings, save_profile
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.parts.job import measured_profile
+from bytescale.train.profiling import links, measurer
 from bytescale.train.profiling.links import measure_links
 from bytescale.train.profiling.measurer import Measurer
 from bytescale.train.profiling.profiler import CURVES, measure_profile
@@ -30,8 +32,18 @@ from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpu
 SHAPE = small_shape(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=320)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """What is measured stays, for a tenth of the time: the tests are about the order of sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurer, "MIN_SECONDS", measurer.MIN_SECONDS / 10)
+        for name in ("MESSAGE_SECONDS", "WINDOW_SECONDS"):
+            patch.setattr(links, name, getattr(links, name) / 10)
+        yield
+
+
 @pytest.fixture(scope="module")
-def profile() -> Profile:
+def profile(short_measurements: None) -> Profile:
     return measure_profile(SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=1024, seconds=20.0)
 
 
