@@ -92,7 +92,10 @@ def test_a_server_that_keeps_failing_is_named(
         prepare_corpus(config(tmp_path, f"{files.url}/a.jsonl", read_retries=2))
 
 
-def test_a_file_that_is_not_there_and_a_server_that_is_not(tmp_path: Path, files: Files) -> None:
+def test_a_file_that_is_not_there_and_a_server_that_is_not(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 0.01)
     with pytest.raises(DataError, match=r"http://127.0.0.1:\d+/none.jsonl' cannot be reached"):
         prepare_corpus(config(tmp_path, f"{files.url}/none.jsonl"))
     with pytest.raises(
