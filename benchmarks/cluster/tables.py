@@ -61,6 +61,7 @@ class Setting:
     lengths: str
     published: str
     out: Path
+    layers: int = 2
 
     @property
     def num_ranks(self) -> int:
@@ -71,11 +72,11 @@ class Setting:
         return self.out / "profile.toml"
 
     def network(self, rate: float) -> Network:
-        link = Link(bytes_per_second=rate, burst_bytes=max(65536, round(rate / 500)))
+        link = Link(bytes_per_second=rate, burst_bytes=max(Link.burst_bytes, round(rate / 500)))
         return Network([Node(link=link, cpus=self.cpus)] * self.nodes)
 
     def model(self) -> list[str]:
-        return ["--model.preset", "tiny", "--model.num-layers", "2", "--model.vocab-size", "320"]
+        return ["--model.preset", "tiny", "--model.num-layers", str(self.layers), "--model.vocab-size", "320"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--cpus", type=float, default=0.45, help="cores of one node")
     parser.add_argument("--capacity", type=int, default=2 * KIBI, help="tokens of a rank's micro-batch")
-    parser.add_argument("--batch-tokens", type=int, default=64 * KIBI)
+    parser.add_argument("--batch-tokens", type=int, help="default: 4 micro-batches a rank, as in the case study")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--lengths", choices=["code", *distribution_names()], default="github")
     parser.add_argument("--published", choices=list(PUBLISHED), default="case-study")
@@ -112,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stage", choices=["all", "profile", "train", "table"], default="all")
     given = vars(parser.parse_args(arguments))
     planners, stage = given.pop("planners").split(","), given.pop("stage")
+    if given["batch_tokens"] is None:
+        given["batch_tokens"] = 4 * given["capacity"] * given["nodes"] * given["ranks_per_node"]
     setting = Setting(**given)
     setting.out.mkdir(parents=True, exist_ok=True)
     if stage in ("all", "profile"):
@@ -132,7 +136,7 @@ def take_profiles(setting: Setting) -> None:
     rate = UNLIMITED
     for name in ("unlimited", "profile"):
         path = setting.out / f"{name}.toml"
-        command = ["profile", *setting.model(), "--max-tokens", str(4 * setting.capacity), "--seconds", "25"]
+        command = ["profile", *setting.model(), "--max-tokens", str(4 * setting.capacity), "--seconds", "60"]
         with setting.network(rate) as network:
             arguments = [*command, "--device", "cpu", "--out", str(path)]
             torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{name}.log", SECONDS)

@@ -32,7 +32,8 @@ from bytescale.runtime import RankGroup
 from bytescale.train.profiling.measurer import Measurer
 
 MESSAGE_SECONDS = 0.05
-"""Messages double in size until one takes this long, or until ``LARGEST_BYTES``."""
+MESSAGE_LATENCIES = 10
+"""Messages double in size until one takes ``MESSAGE_SECONDS`` and so many latencies, or until ``LARGEST_BYTES``."""
 LARGEST_BYTES = 2**28
 SMALL_BYTES = 2**10
 SMALL_ROUNDS = 30
@@ -98,7 +99,7 @@ def measure_collectives(hdp: RankGroup) -> tuple[float, float, float]:
 
     sent = (hdp.size - 1) / hdp.size
     small = _median_seconds(hdp, reduce, 4 * hdp.size)
-    return sent * _sustained(hdp, reduce), sent * _sustained(hdp, gather), small
+    return sent * _sustained(hdp, reduce, small), sent * _sustained(hdp, gather, small), small
 
 
 def _whole(size: int, ranks: int) -> int:
@@ -121,7 +122,7 @@ def _ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, f
         hdp.exchange.start(send=outgoing, to=following, receive=incoming, source=previous, tag=0).wait()
 
     latency = _median_seconds(hdp, send, SMALL_BYTES)
-    return _sustained(hdp, send), latency
+    return _sustained(hdp, send, latency), latency
 
 
 def _median_seconds(hdp: RankGroup, send: Send, size: int) -> float:
@@ -130,10 +131,10 @@ def _median_seconds(hdp: RankGroup, send: Send, size: int) -> float:
     return float(np.max(hdp.share([statistics.median(times)])))
 
 
-def _sustained(hdp: RankGroup, send: Send) -> float:
-    """Bytes per second of rounds that follow each other without a pause."""
-    size = 2**14
-    while (taken := _slowest(hdp, _seconds(hdp, send, size, 1))) < MESSAGE_SECONDS and size < LARGEST_BYTES:
+def _sustained(hdp: RankGroup, send: Send, latency: float) -> float:
+    """Bytes per second of rounds that follow each other without a pause. ``latency``: seconds of a small round."""
+    size, least = 2**14, max(MESSAGE_SECONDS, MESSAGE_LATENCIES * latency)
+    while (taken := _slowest(hdp, _seconds(hdp, send, size, 1))) < least and size < LARGEST_BYTES:
         size *= 2
     count = max(2, math.ceil(WINDOW_SECONDS / taken))
     rate = 0.0
