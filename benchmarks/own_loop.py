@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 benchmarks/own_loop.py window [--tokens 8192 16384]
 
     trainer   The same Llama and the same documents: the runtime under our trainer with our own Llama, the same with
-              transformers' Llama, and HDP's loop with transformers' Llama, with the loss by `micro.logprobs` and by
-              all logits at once. The four take turns, step by step.
+              transformers' Llama, and HDP's loop with transformers' Llama, with the loss by `micro.loss_sum`, by
+              `micro.logprobs` and by all logits at once. The five take turns, step by step.
     padded    Documents of mixed lengths: HDP with packing against plain transformers, in which every rank pads batches
               of its documents to their longest one. Documents are sorted by length first, or come as they are.
     window    One document shared by all ranks: a layer of attention with a window against one without, forward and
@@ -22,7 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -110,7 +110,9 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
     return step
 
 
-def hdp_step(logits_at_once: bool, capacity: int) -> tuple[bytescale.HDP, Callable[[list[dict[str, Any]]], None]]:
+def hdp_step(
+    loss_by: Literal["loss_sum", "logprobs", "logits"], capacity: int
+) -> tuple[bytescale.HDP, Callable[[list[dict[str, Any]]], None]]:
     """HDP and a step of the printed loop."""
     model = llama()
     hdp = bytescale.HDP(model, capacity_tokens=capacity)
@@ -119,11 +121,13 @@ def hdp_step(logits_at_once: bool, capacity: int) -> tuple[bytescale.HDP, Callab
     def step(batch: list[dict[str, Any]]) -> None:
         total = sum(len(d["tokens"]) - 1 for d in batch)
         for micro in hdp.plan(batch):
-            if logits_at_once:
+            if loss_by == "logits":
                 logits = model(**micro.inputs).logits[0, : micro.num_rows]
                 loss = F.cross_entropy(logits, micro.labels, reduction="sum", ignore_index=-100)
-            else:
+            elif loss_by == "logprobs":
                 loss = -micro.logprobs(model).sum()
+            else:
+                loss = micro.loss_sum(model)
             (loss / total).backward()
         hdp.step()
 
@@ -140,11 +144,12 @@ def seconds_of(work: Callable[[], None], group: RankGroup) -> float:
 
 
 def against_trainer(group: RankGroup, steps: int, batch_tokens: int) -> None:
-    """Four kinds of steps over the same documents."""
+    """Five kinds of steps over the same documents."""
     capacity = 4096
     batch = documents(batch_tokens, capacity * group.size, seed=0)
-    hdp, by_logprobs = hdp_step(False, capacity)
-    _, by_logits = hdp_step(True, capacity)
+    hdp, by_loss_sum = hdp_step("loss_sum", capacity)
+    _, by_logprobs = hdp_step("logprobs", capacity)
+    _, by_logits = hdp_step("logits", capacity)
     planned = hdp.plan(batch)
     tokens = [Tokens(micro) for micro in planned]
     total = float(sum(len(d["tokens"]) - 1 for d in batch))
@@ -152,6 +157,7 @@ def against_trainer(group: RankGroup, steps: int, batch_tokens: int) -> None:
     kinds: dict[str, Callable[[], None]] = {
         "trainer's runtime, our Llama": lambda: own(planned.rank_plan, tokens, total),
         "trainer's runtime, transformers' Llama": lambda: attached(planned.rank_plan, tokens, total),
+        "own loop, micro.loss_sum": lambda: by_loss_sum(batch),
         "own loop, micro.logprobs": lambda: by_logprobs(batch),
         "own loop, all logits": lambda: by_logits(batch),
     }
@@ -172,7 +178,7 @@ def against_padding(group: RankGroup, number: int, batch_tokens: int) -> None:
     capacity = 4096
     batches = [documents(batch_tokens, 4096, seed) for seed in range(number)]
     real = sum(len(d["tokens"]) for batch in batches for d in batch)
-    _, step = hdp_step(True, capacity)
+    _, step = hdp_step("loss_sum", capacity)
     step(batches[0])
     ours = sum(seconds_of(lambda batch=batch: step(batch), group) for batch in batches)  # type: ignore[misc]
     _say(f"{'HDP, packed':42} {real / ours:8.0f} tokens/s")

@@ -49,7 +49,9 @@ class HDPOptimizer(torch.optim.Optimizer):
 class HDPTrainer(Trainer):
     """A Trainer whose batches are global batches: lists of documents, the same on every rank."""
 
-    def __init__(self, model: PreTrainedModel, args: TrainingArguments, *, capacity_tokens: int, **options: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, args: TrainingArguments, *, capacity_tokens: int, **options: Any
+    ) -> None:
         self.capacity_tokens = capacity_tokens
         # Trainer itself would clip what this rank's tokens have given, before the sum over ranks.
         self.max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
@@ -80,7 +82,7 @@ class HDPTrainer(Trainer):
         total = sum(float(d["weights"].sum()) for d in inputs)
         loss_sum = torch.zeros((), device=self.args.device)
         for micro in self.hdp.plan(inputs):
-            loss = -(micro.weights * micro.logprobs(self.model)).sum() / total
+            loss = micro.loss_sum(self.model) / total
             loss.backward()
             loss_sum += loss.detach()
         if dist.is_initialized():

@@ -28,8 +28,8 @@ def main(folder: str = "", steps: int = 5, capacity_tokens: int = 128) -> tuple[
         num_targets = sum(len(d["tokens"]) - 1 for d in batch)
         loss_sum = torch.zeros(())
         for micro in hdp.plan(batch):
-            # The logits of all rows never exist together: logprobs goes through the head a few rows at a time.
-            loss = -micro.logprobs(model).sum() / num_targets
+            # The logits of all rows never exist together: loss_sum goes through the head a few rows at a time.
+            loss = micro.loss_sum(model) / num_targets
             loss.backward()
             loss_sum += loss.detach()
         hdp.step()

@@ -75,7 +75,9 @@ def test_parameters_that_the_optimizer_does_not_know_are_told() -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     for micro in hdp.plan(documents([7])):
         micro.logprobs(model).sum().backward()
-    with pytest.raises(ConfigError, match=r"Parameter model.embed_tokens.weight requires a gradient, but the optimizer"):
+    with pytest.raises(
+        ConfigError, match=r"Parameter model.embed_tokens.weight requires a gradient, but the optimizer"
+    ):
         hdp.step()
 
 

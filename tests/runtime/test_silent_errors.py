@@ -1,4 +1,4 @@
-"""What used to be wrong without a word: zero_grad, moved and replaced weights, keywords and dropout under checkpointing, a frozen head."""
+"""What used to be wrong without a word: zero_grad, moved weights, keywords under checkpointing, frozen heads."""
 
 from __future__ import annotations
 

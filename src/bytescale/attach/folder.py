@@ -35,7 +35,7 @@ def config_of(content: dict[str, Any]) -> Any:
             )
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(dict(content))
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(content))
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
             problem(
@@ -46,12 +46,28 @@ def config_of(content: dict[str, Any]) -> Any:
         ) from error
 
 
+def _with_floats(value: Any) -> Any:
+    """The content of config.json with infinity and NaN as numbers; it has ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(held) for key, held in value.items()}
+    return [_with_floats(held) for held in value] if isinstance(value, list) else value
+
+
 def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
     """A model with random weights that depend on ``seed`` alone, in ``dtype``, on the CPU."""
     with torch.random.fork_rng(devices=[]), _causal_model_or_error(content):
         torch.manual_seed(seed)
         model: nn.Module = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype)
     return _ready(model, dtype)
+
+
+def count_parameters(content: dict[str, Any]) -> int:
+    """Parameters of the model, without memory for them. Raises ``ConfigError`` where no causal model can be made."""
+    with torch.device("meta"), _causal_model_or_error(content):
+        model = AutoModelForCausalLM.from_config(config_of(content))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
@@ -126,6 +142,8 @@ def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
     """transformers says by a ``ValueError`` that a family has no causal model."""
     try:
         yield
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(
             problem(

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from bytescale.attach.errors import refusal
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
+from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
 
 
 def log_probabilities(
@@ -72,6 +73,17 @@ def loss_sum(
     return result
 
 
+def fused_loss_sum(
+    head: Head, hidden: Tensor, labels: Tensor, token_weights: Tensor | None, *, has_plain_head: bool
+) -> Tensor:
+    """``loss_sum`` by the runtime's own kernels where the head is plain. Labels and weights are in CPU memory."""
+    if not has_plain_head:
+        return loss_sum(head, hidden, labels, token_weights=token_weights)
+    assert head.weight is not None, "a plain head has a weight"
+    hidden, weight = accumulated_at_once(hidden, head.weight)
+    return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights)
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,12 +131,14 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def has_plain_head(model: nn.Module, head: Head, hidden_size: int) -> bool:
-    """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale or soft cap.
+    """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
 
     Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
     """
     weight = head.weight
     if weight is None or weight.dim() != 2 or weight.shape[1] != hidden_size:
+        return False
+    if any(parameter is not weight for parameter in head.parameters()):  # zero at first, as a LoRA's product is
         return False
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(4, hidden_size, generator=generator).to(weight)

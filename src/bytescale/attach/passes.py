@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class AttachedModel:
     layers: dict[nn.Module, LayerAttention]
     random_modules: dict[str, nn.Module]
     num_calls: int
+    plain_heads: dict[int, bool] = field(default_factory=dict)
+    """By the id of a head's weight, whether ``head.has_plain_head``; filled on demand."""
 
     @staticmethod
     def of(model: nn.Module, facts: ModelFacts) -> AttachedModel:
@@ -48,15 +50,15 @@ class MicroBatchPass:
         self.outermost: nn.Module | None = None
         self.keep: Callable[[Tensor, Tensor], None] | None = None
         """Called for every layer, in order, with this rank's keys and values ``[T, Hkv, D]``."""
+        self.model = model
         self._attention_of = attention_of
-        self._model = model
         self._calls = 0
         self._in_forward = False
         self._backwards_to_come = 0
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
-        drawing = [name for name, module in self._model.random_modules.items() if module.training]
+        drawing = [name for name, module in self.model.random_modules.items() if module.training]
         if drawing:
             raise refusal(
                 drawing[0],
@@ -70,11 +72,11 @@ class MicroBatchPass:
     def end(self) -> None:
         """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
         self._in_forward = False
-        if self._calls != self._model.num_calls:
+        if self._calls != self.model.num_calls:
             raise refusal(
                 "the model",
                 f"attention was called {self._calls} times in a pass; when the model was attached, "
-                f"{self._model.num_calls} times",
+                f"{self.model.num_calls} times",
                 so="members of a ring would wait for each other forever",
                 fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
             )
@@ -85,7 +87,7 @@ class MicroBatchPass:
     @torch.compiler.disable
     def attend(self, call: Call) -> Tensor:
         """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
-        layer = self._model.layers.get(call.module)
+        layer = self.model.layers.get(call.module)
         if layer is None:
             raise refusal(
                 type(call.module).__name__,

@@ -56,6 +56,18 @@ class RatesConfig:
     host: float = 25e9
     """Bytes per second to and from host memory."""
 
+    def links(self) -> Links:
+        """Return the links of one device. Raises ``ConfigError`` for a bandwidth that is not above 0."""
+        if min(self.host, self.intra_node, self.inter_node) <= 0:
+            raise ConfigError(problem("a bandwidth in rates is not above 0", fix="give bytes per second"))
+        return Links(
+            intra_node_bytes_per_second=self.intra_node,
+            inter_node_bytes_per_second=self.inter_node,
+            latency_seconds=self.latency,
+            device_to_host_bytes_per_second=self.host,
+            host_to_device_bytes_per_second=self.host,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class CostSource:
@@ -156,19 +168,11 @@ def read_profile(
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tensor_parallel)
         return profile.with_ring_gradients(ring_gradients)
     rates = source.rates
-    if min(rates.host, rates.intra_node, rates.inter_node) <= 0:
-        raise ConfigError(problem("a bandwidth in rates is not above 0", fix="give bytes per second"))
     return Profile.from_flops(
         resolve_architecture(model, tokenizer_vocab_size=vocab_size),
         flops_per_second=rates.flops,
         attention_flops_per_second=rates.attention_flops,
         launch_seconds=rates.launch,
         tensor_parallel=tensor_parallel,
-        links=Links(
-            intra_node_bytes_per_second=rates.intra_node,
-            inter_node_bytes_per_second=rates.inter_node,
-            latency_seconds=rates.latency,
-            device_to_host_bytes_per_second=rates.host,
-            host_to_device_bytes_per_second=rates.host,
-        ),
+        links=rates.links(),
     ).with_ring_gradients(ring_gradients)

@@ -13,7 +13,7 @@ from bytescale.config import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config
 from bytescale.config.validate import may_offload
 from bytescale.cost import Profile
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import Checkpointing, DeviceKind, MemoryModel, ModelShare, fitting_capacity
+from bytescale.cost.memory import Checkpointing, DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
 
 GIB = 2**30
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
@@ -24,7 +24,7 @@ _ELEMENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "fp64": 8, 
 class Devices:
     """The memory of the fullest device of a rank."""
 
-    memory: MemoryModel
+    memory: MemoryModel | MeasuredMemory
     """The memory model of the pipeline's fullest stage."""
     usable_bytes: float
 
@@ -34,8 +34,8 @@ class Devices:
 
     def kept_by(self, profile: Profile) -> Profile:
         """Return ``profile`` with what a layer keeps under checkpointing. Profiles are measured without it."""
-        if self.memory.checkpointing == "none":
-            return profile
+        if isinstance(self.memory, MeasuredMemory) or self.memory.checkpointing == "none":
+            return profile  # rows of attached models are measured under their checkpointing
         return replace(profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
 
@@ -55,8 +55,8 @@ def devices_of(
     ``capacity_tokens``: the tokens that a micro-batch has to hold, or "auto". ``device_gib``: GiB of a device that may
     be used. None: as much as training would use on this machine, or ``ASSUMED_GIB``.
     """
-    kind, element_bytes = _kind_and_precision(config, profile)
-    usable_bytes = _usable_bytes(config, kind) if device_gib is None else device_gib * GIB
+    kind, element_bytes = kind_and_precision(config, profile.device)
+    usable_bytes = usable_bytes_of(config, kind) if device_gib is None else device_gib * GIB
     model = MemoryModel.on_device(
         share,
         kind,
@@ -74,15 +74,18 @@ def devices_of(
     return Devices(memory=model.fullest_stage(usable_bytes), usable_bytes=usable_bytes)
 
 
-def _kind_and_precision(config: Config | None, profile: Profile) -> tuple[DeviceKind, int]:
-    """Return the kind of device, and the bytes of a number in the compute dtype."""
-    name, _, measured_dtype = profile.device.partition(", ")
+def kind_and_precision(config: Config | None, measured_on: str) -> tuple[DeviceKind, int]:
+    """Return the kind of device, and the bytes of a number in the compute dtype.
+
+    ``measured_on``: the device of the profile (``Profile.device``); empty without a measured one.
+    """
+    name, _, measured_dtype = measured_on.partition(", ")
     measured: DeviceKind = "cpu" if name == "cpu" else "cuda"
     if config is None:
         return measured, _ELEMENT_BYTES.get(measured_dtype, 2)
     kind, dtype = config.trainer.device, config.trainer.dtype
     if kind == "auto":
-        kind = measured if profile.device else _kind_here()
+        kind = measured if measured_on else _kind_here()
     return kind, (2 if kind == "cuda" else 4) if dtype == "auto" else _ELEMENT_BYTES[dtype]
 
 
@@ -95,7 +98,7 @@ def _kind_here() -> DeviceKind:
     return "cuda" if choose_device("auto", 0, 1).type == "cuda" else "cpu"
 
 
-def _usable_bytes(config: Config | None, kind: DeviceKind) -> float:
+def usable_bytes_of(config: Config | None, kind: DeviceKind) -> float:
     """Return the bytes of a device that training may use here, or ``ASSUMED_GIB`` if the config cannot run here."""
     if config is None or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
         return ASSUMED_GIB * GIB

@@ -13,14 +13,15 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from bytescale.cli.attached import planned_model
 from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, read_batch, read_profile
-from bytescale.cli.devices import devices_of
+from bytescale.cli.devices import Devices, devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
-from bytescale.config import Config, ModelConfig, TrainerConfig, load_config
+from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.memory import Checkpointing, ModelShare
@@ -99,31 +100,29 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     trainer = config.trainer if config else TrainerConfig()
     layout = options.layout(trainer)
     lengths, origin, vocab_size = read_batch(options.batch, config)
-    profile = read_profile(
-        options.cost,
+    attached = planned_model(
         options.model,
-        tensor_parallel=options.tp,
-        model_is_given=config is not None or options.model != DEFAULT_MODEL,
-        vocab_size=vocab_size,
-        ring_gradients=trainer.ring_gradients,
+        config,
+        parallel=ParallelConfig(tp=options.tp, pp=options.pp, virtual_stages=options.virtual_stages),
+        checkpointing=options.checkpointing,
+        cost_profile=options.cost.profile,
+        longest=int(lengths.max()),
     )
+    if attached is not None:
+        profile = attached.profile(options.cost.rates)
+        devices = attached.devices(options.ranks, options.device_gib)
+    else:
+        profile = read_profile(
+            options.cost,
+            options.model,
+            tensor_parallel=options.tp,
+            model_is_given=config is not None or options.model != DEFAULT_MODEL,
+            vocab_size=vocab_size,
+            ring_gradients=trainer.ring_gradients,
+        )
+        devices = _devices(options, config, profile)
     layout.check_layers(profile.architecture.num_layers)
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
-    share = ModelShare(
-        architecture=profile.architecture,
-        tensor_parallel=profile.tensor_parallel,
-        num_stages=options.pp,
-        virtual_stages=options.virtual_stages,
-    )
-    devices = devices_of(
-        config,
-        profile,
-        share,
-        num_ranks=options.ranks,
-        checkpointing=options.checkpointing,
-        capacity_tokens=options.capacity_tokens,
-        device_gib=options.device_gib,
-    )
     capacity = devices.capacity_tokens(options.capacity_tokens)
     cluster = Cluster.uniform(options.ranks, capacity)
     planned, refused = _plan_all(options, lengths, cluster, cost, devices.kept_by(profile), layout)
@@ -149,6 +148,24 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         if not options.json:
             console.print(f"wrote {written}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _devices(options: PlanOptions, config: Config | None, profile: Profile) -> Devices:
+    share = ModelShare(
+        architecture=profile.architecture,
+        tensor_parallel=profile.tensor_parallel,
+        num_stages=options.pp,
+        virtual_stages=options.virtual_stages,
+    )
+    return devices_of(
+        config,
+        profile,
+        share,
+        num_ranks=options.ranks,
+        checkpointing=options.checkpointing,
+        capacity_tokens=options.capacity_tokens,
+        device_gib=options.device_gib,
+    )
 
 
 def _write_files(options: PlanOptions, planned: dict[str, Planned], chosen: str) -> list[Path]:

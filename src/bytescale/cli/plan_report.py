@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.cost import CostModel
-from bytescale.cost.memory import MemoryModel
+from bytescale.cost.memory import MeasuredMemory, MemoryModel
 from bytescale.plan import Plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import shape_histogram, shape_in_words
@@ -100,7 +100,7 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
         console.print("    - " + line, highlight=False, soft_wrap=True)
 
 
-def memory_in_words(plan: Plan, model: MemoryModel, device_bytes: float) -> str:
+def memory_in_words(plan: Plan, model: MemoryModel | MeasuredMemory, device_bytes: float) -> str:
     """Describe the peak memory of the fullest micro-batch by its parts, and whether a device has as much."""
     tokens, limits = micro_batch_tokens(plan), model.limits()
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)

@@ -14,7 +14,16 @@ from rich.console import Console
 from bytescale.cli.options import leading_path, parse
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config, resolve_architecture
+from bytescale.config import (
+    AttachedArchitecture,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainerConfig,
+    load_config,
+    resolve_architecture,
+    resolve_model,
+)
 from bytescale.cost import Profile, save_profile
 from bytescale.cost.profile_file import fit_warnings
 
@@ -59,6 +68,7 @@ def run(arguments: Sequence[str]) -> int:
             )
         )
     _check_out(options.out)
+    _check_model(options.model)
     from bytescale.train.ranks import under_torchrun
 
     if options.ranks > 1 and not under_torchrun():
@@ -67,6 +77,19 @@ def run(arguments: Sequence[str]) -> int:
         launch_ranks(options.ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
         return 0
     return profile_command(options)
+
+
+def _check_model(model: ModelConfig) -> None:
+    """Raise ``ConfigError`` for a model that runs on transformers' own code."""
+    architecture = resolve_model(model)
+    if isinstance(architecture, AttachedArchitecture):
+        raise ConfigError(
+            problem(
+                f"{model.preset} is a model of type {architecture.model_type}, which runs on transformers' own code",
+                so="bytescale profile measures the layers of our own Llama and Mixtral only",
+                fix="plan and simulate it without a profile: its operations are counted, and its memory is measured",
+            )
+        )
 
 
 def _check_out(out: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bytescale.cli.attached import planned_model
 from bytescale.cli.batch_source import (
     DEFAULT_MODEL,
     BatchConfig,
@@ -26,9 +28,10 @@ from bytescale.cli.devices import Devices, devices_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, TrainerConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, ParallelConfig, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
 from bytescale.cost.memory import Checkpointing, ModelShare
+from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
@@ -86,13 +89,14 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
     console = Console()
     cluster = options.cluster
     if options.plan is not None:
-        plan, origin, profile = load_plan(options.plan), str(options.plan), _profile(options, config)
+        plan, origin = load_plan(options.plan), str(options.plan)
+        profile, devices = _costs(options, config, longest=int(plan.lengths.max()))
     else:
         batch = read_batch(options.batch, config)
-        profile = _profile(options, config, batch.vocab_size)
-        plan, origin = _plan(batch, options, config, profile), batch.origin
+        profile, devices = _costs(options, config, longest=int(batch.lengths.max()), vocab_size=batch.vocab_size)
+        plan, origin = _plan(batch, options, profile, devices), batch.origin
     if options.checkpointing != "none":  # only then, because choosing the devices may import torch
-        profile = _devices(options, config, profile).kept_by(profile)
+        profile = devices().kept_by(profile)
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
@@ -125,12 +129,13 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
     """Print step time, speed, where the time went, traffic and memory."""
-    squares = int((plan.lengths.astype(object) ** 2).sum())
+    squares = int(windowed_squares(plan.lengths, profile.windows).sum())
     done = flops.training_flops(profile.architecture, num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "
-        f"{format_si(rate)}FLOP/s per device (attention counted by the sum of s^2)"
+        f"{format_si(rate)}FLOP/s per device (attention counted by "
+        + ("what its windows reach)" if profile.windows else "the sum of s^2)")
         + (f", schedule {step.schedule}" if cluster.pp > 1 else "")
         + (", interleaved" if cluster.virtual_stages > 1 else ""),
         highlight=False,
@@ -193,17 +198,34 @@ def _defaults(config: Config | None) -> SimulateOptions:
     )
 
 
-def _profile(options: SimulateOptions, config: Config | None, vocab_size: int | None = None) -> Profile:
-    profile = read_profile(
-        options.cost,
+def _costs(
+    options: SimulateOptions, config: Config | None, *, longest: int, vocab_size: int | None = None
+) -> tuple[Profile, Callable[[], Devices]]:
+    """The times of a step, and what chooses the devices. ``longest``: tokens of the longest sequence."""
+    cluster = options.cluster
+    attached = planned_model(
         options.model,
-        tensor_parallel=options.cluster.tp,
-        model_is_given=config is not None or options.model != DEFAULT_MODEL,
-        vocab_size=vocab_size,
-        ring_gradients="wide" if config is None else config.trainer.ring_gradients,
+        config,
+        parallel=ParallelConfig(tp=cluster.tp, pp=cluster.pp, virtual_stages=cluster.virtual_stages),
+        checkpointing=options.checkpointing,
+        cost_profile=options.cost.profile,
+        longest=longest,
     )
-    options.cluster.check_layers(profile.architecture.num_layers)
-    return profile
+    if attached is not None:
+        profile = attached.profile(options.cost.rates)
+        devices = partial(attached.devices, cluster.num_ranks, options.device_gib)
+    else:
+        profile = read_profile(
+            options.cost,
+            options.model,
+            tensor_parallel=cluster.tp,
+            model_is_given=config is not None or options.model != DEFAULT_MODEL,
+            vocab_size=vocab_size,
+            ring_gradients="wide" if config is None else config.trainer.ring_gradients,
+        )
+        devices = partial(_devices, options, config, profile)
+    cluster.check_layers(profile.architecture.num_layers)
+    return profile, devices
 
 
 def _devices(options: SimulateOptions, config: Config | None, profile: Profile) -> Devices:
@@ -224,10 +246,10 @@ def _devices(options: SimulateOptions, config: Config | None, profile: Profile) 
     )
 
 
-def _plan(batch: SourceBatch, options: SimulateOptions, config: Config | None, profile: Profile) -> Plan:
+def _plan(batch: SourceBatch, options: SimulateOptions, profile: Profile, devices: Callable[[], Devices]) -> Plan:
     cluster, capacity = options.cluster, options.capacity_tokens
     if capacity == AUTO_CAPACITY:
-        capacity = _devices(options, config, profile).capacity_tokens(capacity)
+        capacity = devices().capacity_tokens(capacity)
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context

@@ -56,7 +56,8 @@ def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json")
             problem(
                 f"{where} is of a {named[0]}, which is not supported here",
                 so="its weights have no place in our own models",
-                fix=f"use one of {', '.join(FAMILIES)}; bytescale train and convert also take other decoders",
+                fix=f"use one of {', '.join(FAMILIES)}; bytescale train, plan, simulate, score and "
+                "convert also take other decoders",
             )
         )
     _refuse_unknown_features(content, where)

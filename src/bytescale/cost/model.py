@@ -24,6 +24,7 @@ pass a column, C blocks are computed. While queries pass a row and their results
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -102,12 +103,7 @@ class CostModel:
 
         A query sees at most w keys of a window, so a layer with one has 2 w s - w^2 in the place of s^2 where s > w.
         """
-        lengths = np.asarray(lengths, dtype=np.float64)
-        squares = (1.0 - sum(share for _, share in self.windows)) * lengths * lengths if self.windows else lengths**2
-        for window, share in self.windows:
-            reached = np.minimum(lengths, window)
-            squares = squares + share * reached * (2 * lengths - reached)
-        return squares
+        return windowed_squares(lengths, self.windows)
 
     def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
         """Compute of each of ``degree`` members, without g and without communication: (a Q + b T) / D. Broadcasts."""
@@ -227,6 +223,16 @@ class CostModel:
     def from_work(*, linear_per_square: float = 24576) -> CostModel:
         """Abstract work s^2 + ``linear_per_square`` s with ideal links, for comparing planners."""
         return CostModel(attention_seconds_per_pair=1.0, token_seconds=linear_per_square, row_bytes_per_token=0.0)
+
+
+def windowed_squares(lengths: ArrayLike, windows: Sequence[tuple[int, float]]) -> FloatArray:
+    """``CostModel.squares_of`` for ``windows`` alone."""
+    lengths = np.asarray(lengths, dtype=np.float64)
+    squares = (1.0 - sum(share for _, share in windows)) * lengths * lengths if windows else lengths**2
+    for window, share in windows:
+        reached = np.minimum(lengths, window)
+        squares = squares + share * reached * (2 * lengths - reached)
+    return squares
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,6 +63,10 @@ class Profile:
     parameter_bytes: int = 2
     """Bytes of one parameter, which is gathered after every update."""
     points: tuple[Point, ...] = ()
+    windows: tuple[tuple[int, float], ...] = ()
+    """Sliding windows, as in ``CostModel.windows``. The curves of attention are those of short sequences."""
+    rings_only: bool = False
+    """Whether planners make no grids. ``architecture`` is then a stack of equal layers in the place of the model's."""
 
     @property
     def row_bytes_per_token(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -204,13 +208,14 @@ class Profile:
             micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
             + sum(curve.constant for curve in heads) / pipeline_parallel,
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
-            row_bytes_per_token=layers * sum(map(sum, self.row_bytes_per_token)),
+            row_bytes_per_token=None if self.rings_only else layers * sum(map(sum, self.row_bytes_per_token)),
             ring_step_seconds=2 * layers * self.links.ring_latency_seconds(False),
             inter_node_ring_step_seconds=2 * layers * self.links.ring_latency_seconds(True),
             ring_message_seconds=2 * layers * self.links.message_seconds,
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
+            windows=self.windows,
         )
 
     def with_costs(self, cost: CostModel) -> Profile:

@@ -8,12 +8,14 @@ Shape letters: M micro-batches of all ranks, E events, R ranks, G groups, S sequ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
+from bytescale.cost.model import windowed_squares
 from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
@@ -47,14 +49,22 @@ class Events:
         return np.maximum.reduceat(ordered, self.member_offsets[:-1], axis=-1)
 
 
-def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None = None) -> Events:
+def events_of(
+    plan: Plan,
+    *,
+    ranks_per_node: int = 8,
+    speeds: FloatArray | None = None,
+    windows: Sequence[tuple[int, float]] = (),
+) -> Events:
     """Return the events of ``plan`` on nodes of ``ranks_per_node`` consecutive ranks.
 
     Args:
         plan: a verified plan.
         ranks_per_node: consecutive HDP ranks with fast links between them.
         speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
+        windows: of the model's attention (``Profile.windows``).
     """
+    relative = np.ones(plan.num_ranks) if speeds is None else np.asarray(speeds, dtype=float)
     ranks = plan.micro_batch_ranks
     entry_micro_batch = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.micro_batch_group_offsets))
     is_shared = plan.group_sizes[plan.micro_batch_groups] > 1
@@ -66,7 +76,7 @@ def events_of(plan: Plan, *, ranks_per_node: int = 8, speeds: FloatArray | None 
     row = np.stack((members.row_share - members.next_in_row_share, members.row_share - members.share), axis=1)
     event, offsets, member_micro_batches = _join(shared_group)
     return Events(
-        loads=_loads(plan, members, np.ones(plan.num_ranks) if speeds is None else np.asarray(speeds, dtype=float)),
+        loads=_loads(plan, members, relative, windows),
         micro_batch_ranks=ranks,
         micro_batch_events=event,
         member_offsets=offsets,
@@ -136,12 +146,10 @@ def _sums(heads: IntArray, values: NDArray) -> FloatArray:
     return np.bincount(heads, weights=values, minlength=len(values)).astype(np.float64)[heads]
 
 
-def _loads(plan: Plan, members: _Members, speeds: FloatArray) -> Loads:
+def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[tuple[int, float]]) -> Loads:
     entry_micro_batch = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.micro_batch_group_offsets))
     tokens = plan.group_tokens.astype(np.float64)
-    squares = segment_sums(
-        np.square(plan.lengths[plan.group_sequences].astype(np.float64)), plan.group_sequence_offsets
-    )
+    squares = segment_sums(windowed_squares(plan.lengths[plan.group_sequences], windows), plan.group_sequence_offsets)
     is_local = plan.group_sizes[plan.micro_batch_groups] == 1
 
     def of_locals(values: FloatArray) -> FloatArray:

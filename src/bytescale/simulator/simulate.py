@@ -64,7 +64,7 @@ def simulate(
         PlanError: the schedule deadlocks.
     """
     _check(plan, profile, cluster, schedule)
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds)
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
     layers = split_layers(profile.architecture, cluster.num_parts)
     parts = [
         stage_times(

@@ -71,6 +71,11 @@ class MeasuredMemory:
     layer_saved_bytes_per_token: int = 0
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return self.states.element_bytes
+
+    @property
     def parameter_bytes(self) -> int:
         """The weights that compute."""
         return self.states.parameter_bytes

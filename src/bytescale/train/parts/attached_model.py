@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytescale.attach.costs import count_costs, training_flops
+from bytescale.attach.costs import Rates, count_costs, counted_profile, training_flops
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
 from bytescale.attach.measure import kernel_bytes_per_token, measure_rows, ring_widths
 from bytescale.attach.part import AttachedPart, late_parameters
@@ -22,9 +22,9 @@ from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_si
-from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config
+from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
 from bytescale.config.validate import hdp_ranks
-from bytescale.cost import CostModel
+from bytescale.cost import CostModel, Profile
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
 from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, RankGroup, ShardedAdamW
 from bytescale.train.parts.budget import MemoryBudget, measured_budget
@@ -92,26 +92,40 @@ class AttachedModel:
     ) -> MemoryBudget:
         """The budget of a run. Raises ``ConfigError`` as ``budget.memory_budget``."""
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        memory = self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), config.trainer.ring_gradients)
+        return measured_budget(config, memory, device=device, num_ranks=num_ranks, smallest=smallest)
+
+    def measured_memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
+        """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
         element_bytes, layers = self.parameters.values.element_size(), self.part.facts.layers
         weight = self.part.head.weight
-        ranks = hdp_ranks(config.parallel, num_ranks)
-        memory = MeasuredMemory(
+        return MeasuredMemory(
             states=States(
                 num_parameters=sum(parameter.numel() for parameter in self.part.parameters()),
                 element_bytes=element_bytes,
-                num_ranks=ranks,
+                num_ranks=num_ranks,
             ),
             rows=self.rows,
-            rings=ring_widths(layers, element_bytes, config.trainer.ring_gradients),
+            rings=ring_widths(layers, element_bytes, ring_gradients),
             vocab_size=self.architecture.vocab_size,
             head_numbers=self.part.hidden_size * self.architecture.vocab_size if weight is None else weight.numel(),
             hidden_size=self.part.hidden_size,
             kind=kind,
             plain_head=self.part.has_plain_head,
-            kernel_bytes_per_token=kernel_bytes_per_token(layers, device.type, element_bytes),
-            nccl_bytes=nccl_reserve_bytes(ranks, 1, 1) if kind == "cuda" else 0,
+            kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
+            nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
         )
-        return measured_budget(config, memory, device=device, num_ranks=num_ranks, smallest=smallest)
+
+    def profile(self, rates: Rates, ring_gradients: RingGradients) -> Profile:
+        """The times of a step by counted operations, for ``plan`` and ``simulate``."""
+        return counted_profile(
+            self.part.model,
+            self.part.facts,
+            rates,
+            bytes_per_element=self.parameters.values.element_size(),
+            ring_gradients=ring_gradients,
+            kept_bytes_per_token=self.rows.saved_per_token,
+        )
 
     def optimizer(self, config: Config, ranks: Ranks) -> ShardedAdamW:
         """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""

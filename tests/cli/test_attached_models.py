@@ -1,0 +1,102 @@
+"""``plan`` and ``simulate`` of models that run on transformers' own code; ``profile`` refuses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale.attach.costs import Rates, counted_profile
+from bytescale.attach.interface import Attachment
+from bytescale.attach.probe import probe
+from bytescale.cli.main import main
+from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
+from bytescale.cost import Cluster, Links
+from bytescale.parity import small_model
+from bytescale.planner import naive_plan
+from bytescale.simulator import ClusterConfig, simulate
+from bytescale.train.loop.dry_run import dry_run
+from tests.train.runs import small_run, with_trainer, write_corpus
+
+from .test_devices import seen_by_plan
+
+
+def hf_folder(folder: Path, name: str, **changes: object) -> Path:
+    small_model(name, dtype=torch.float32, vocab_size=320, **changes).save_pretrained(folder)
+    return folder
+
+
+def test_plan_simulate_and_train_agree_about_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The capacity that ``plan`` finds is that of ``train --dry-run``; only config.json is needed to plan."""
+    folder = hf_folder(tmp_path / "gemma2", "gemma2", sliding_window=16)
+    config: Config = with_trainer(
+        small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run"), init=f"hf:{folder}", checkpointing="full"
+    )
+    config = replace(
+        config,
+        model=replace(type(config.model)(), preset=f"hf:{folder}"),
+        memory=MemoryConfig(device_gib=0.1, offload="off"),
+        parallel=ParallelConfig(ranks=1, capacity_tokens=0),
+    )
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    dry_run(config)
+    printed = capsys.readouterr().out
+    (folder / "model.safetensors").unlink()
+    capacity, memory, usable = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
+    assert usable == pytest.approx(0.1 * 2**30)
+    assert capacity == memory.capacity_tokens(usable) > 0
+    assert f"full micro-batch of {capacity / 1024:.3g}K tokens" in " ".join(printed.split())
+    assert main(["simulate", str(tmp_path / "config.toml"), "--cluster.num-gpus", "2"]) == 0
+    assert "what its windows reach" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "deepseek_v3"])
+def test_the_simulator_counts_what_windows_reach(name: str) -> None:
+    """On one rank, simulated compute is the planner's work of all sequences."""
+    model = small_model(name, dtype=torch.float32)
+    attachment = Attachment(model)
+    rates = Rates(flops_per_second=1e9, attention_flops_per_second=2e9, links=Links())
+    profile = counted_profile(model, probe(model), rates, bytes_per_element=4)
+    attachment.detach()
+    cost = profile.cost_model()
+    assert bool(cost.windows) == (name == "gemma2")
+    lengths = np.array([3, 700, 40, 90])
+    plan = naive_plan(lengths, cluster=Cluster.uniform(1, 1000), cost=cost)
+    step = simulate(plan, profile, ClusterConfig(num_gpus=1))
+    assert float(step.compute.sum()) == pytest.approx(float(cost.work_seconds(lengths).sum()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
+        (["simulate", "--cluster.num-gpus", "2", "--cluster.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
+        (["plan", "--cost.profile", "case-study"], 'cost.profile = "case-study" with a model of type qwen3'),
+        (["profile", "--out", "TMP/profile.toml"], "measures the layers of our own Llama and Mixtral only"),
+    ],
+)
+def test_what_only_our_own_models_have(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = hf_folder(tmp_path / "qwen3", "qwen3")
+    arguments = [word.replace("TMP", str(tmp_path)) for word in arguments]
+    assert main([*arguments, "--model.preset", f"hf:{folder}"]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_models_that_cannot_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be attached, and one that this machine cannot hold."""
+    folder = hf_folder(tmp_path / "falcon", "falcon_h1")
+    assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
+    assert "mixes tokens" in " ".join(capsys.readouterr().err.split())
+    folder = hf_folder(tmp_path / "qwen3", "qwen3")
+    monkeypatch.setattr("bytescale.train.parts.budget.machine_bytes", lambda: 1000.0)
+    assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
+    assert "this machine has 1000 B" in " ".join(capsys.readouterr().err.split())
