@@ -45,6 +45,7 @@ from torch import Tensor
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.attention.kernels import OfQueries
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.cost import flops, save_profile
 from bytescale.cost.memory import MemoryModel, ModelShare
@@ -275,8 +276,9 @@ class NoAttention:
         return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.float32).T
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, _ = queries
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         workspace = [dout.contiguous(), out.contiguous()]
         workspace += [q.new_empty(q.numel(), dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)]
@@ -413,7 +415,9 @@ def attention_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
             )
             out, lse = kernel.forward(q, k, v, triangles, scale)
             forward = device.figures(lambda: kernel.forward(q, k, v, triangles, scale), 10)["seconds"]
-            backward = device.figures(lambda: kernel.backward(out, q, k, v, out, lse, triangles, scale), 10)["seconds"]
+            backward = device.figures(lambda: kernel.backward(OfQueries(out, q, out, lse), k, v, triangles, scale), 10)[
+                "seconds"
+            ]
             work = flops.layer_attention_flops_per_square(shape) * tokens**2
             rates = work / forward, flops.BACKWARD_ATTENTION_RATIO * work / backward
             return {
@@ -554,10 +558,11 @@ def profile_cases(device: Device, sizes: Sizes) -> Iterator[Case]:
     shape, longest, seconds = sizes.profile
 
     def measure() -> Row:
+        from bytescale.train.profiling.measurer import Measurer
         from bytescale.train.profiling.plot import draw_profile
         from bytescale.train.profiling.profiler import measure_profile
 
-        profile = measure_profile(shape, device=device.device, dtype=device.dtype, max_tokens=longest, seconds=seconds)
+        profile = measure_profile(Measurer(shape, device.device, device.dtype), max_tokens=longest, seconds=seconds)
         out = Path("benchmarks/out/profile.toml")
         out.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, out)

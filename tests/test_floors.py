@@ -1,11 +1,17 @@
-"""The floors of planner, simulator and loader can be imported without torch, for use on a laptop."""
+"""The floors of planner, simulator and loader can be imported without torch; files and functions stay small."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import bytescale
+
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 7
 
 FLOORS_WITHOUT_TORCH = (
     "common",
@@ -46,3 +52,25 @@ def test_floor_imports_without_torch(floor: str) -> None:
     finished = subprocess.run([sys.executable, "-c", SCRIPT, floor], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert int(finished.stdout) >= 1
+
+
+def test_files_and_functions_are_small() -> None:
+    """As CONTRIBUTING says. A keyword-only parameter with a default does not count: callers may leave it out."""
+    large = []
+    for path in sorted(Path(bytescale.__file__).parent.rglob("*.py")):
+        text = path.read_text()
+        if text.count("\n") > MOST_LINES_OF_A_FILE:
+            large.append(f"{path}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines, parameters = (node.end_lineno or 0) - node.lineno + 1, _num_parameters(node)
+                if lines > MOST_LINES_OF_A_FUNCTION or parameters > MOST_PARAMETERS:
+                    large.append(f"{path}:{node.lineno}: {node.name} has {lines} lines and {parameters} parameters")
+    assert not large, "\n".join(large)
+
+
+def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = node.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    needed = [one.arg for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    return len([name for name in names + needed if name not in ("self", "cls")]) + (given.vararg is not None)

@@ -19,7 +19,7 @@ from torch.nn.attention import current_flash_attention_impl, register_flash_atte
 from bytescale.attention import flash
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.flash import FA4, FASTEST_FIRST, FlashImplementation, Heads
-from bytescale.attention.kernels import CpuFlashKernel, MathKernel
+from bytescale.attention.kernels import CpuFlashKernel, MathKernel, OfQueries
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, DataConfig, TrainerConfig, validate
 from bytescale.train.parts.kernels import open_kernels
@@ -96,7 +96,7 @@ class StandIn:
         window_size_right: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         blocks = blocks_of(cu_q, cu_k, causal, self.window(window_size_left))
-        return MathKernel().backward(dout, q, k, v, out, lse.T, blocks, scale)
+        return MathKernel().backward(OfQueries(dout, q, out, lse.T), k, v, blocks, scale)
 
     def window(self, size_left: int) -> int | None:
         return size_left + 1 if self.knows_windows and size_left >= 0 else None
@@ -267,7 +267,7 @@ def test_flash_calls_with_values_of_another_width(installed: Callable[..., None]
             results = []
             for kernel in (flash.CudaFlashKernel(), MathKernel()):
                 out, lse = kernel.forward(q, k, v, blocks, 0.3)
-                results.append([out, lse, *kernel.backward(dout, q, k, v, out, lse, blocks, 0.3)])
+                results.append([out, lse, *kernel.backward(OfQueries(dout, q, out, lse), k, v, blocks, 0.3)])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

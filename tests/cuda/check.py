@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import Exchange, PackedAttention
 from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
-from bytescale.attention.kernels import CudaFlashKernel
+from bytescale.attention.kernels import CudaFlashKernel, OfQueries
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.models import build_model
 from bytescale.models.head_groups import apply_head_groups
@@ -66,7 +66,7 @@ def flash_calls() -> str:
                 fake.expect(out, (blocks.num_query_rows, heads, width), dtype)
                 fake.expect(lse, (blocks.num_query_rows, heads), FP32)
                 whole, sums = torch.empty_like(q), empty(heads, num_queries, dtype=FP32).T
-                dq, dk, dv = kernel.backward(dout, q, kv[:, 0], kv[:, 1], whole, sums, blocks, width**-0.5)
+                dq, dk, dv = kernel.backward(OfQueries(dout, q, whole, sums), kv[:, 0], kv[:, 1], blocks, width**-0.5)
                 fake.expect(dq, (blocks.num_query_rows, heads, width), dtype)
                 for gradient in (dk, dv):
                     fake.expect(gradient, (blocks.num_key_rows, kv_heads, width), dtype)
@@ -89,7 +89,7 @@ def registered_implementations() -> str:
     with fake.fake_gpu(), Record():
         q, kv = empty(rows, 8, 64), empty(rows, 2, 64)
         out, lse = kernel.forward(q, kv, kv, blocks, 0.125)
-        kernel.backward(out, q, kv, kv, out, lse, blocks, 0.125)
+        kernel.backward(OfQueries(out, q, out, lse), kv, kv, blocks, 0.125)
     targets = {
         "_flash_attention_forward": (_fa3._fa3_flash_attention_forward_impl_default, _fa4_forward()),
         "_flash_attention_backward": (_fa3._fa3_flash_attention_backward_impl, _fa4._fa4_flash_attention_backward_impl),
@@ -347,7 +347,9 @@ def flash_4_forward_and_backward(blocks: BlockSet, num_queries: int, num_keys: i
         fake.expect(out, (blocks.num_query_rows, 8, width), BF16)
         fake.expect(lse, (blocks.num_query_rows, 8), FP32)
         sums = empty(8, num_queries, dtype=FP32).T
-        dq, dk, dv = kernel.backward(q, q, kv[:, 0], kv[:, 1], torch.empty_like(q), sums, blocks, width**-0.5)
+        dq, dk, dv = kernel.backward(
+            OfQueries(q, q, torch.empty_like(q), sums), kv[:, 0], kv[:, 1], blocks, width**-0.5
+        )
         fake.expect(dq, (blocks.num_query_rows, 8, width), BF16)
         for gradient in (dk, dv):
             fake.expect(gradient, (blocks.num_key_rows, 2, width), BF16)

@@ -13,7 +13,7 @@ from benchmarks import gpu
 from bytescale.attention import PackedAttention
 from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
 from bytescale.attention.flash import FASTEST_FIRST, FlashImplementation, Heads, active, why_not
-from bytescale.attention.kernels import CudaFlashKernel, MathKernel
+from bytescale.attention.kernels import CudaFlashKernel, MathKernel, OfQueries
 from bytescale.config import PRESETS
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
@@ -67,8 +67,8 @@ def test_flash_blocks_equal_the_slow_kernel(case: int) -> None:
     full_out, full_lse = torch.zeros_like(q), torch.zeros(num_queries, HEADS, device="cuda")
     picked = blocks.query_rows(q.device)
     full_out[picked], full_lse[picked] = expected_out, expected_lse
-    gradients = fast.backward(dout, q, k, v, full_out, full_lse, blocks, scale)
-    expected = slow.backward(dout, q, k, v, full_out, full_lse, blocks, scale)
+    gradients = fast.backward(OfQueries(dout, q, full_out, full_lse), k, v, blocks, scale)
+    expected = slow.backward(OfQueries(dout, q, full_out, full_lse), k, v, blocks, scale)
     for got, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=3e-2, atol=3e-2)
 

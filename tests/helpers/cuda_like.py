@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bytescale.attention.blocks import BlockSet
+from bytescale.attention.kernels import OfQueries
 
 
 class CudaLikeFlash:
@@ -26,8 +27,9 @@ class CudaLikeFlash:
         return out, lse.T
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, _ = queries
         query_rows, key_rows = blocks.query_rows(q.device), blocks.key_rows(q.device)
         rows, (heads, width) = q[query_rows].shape[0], q.shape[1:]
         copies = [tensor[query_rows].contiguous() for tensor in (dout, out)]  # none where rows lie one behind the other

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import AttentionRules
 from bytescale.attention.blocks import BlockSet
-from bytescale.attention.kernels import lse_dtype
+from bytescale.attention.kernels import OfQueries, lse_dtype
 from bytescale.runtime import Mesh, MeshShape, RankGroup
 from bytescale.runtime.executor import _Run
 
@@ -158,9 +158,9 @@ class ZeroKernel:
         return q.new_zeros(rows, *q.shape[1:]), q.new_zeros(rows, q.shape[1], dtype=lse_dtype(q.dtype))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys = blocks.num_key_rows
+        q, keys = queries.q, blocks.num_key_rows
         return (
             q.new_zeros(blocks.num_query_rows, *q.shape[1:]),
             k.new_zeros(keys, *k.shape[1:]),

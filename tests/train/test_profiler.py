@@ -44,7 +44,7 @@ def short_measurements() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def profile(short_measurements: None) -> Profile:
-    return measure_profile(SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=1024, seconds=20.0)
+    return measure_profile(Measurer(SHAPE, torch.device("cpu"), torch.float32), max_tokens=1024, seconds=20.0)
 
 
 def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
@@ -70,7 +70,7 @@ def test_what_the_first_measurement_starts_up_does_not_count(monkeypatch: pytest
         measure(self, tokens)
 
     monkeypatch.setattr(Measurer, "measure", slow_at_first)
-    taken = measure_profile(SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=512, seconds=20.0)
+    taken = measure_profile(Measurer(SHAPE, torch.device("cpu"), torch.float32), max_tokens=512, seconds=20.0)
     assert {point.tokens for point in taken.points} == {256, 512}
 
 
@@ -112,9 +112,8 @@ def test_the_head_is_measured_as_it_trains(profile: Profile) -> None:
 @pytest.mark.exhaustive
 def test_all_ranks_measure_together_and_get_the_same_profile() -> None:
     def one_rank(hdp: RankGroup) -> Profile:
-        return measure_profile(
-            SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_tokens=512, seconds=20.0, hdp=hdp
-        )
+        measurer = Measurer(SHAPE, torch.device("cpu"), torch.float32)
+        return measure_profile(measurer, max_tokens=512, seconds=20.0, hdp=hdp)
 
     first, second = run_ranks(2, one_rank)
     assert first == second

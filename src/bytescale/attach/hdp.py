@@ -117,20 +117,7 @@ class HDP:
         self._attachment = Attachment(model)
         try:
             fix_rope(model, longest_document)
-            self.facts = probe(model)
-            check_widths(self.facts, cuda_flash=parameter.device.type == "cuda" and kernel != "math")
-            cost = cost or count_costs(
-                model, self.facts, device_type=parameter.device.type, bytes_per_element=parameter.element_size()
-            )
-            self.cost = cost.forward_only(parameter.element_size()) if forward_only else cost
-            self.planner = make_planner(
-                num_ranks=size,
-                capacity_tokens=capacity_tokens,
-                cost=self.cost,
-                planner=planner,
-                equal_counts=equal_counts,
-            )
-            self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
+            self._prepare(planner, cost, forward_only)
         except BaseException:
             self._attachment.detach()
             raise
@@ -139,6 +126,23 @@ class HDP:
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._saved: Savings | None = None
+
+    def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+        """Find every layer's attention and its cost, make the planner, and compare all of it between the ranks."""
+        parameter = next(self.model.parameters())
+        kind, element = parameter.device.type, parameter.element_size()
+        self.facts = probe(self.model)
+        check_widths(self.facts, cuda_flash=kind == "cuda" and self._kernel_name != "math")
+        cost = cost or count_costs(self.model, self.facts, device_type=kind, bytes_per_element=element)
+        self.cost = cost.forward_only(element) if forward_only else cost
+        self.planner = make_planner(
+            num_ranks=self.group.size,
+            capacity_tokens=self.capacity_tokens,
+            cost=self.cost,
+            planner=planner,
+            equal_counts=self.equal_counts,
+        )
+        self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
 
     def detach(self) -> None:
         """Put the model back on the attention that it had."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
-from bytescale.attention.kernels import AttentionKernel, merge_rows
+from bytescale.attention.kernels import AttentionKernel, OfQueries, merge_rows
 from bytescale.common.errors import ConfigError, problem
 
 Function = Callable[..., Any]
@@ -94,10 +94,10 @@ class CompiledMerges:
         return self.kernel.forward(q, k, v, blocks, scale)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The kernel's own."""
-        return self.kernel.backward(dout, q, k, v, out, lse, blocks, scale)
+        return self.kernel.backward(queries, k, v, blocks, scale)
 
     def merge_rows(self, out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
         """The same as ``kernels.merge_rows``."""

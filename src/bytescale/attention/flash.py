@@ -29,7 +29,7 @@ from torch.nn.attention import (
 
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import select_kernel
-from bytescale.attention.kernels import AttentionKernel, CudaFlashKernel, MathKernel
+from bytescale.attention.kernels import AttentionKernel, CudaFlashKernel, MathKernel, OfQueries
 from bytescale.common.errors import ConfigError, problem
 
 TRIAL_LENGTHS = (70, 26)
@@ -239,7 +239,7 @@ def _forward_and_backward(
     full_out, full_lse = torch.zeros_like(q), lse.new_zeros(q.shape[:2])
     picked = blocks.query_rows(q.device)
     full_out[picked], full_lse[picked] = given_out, given_lse
-    return [out, lse, *kernel.backward(dout, q, k, v, full_out, full_lse, blocks, scale)]
+    return [out, lse, *kernel.backward(OfQueries(dout, q, full_out, full_lse), k, v, blocks, scale)]
 
 
 def _register_fa4() -> Any:

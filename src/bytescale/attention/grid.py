@@ -60,14 +60,11 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
-from bytescale.attention.exchange import Transfer
 from bytescale.attention.grid_messages import Grid, InTurn, RowMessages
-from bytescale.attention.kernels import AttentionKernel, add_rows, lse_dtype
+from bytescale.attention.kernels import AttentionKernel, OfQueries, add_rows, lse_dtype
 from bytescale.attention.messages import Kind, keys_of, pack, values_of
 
 MergeRows = Callable[[Tensor, Tensor, Rows, Tensor, Tensor], None]
-OfQueries = tuple[Tensor, Tensor, Tensor, Tensor]
-"""``dout, q, out, lse`` of some queries."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,9 @@ class BlockWork:
         """``AttentionKernel.forward``."""
         return self.kernel.forward(q, k, v, blocks, self.scale)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor, Tensor]:
         """``AttentionKernel.backward``."""
-        return self.kernel.backward(dout, q, k, v, out, lse, blocks, self.scale)
+        return self.kernel.backward(queries, k, v, blocks, self.scale)
 
 
 def grid_forward(
@@ -177,17 +172,17 @@ def grid_backward(
     work: BlockWork,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dq, dk, dv`` of this rank's rows, from ``out``'s gradient, ``q, k, v`` and the results of ``grid_forward``."""
-    q, k, v = inputs
-    out, lse = results
-    num_tokens = grid.num_tokens
+    (q, k, v), num_tokens = inputs, grid.num_tokens
+    queries = OfQueries(dout, q, *results)
+    wide = queries.lse.dtype
     kv_buffers, gradient_buffers = grid.kv_buffers(k, v), grid.gradient_buffers(k, v)
     pack(k[:num_tokens], v[:num_tokens], kv_buffers[0])
-    row = _BackwardRow((dout[:num_tokens], q[:num_tokens], out[:num_tokens], lse[:num_tokens]), grid, work)
+    row = _BackwardRow(OfQueries(*(rows[:num_tokens] for rows in queries)), grid, work)
 
     # Own: this rank's own triangles, while the first message travels.
     transfers = _in_turn(grid, row.messages, kv_buffers, Kind.BACKWARD_KV)
-    dq, dk, dv = work.backward(dout, q, k, v, out, lse, triangles)
-    row.dq.append(dq[:num_tokens].to(lse.dtype))
+    dq, dk, dv = work.backward(queries, k, v, triangles)
+    row.dq.append(dq[:num_tokens].to(wide))
 
     # Row: the other queries of the row arrive, and meet the keys of this member.
     of_own_keys = KeyGradients(grid, k, v, num_tokens)
@@ -198,7 +193,7 @@ def grid_backward(
 
     # Column: compute this rank's share of the gradient of the keys that have arrived, and add it to the sum that
     # arrives one step behind them.
-    gradient_transfer: Transfer | None = None
+    gradient_transfer, returned = None, None
     for b in grid.steps:
         transfers.wait()
         held, collected = grid.held(b, kv_buffers), grid.held(b, gradient_buffers)
@@ -214,16 +209,14 @@ def grid_backward(
         share.add_to(values_of(collected, v), values=True)
         del share  # frees its memory before the next step computes its own
         # Pass the sum on. The sum that arrives belongs to the keys of the next step; after the last, to our own keys.
-        coming = grid.held(b + 1, gradient_buffers)
-        gradient_transfer = grid.around_column(collected, coming, Kind.BACKWARD_GRADIENTS)
+        returned = grid.held(b + 1, gradient_buffers)
+        gradient_transfer = grid.around_column(collected, returned, Kind.BACKWARD_GRADIENTS)
 
-    returned = None
     if gradient_transfer is not None:
         gradient_transfer.wait()
-        returned = grid.held(grid.num_rows, gradient_buffers)
     # One after the other, so that sums of keys and of values do not exist at the same time.
     for gradient, part_of in ((dk, keys_of), (dv, values_of)):
-        total = gradient[:num_tokens].to(lse.dtype)
+        total = gradient[:num_tokens].to(wide)
         of_own_keys.add_to(total, values=gradient is dv)
         if returned is not None:
             total += part_of(returned, gradient)
@@ -258,7 +251,7 @@ class _BackwardRow:
     def arrive(self, a: int) -> None:
         """Begin with the queries that arrived at step ``a``."""
         dout, q, lse, delta = self.messages.arrived(a)
-        self.of_queries.append((dout, q, _equivalent_output(dout, delta), lse))
+        self.of_queries.append(OfQueries(dout, q, _equivalent_output(dout, delta), lse))
         self.dq.append(torch.zeros_like(q, dtype=lse.dtype))
 
     def meet(self, a: int, b: int, keys: Tensor, values: Tensor, share: KeyGradients) -> None:
@@ -268,10 +261,9 @@ class _BackwardRow:
         """
         blocks = self.grid.blocks[a, b]
         if blocks:
-            dout, q, out, lse = self.of_queries[a]
-            dq, dk, dv = self.work.backward(dout, q, keys, values, out, lse, blocks)
-            add_rows(self.dq[a], blocks.query_rows(q.device), dq)
-            share.add(blocks.key_rows(q.device), dk, dv)
+            dq, dk, dv = self.work.backward(self.of_queries[a], keys, values, blocks)
+            add_rows(self.dq[a], blocks.query_rows(dq.device), dq)
+            share.add(blocks.key_rows(dk.device), dk, dv)
         if a and b == self.grid.last_step:
             self.messages.send_home(a, self.dq[a])
 

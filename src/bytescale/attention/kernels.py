@@ -14,13 +14,22 @@ Dtypes: q, k, v and outputs have the compute dtype. LSE is fp32 (fp64 for fp64 i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
+
+
+class OfQueries(NamedTuple):
+    """What backward knows of queries, of all rows that the keys may meet."""
+
+    dout: Tensor  # [T, H, Dv] gradient of ``out``
+    q: Tensor  # [T, H, D]
+    out: Tensor  # [T, H, Dv] of the whole softmax
+    lse: Tensor  # [T, H] of the whole softmax
 
 
 class AttentionKernel(Protocol):
@@ -34,10 +43,9 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dout, out [T, H, Dv]``, ``q [T, H, D]``, ``lse [T, H]``, ``k [S, G, D]``, ``v [S, G, Dv]`` ->
-        ``dq [Tq, H, D]``, ``dk [Sk, G, D]``, ``dv [Sk, G, Dv]``.
+        """``queries``, ``k [S, G, D]``, ``v [S, G, Dv]`` -> ``dq [Tq, H, D]``, ``dk [Sk, G, D]``, ``dv [Sk, G, Dv]``.
 
         The inputs hold all rows, and the kernel picks the rows of the blocks. Tq and Sk are the numbers of query rows
         and key rows of all blocks.
@@ -77,8 +85,9 @@ class CpuFlashKernel:
         return _narrowed(out, width), lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = queries
         width, value_width = q.shape[2], v.shape[2]
         dout, q, k, v, out = _same_width(dout, q, k, v, out)
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
@@ -137,8 +146,9 @@ class CudaFlashKernel:
         return _narrowed(out, width), lse.transpose(0, 1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = queries
         if not blocks:
             return q.new_empty(0, *q.shape[1:]), k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])
         width, value_width = q.shape[2], v.shape[2]
@@ -191,8 +201,9 @@ class MathKernel:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = queries
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
         dv = v.new_empty(blocks.num_key_rows, *v.shape[1:])

@@ -22,7 +22,7 @@ from bytescale.attention.compiled import CompiledMerges
 from bytescale.attention.exchange import Exchange
 from bytescale.attention.grid import BlockWork, grid_backward, grid_forward
 from bytescale.attention.grid_messages import Grid
-from bytescale.attention.kernels import AttentionKernel, merge_rows
+from bytescale.attention.kernels import AttentionKernel, OfQueries, merge_rows
 from bytescale.attention.messages import RingBuffers
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
@@ -111,7 +111,7 @@ class PackedAttention:
         """
         work, blocks = self._work(q, rules), self._local_blocks(rules.window)
         if self.grid is None:
-            return work.backward(dout, q, k, v, out, lse, blocks)
+            return work.backward(OfQueries(dout, q, out, lse), k, v, blocks)
         windowed = self._windowed_ring(rules.window)
         if windowed is not None:
             return windowed_backward(dout, (q, k, v), (out, lse), windowed, work)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet
-from bytescale.attention.kernels import AttentionKernel, lse_dtype, unseen_keys
+from bytescale.attention.kernels import AttentionKernel, OfQueries, lse_dtype, unseen_keys
 
 TILE_ROWS = 256
 """Query rows of a tile; a row of tiles has as many keys at a time, or twice as many if those are all."""
@@ -57,17 +57,18 @@ class TiledKernel:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: BlockSet, scale: float
+        self, queries: OfQueries, k: Tensor, v: Tensor, blocks: BlockSet, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = queries
         dq = q.new_empty(blocks.num_query_rows, *q.shape[1:])
         dk = k.new_empty(blocks.num_key_rows, *k.shape[1:])
         dv = v.new_empty(blocks.num_key_rows, *v.shape[1:])
         tiles = _Tiles(scale, self.soft_cap)
         row = key_row = 0
-        for queries, keys, block in _single(blocks):
+        for own, keys, block in _single(blocks):
             rows = slice(row, row + block.num_query_rows)
             key_rows = slice(key_row, key_row + block.num_key_rows)
-            given = dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]
+            given = OfQueries(dout[own], q[own], out[own], lse[own]), k[keys], v[keys]
             if self.plain is not None and self._is_plain(block):
                 parts = self.plain.backward(*given, block, scale)
             else:
@@ -118,10 +119,9 @@ class _Tiles:
             out[start:stop] = _ungrouped(weighted.div_(total), stop - start)
             lse[start:stop] = _ungrouped(total.log_().add_(largest), stop - start)[..., 0]
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockSet
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, own: OfQueries, k: Tensor, v: Tensor, block: BlockSet) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the block's ``q [T, H, D]``, ``k [S, G, D]`` and ``v [S, G, Dv]``, the last two in wide sums."""
+        dout, q, out, lse = own
         wide, heads = lse.dtype, k.shape[1]
         keys, values = _heads_first(k, wide), _heads_first(v, wide)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)

@@ -31,7 +31,7 @@ from bytescale.attention.blocks import BlockSet, Rows
 from bytescale.attention.exchange import Transfer
 from bytescale.attention.grid import BlockWork
 from bytescale.attention.grid_messages import Grid
-from bytescale.attention.kernels import add_rows, lse_dtype
+from bytescale.attention.kernels import OfQueries, add_rows, lse_dtype
 from bytescale.attention.messages import Kind, keys_of, message_width, values_of
 from bytescale.attention.window import WindowLayout
 
@@ -145,14 +145,14 @@ def windowed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dq, dk, dv`` of all rows, from ``out``'s gradient, ``q, k, v`` and the results of ``windowed_forward``."""
     q, k, v = inputs
-    out, lse = results
-    layout, device, wide = windowed.layout, q.device, lse.dtype
+    queries = OfQueries(dout, q, *results)
+    layout, device, wide = windowed.layout, q.device, queries.lse.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     transfers, arrived = windowed.start_kv(k, v, Kind.BACKWARD_KV)
 
     # Inner blocks: their keys are own rows, each in at most one block.
     query_rows, key_rows = layout.inner.query_rows(device), layout.inner.key_rows(device)
-    dq[query_rows], dk[key_rows], dv[key_rows] = work.backward(dout, q, k, v, out, lse, layout.inner)
+    dq[query_rows], dk[key_rows], dv[key_rows] = work.backward(queries, k, v, layout.inner)
 
     # Outer blocks: their keys are own rows and rows that have arrived, each in at most two blocks.
     for transfer in transfers:
@@ -162,7 +162,7 @@ def windowed_backward(
     dk_arrived, dv_arrived = (like.new_zeros(windowed.num_arriving, *like.shape[1:]) for like in own)
     if layout.outer:
         keys, values = windowed.gather(k, keys_of(arrived, k)), windowed.gather(v, values_of(arrived, v))
-        parts = work.backward(dout, q, keys, values, out, lse, layout.outer)
+        parts = work.backward(queries, keys, values, layout.outer)
         dq[layout.outer.query_rows(device)] = parts[0]
         windowed.scatter(parts[1], own[0], dk_arrived)
         windowed.scatter(parts[2], own[1], dv_arrived)

@@ -137,6 +137,7 @@ def profile_command(options: ProfileOptions) -> int:
 def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
     from rich.progress import BarColumn, Progress, TextColumn
 
+    from bytescale.train.profiling.measurer import Measurer
     from bytescale.train.profiling.profiler import measure_profile
 
     console = Console(stderr=True, quiet=not ranks.is_first)
@@ -147,9 +148,7 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
             bar.update(task, completed=share, description=f"measuring {format_count(tokens)} tokens")
 
         return measure_profile(
-            resolve_architecture(options.model),
-            device=ranks.device,
-            dtype=ranks.dtype,
+            Measurer(resolve_architecture(options.model), ranks.device, ranks.dtype),
             max_tokens=options.max_tokens,
             seconds=options.seconds,
             hdp=ranks.hdp,

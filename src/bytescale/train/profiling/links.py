@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from bytescale.attention import PackedAttention
+from bytescale.attention.kernels import OfQueries
 from bytescale.cost import Links, flops
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -206,7 +207,7 @@ def _ring_attention(hdp: RankGroup, measurer: Measurer, tokens: int) -> tuple[fl
     def backward() -> None:
         with torch.no_grad():
             for part in parts:
-                measurer.kernel.backward(out, q, k, v, out, lse, part, scale)
+                measurer.kernel.backward(OfQueries(out, q, out, lse), k, v, part, scale)
 
     beyond, blocks = [], []
     for _ in range(RING_ROUNDS):

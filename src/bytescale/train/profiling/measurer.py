@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bytescale.attention import AttentionKernel, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.attention.kernels import OfQueries
 from bytescale.config import Architecture
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
@@ -104,7 +105,7 @@ class Measurer:
         scale = shape.head_dim**-0.5
         out, lse = self.kernel.forward(q, k, v, triangles, scale)
         forward = self.watch.seconds(lambda: self.kernel.forward(q, k, v, triangles, scale))
-        backward = self.watch.seconds(lambda: self.kernel.backward(out, q, k, v, out, lse, triangles, scale))
+        backward = self.watch.seconds(lambda: self.kernel.backward(OfQueries(out, q, out, lse), k, v, triangles, scale))
         self._add("attention_forward", tokens, forward)
         self._add("attention_backward", tokens, backward)
 

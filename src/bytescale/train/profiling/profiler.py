@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytescale.config import Architecture
 from bytescale.cost import Links, Profile, flops
 from bytescale.cost.curve import Curve, fit_curve, relative_errors
 from bytescale.cost.profile import Point
@@ -45,10 +44,8 @@ SWEEPS = 5
 
 
 def measure_profile(
-    architecture: Architecture,
+    measurer: Measurer,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
     max_tokens: int,
     seconds: float,
     hdp: RankGroup | None = None,
@@ -60,9 +57,7 @@ def measure_profile(
     Every rank calls it and gets the same profile.
 
     Args:
-        architecture: the model.
-        device: the device to measure.
-        dtype: the dtype of parameters and activations.
+        measurer: has the model, the device and the dtype of parameters and activations.
         max_tokens: the longest length.
         seconds: the time for all lengths together. A length is left out if the time of the previous length shows that
             it would take too long.
@@ -70,8 +65,8 @@ def measure_profile(
         nodes: the node of each of them, by any number; None: they share one.
         progress: called with the next length and the share of the time that has passed.
     """
+    architecture, device, dtype = measurer.architecture, measurer.device, measurer.dtype
     hdp = hdp or RankGroup(device=device)
-    measurer = Measurer(architecture, device, dtype)
     measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds, progress=progress)
     points = _points(measurer, hdp)
     links = measure_links(hdp, measurer, nodes) if hdp.size > 1 else Links()
