@@ -33,8 +33,8 @@ from bytescale.planner.adaptive.degrees import Rectangles, equal_blocks, is_idea
 from bytescale.planner.adaptive.fill import deal, fill_low_gaps
 from bytescale.planner.adaptive.place import Placement, place
 from bytescale.planner.adaptive.reserve import reserve
-from bytescale.planner.adaptive.target import FEW, Batch
-from bytescale.planner.adaptive.trial import Trial, trial_plan
+from bytescale.planner.adaptive.target import FEW, PARTS, Batch
+from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import unequal_blocks, weights
 from bytescale.planner.baselines.greedy import greedy_plan
 from bytescale.planner.baselines.paper import paper_plan
@@ -46,10 +46,8 @@ GOOD_ENOUGH = 1.009
 """A makespan within this factor of the target ends the search."""
 GOOD_ENOUGH_UNEQUAL = 1.015
 """The same factor for ranks that differ, where an attempt takes ten times as long."""
-CLEARLY_BETTER = 0.998
-"""A trial replaces an earlier one, which has less traffic, only if it is better by this factor."""
 CLOSE = 1.002
-"""Makespans within this factor of each other count as equal."""
+"""Makespans within this factor of each other count as equal. Of such trials, that with the least traffic is taken."""
 FIRST, LATER = 1.004, 1.008
 """Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
 BISECTIONS = 4
@@ -61,8 +59,12 @@ SNAPS = (0.0, 0.3, 0.6)
 RANKS_OF_RINGS = 512
 """Ranks up to which a plan with grids competes with one that has rings alone: of 1000 random batches on 4 to 3000 ranks
 five ended up to 0.8 % later with grids, all of them on fewer than 300."""
-TOP = 4
-"""Trials of every size of packs in a pipeline whose makespans are computed to the end."""
+SNAPS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+"""The same in a pipeline, where blocks cannot be replaced by reservations."""
+REFINED, AIMS = 3, 3
+"""Longest blocks in a pipeline that are tried with every snap, and makespans to aim at for each snap."""
+LEAST_TRIALS, EFFORT = 16, 150_000
+"""Trials in a pipeline, for each size of packs: at least so many, and so many times sequences."""
 MIN_PACK = 8192
 """Tokens; in a pipeline, packs are halved down to this size."""
 
@@ -96,14 +98,18 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
         if is_aligned(plan):
             return plan
         return align(greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1), cluster=cluster, cost=cost)
+    trials = [
+        (batch, trial)
+        for size in pack_sizes(flat.pack_tokens)
+        for batch in [replace(flat, num_stages=num_stages, pack_tokens=size)]
+        for trial in tried_in_pipeline(batch)
+    ]
+    latest = CLOSE * min(trial.end for _, trial in trials)
+    early = [(batch, trial) for batch, trial in trials if trial.end <= latest]
+    batch, trial = min(early, key=lambda pair: pair[1].traffic_tokens)
     # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
-    batches = [flat, *(replace(flat, num_stages=num_stages, pack_tokens=size) for size in pack_sizes(flat.pack_tokens))]
-    plans = []
-    for batch in batches:
-        trials = {trial.end: trial for trial in tried(batch)}
-        plans += [planned(batch, trials[end]) for end in sorted(trials)[:TOP]]
-    aligned = [align(plan, cluster=cluster, cost=cost) for plan in plans]
-    return _best_of_rivals(min(aligned, key=partial(_end, batches[1])), batches[1])
+    plans = planned(batch, trial), align(planned(flat, search(flat)), cluster=cluster, cost=cost)
+    return _best_of_rivals(min(plans, key=partial(_end, batch)), batch)
 
 
 def pack_sizes(capacity: int) -> list[int]:
@@ -125,14 +131,35 @@ def tried(batch: Batch) -> list[Trial]:
     return trials
 
 
+def tried_in_pipeline(batch: Batch) -> list[Trial]:
+    """Steps 2 to 5 in a pipeline: several longest blocks, and the best of them with several snaps and makespans."""
+    allowed = max(LEAST_TRIALS, EFFORT // len(batch.lengths))
+    levels = {}
+    for longest in batch.longest_blocks():
+        levels[_blocks(batch, longest)[0].degrees.tobytes()] = (batch.promised(longest), longest)
+    trials, best = list[Trial](), list[tuple[float, float, float]]()
+    for promised, longest in sorted(levels.values())[: allowed // (2 * len(SNAPS))]:
+        trials += [_stacked(batch, LATER * promised, longest, snap=snap) for snap in SNAPS]
+        best.append((min(trial.end for trial in trials[-len(SNAPS) :]), promised, longest))
+    for end, promised, longest in sorted(best)[:REFINED]:
+        for snap in SNAPS_IN_PIPELINE:
+            early, late = LATER * promised, max(end, 1.03 * LATER * promised)
+            aim = math.sqrt(early * late) if snap in SNAPS else early
+            for _ in range(AIMS):
+                if len(trials) >= allowed or late < CLOSE * early:
+                    break
+                trials.append(_stacked(batch, aim, longest, snap=snap))
+                late = min(late, max(trials[-1].end, early))
+                early, late = (early, min(aim, late)) if trials[-1].end <= CLOSE * aim else (max(aim, early), late)
+                aim = math.sqrt(early * late)
+    return trials
+
+
 def search(batch: Batch) -> Trial:
-    """The best trial; one with more traffic only if it is good enough or clearly better."""
+    """The trial with the least traffic of those that are good enough, or else close to the best."""
     trials = tried(batch)
-    best = trials[0]
-    for trial in trials:
-        if trial.end < CLEARLY_BETTER * best.end or trial.end <= _enough(batch):
-            best = trial
-    return best
+    latest = max(_enough(batch), CLOSE * min(trial.end for trial in trials))
+    return min((trial for trial in trials if trial.end <= latest), key=lambda trial: trial.traffic_tokens)
 
 
 def _enough(batch: Batch) -> float:
@@ -142,20 +169,19 @@ def _enough(batch: Batch) -> float:
 
 def _trials(batch: Batch) -> Iterator[Trial]:
     """Trials of steps 2 to 4, roughly in the order of their traffic and of the time that they take."""
-    is_flat = batch.num_stages == 1 and batch.cluster.is_uniform
+    is_flat = batch.cluster.is_uniform
     early = aim = LATER * batch.target
     late = np.inf
     if is_flat:
-        yield _filled(batch, *_stacked(batch, FIRST * batch.target))
-        stacked = _stacked(batch, GOOD_ENOUGH * batch.target)
-        yield _filled(batch, *stacked)
-        yield _filled(batch, *_with_low_gaps_filled(batch, *stacked, GOOD_ENOUGH * batch.target))
+        yield _stacked(batch, FIRST * batch.target)
+        yield _stacked(batch, GOOD_ENOUGH * batch.target)
+        yield _stacked(batch, GOOD_ENOUGH * batch.target, fill=True)
     reserves = is_flat and batch.cluster.num_ranks <= MOST_RESERVED
     if reserves:
         yield _reserved(batch, aim)
-    for makespan, longest in batch.levels():
+    for part in PARTS if len(batch.lengths) <= FEW or not batch.cluster.is_uniform else PARTS[:1]:
         for snap in SNAPS:
-            trial = _filled(batch, *_stacked(batch, LATER * makespan, LATER * longest, snap=snap))
+            trial = _stacked(batch, LATER * batch.target, LATER * batch.target / part, snap=snap)
             late = min(late, trial.end)
             yield trial
     # Bisection: reservations end by ``late``, and not by ``early``.
@@ -184,12 +210,15 @@ def _reserved(batch: Batch, makespan: float) -> Trial:
 
 
 def _stacked(
-    batch: Batch, makespan: float, longest: float | None = None, *, snap: float = 0.0
-) -> tuple[Rectangles, Placement, IntArray]:
-    """Steps 2 and 3 with blocks of consecutive ranks; and the places of the sequences that stay whole."""
+    batch: Batch, makespan: float, longest: float | None = None, *, snap: float = 0.0, fill: bool = False
+) -> Trial:
+    """A trial with blocks of consecutive ranks; with ``fill``, low gaps are filled (``fill_low_gaps``)."""
     blocks, count = _blocks(batch, longest or makespan)
     placed = place(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
-    return blocks, placed, np.arange(count, len(batch.lengths))
+    whole = np.arange(count, len(batch.lengths))
+    if fill:
+        blocks, placed, whole = _with_low_gaps_filled(batch, blocks, placed, whole, makespan)
+    return _filled(batch, blocks, placed, whole)
 
 
 def _with_low_gaps_filled(
@@ -233,13 +262,16 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement, whole: IntArray
         lengths=None if cluster.is_uniform else batch.lengths[whole],
         capacity=None if cluster.is_uniform else cluster.capacity_tokens,
     )
-    free_at = np.where(np.bincount(ranks, minlength=cluster.num_ranks) > 0, free_at, placed.free_at)
+    if batch.num_stages > 1:
+        free_at = pipeline_ends(batch, placed, whole, ranks)
+    shared = blocks.items[placed.groups]
     return Trial(
-        shared=blocks.items[placed.groups],
+        shared=shared,
         placed=placed,
         whole=whole,
         whole_ranks=ranks,
         end=float(free_at.max()),
+        traffic_tokens=int((batch.lengths[shared] * (placed.degrees - 1)).sum()),
         weights=None if cluster.is_uniform else weights(batch.lengths[:count], placed, cluster),
     )
 

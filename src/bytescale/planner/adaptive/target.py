@@ -6,7 +6,6 @@ Shape letters: S sequences, longest first; L of them may have to be shared; R ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,12 +24,8 @@ FEW = 4096
 """Batches of up to this many sequences are planned with more effort: each sequence matters, and takes little time."""
 PARTS = (1, 4, 16, 64)
 """The target over the longest blocks tried without a pipeline, where there are few sequences or ranks differ."""
-LAID_OUT = 5
-"""Longest blocks tried in a pipeline."""
 LEVELS = 32
-"""Longest blocks estimated, in geometric steps from the target down to the time of one pack of whole sequences."""
-FINER = 9
-"""Longest blocks estimated between the neighbours of the best of these."""
+"""Longest blocks in a pipeline, in geometric steps from the target down to a 64th of a pack of whole sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,34 +93,23 @@ class Batch:
         too_long = np.searchsorted(-self.fewest, -1)
         return max(int(too_long), int(np.searchsorted(-self.local_seconds, -limit)))
 
-    def levels(self) -> Iterator[tuple[float, float]]:
-        """Pairs of a makespan and the longest block that leads to it, both in seconds, most promising first.
+    def longest_blocks(self) -> list[float]:
+        """``LEVELS`` longest blocks that are tried in a pipeline, in seconds, descending."""
+        pack = self.pack_seconds(self.num_shared(np.inf))
+        shortest = min(max(pack / 64, 1e-3 * self.target), self.target)
+        return [float(longest) for longest in np.geomspace(self.target, shortest, LEVELS)]
+
+    def promised(self, longest: float) -> float:
+        """The makespan in a pipeline, in seconds, if no block takes more than ``longest`` = tau seconds.
 
         The longest micro-batch of a rank in a pipeline of p stages costs p times its time, not once (``evaluate``).
-        So with a longest block tau, the makespan is about
+        So the makespan is about
 
             T(tau) = ( sum of D t  +  whole  +  (p - 1) * sum over R ranks of the longest t on each ) / R
 
         Here every long sequence is on the fewest ranks that end it within tau. Long groups are stacked on long groups,
-        so the groups with the largest t cover every rank once, and each rank pays for one of them. Without a pipeline
-        T differs little, and the longest tau, which has the least traffic, comes first.
+        so the groups with the largest t cover every rank once, and each rank pays for one of them.
         """
-        if self.num_stages == 1:
-            parts = PARTS if len(self.lengths) <= FEW or not self.cluster.is_uniform else (1,)
-            yield from ((self.target, self.target / number) for number in parts)
-            return
-        pack = self.pack_seconds(self.num_shared(np.inf))
-        shortest = min(max(pack / 8, 1e-3 * self.target), self.target)
-        grid = np.geomspace(self.target, shortest, LEVELS)
-        levels = [self._level(longest) for longest in grid.tolist()]
-        best = int(np.argmin([end for end, _ in levels]))
-        finer = np.geomspace(grid[max(best - 1, 0)], grid[min(best + 1, LEVELS - 1)], FINER)
-        levels += [self._level(longest) for longest in finer.tolist()]
-        # Equal longest blocks have the same groups. Only the earliest makespan is kept.
-        earliest = {longest: end for end, longest in sorted(levels, reverse=True)}
-        yield from sorted((end, longest) for longest, end in earliest.items())[:LAID_OUT]
-
-    def _level(self, longest: float) -> tuple[float, float]:
         num_ranks, count = self.cluster.num_ranks, self.num_shared(longest)
         degrees, seconds = degrees_within(self.cost, self.lengths[:count], self.fewest[:count], num_ranks, longest)
         by_time = np.argsort(-seconds, kind="stable")
@@ -134,8 +118,7 @@ class Batch:
         bubbles += (num_ranks - int(paying.sum())) * self.pack_seconds(count)
         work = float((degrees * seconds).sum() + self.local_seconds[count:].sum())
         slowest = max(float(seconds.max(initial=0.0)), float(self.local_seconds[count:].max(initial=0.0)))
-        end = max((work + (self.num_stages - 1) * bubbles) / num_ranks, self.num_stages * slowest)
-        return end, max(slowest, longest)
+        return max((work + (self.num_stages - 1) * bubbles) / num_ranks, self.num_stages * slowest)
 
 
 def target_seconds(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.place import Placement
 from bytescale.planner.adaptive.target import Batch
@@ -27,6 +27,7 @@ class Trial:
     whole: IntArray  # [S - G] places in the batch
     whole_ranks: IntArray  # [S - G] rank of each of them
     end: float  # makespan in seconds
+    traffic_tokens: int  # of the shared sequences: sum of s (D - 1)
     weights: IntArray | None = None  # [sum of degrees] shares of the shared groups' members; None: equal
 
 
@@ -51,6 +52,8 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     # A whole sequence above the capacity offloads the excess and fills a micro-batch by itself.
     capacity = np.minimum(batch.cluster.capacity_tokens, batch.pack_tokens)[berth_ranks]
     index = micro_batches(np.minimum(batch.lengths[places], capacity[berth_of]), berth_of, capacity)
+    if batch.num_stages > 1:
+        index, _ = longest_first(batch, places, berth_of, index, len(berth_ranks))
     # One group per micro-batch, in order of time: first packs of all berths, then second packs, and so on.
     packs = index * len(berth_ranks) + berth_of
     by_pack = rising(packs)
@@ -69,6 +72,43 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
         columns=np.append(_columns(batch, trial), np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
+
+
+def pipeline_ends(batch: Batch, placed: Placement, whole: IntArray, whole_ranks: IntArray) -> FloatArray:
+    """``[R]`` seconds at which each rank of a pipeline ends: shared groups, packs of whole sequences, and all bubbles.
+
+    It is what ``evaluate`` finds for the trial's plan, because no member of a block waits.
+    """
+    if not len(whole):
+        return placed.free_at
+    by_rank = rising(whole_ranks)
+    places, ranks = whole[by_rank], whole_ranks[by_rank]
+    capacity = np.minimum(batch.cluster.capacity_tokens, batch.pack_tokens)
+    index = micro_batches(np.minimum(batch.lengths[places], capacity[ranks]), ranks, capacity)
+    _, seconds = longest_first(batch, places, ranks, index, batch.cluster.num_ranks)
+    rises = np.maximum(seconds[0] - placed.last, 0.0)
+    return placed.free_at + seconds.sum(axis=0) + (batch.num_stages - 1) * rises
+
+
+def longest_first(
+    batch: Batch, places: IntArray, berths: IntArray, index: IntArray, num_berths: int
+) -> tuple[IntArray, FloatArray]:
+    """The packs of every berth, longest first, so that one of them has bubbles: new ``index`` ``[n]``, and their times.
+
+    The times are ``[most packs, berths]`` seconds, 0 where a berth has fewer packs.
+
+    Args:
+        batch: the batch.
+        places: ``[n]`` whole sequences.
+        berths: ``[n]`` where each runs.
+        index: ``[n]`` pack of each in its berth.
+        num_berths: number of berths.
+    """
+    seconds: FloatArray = np.zeros((int(index.max(initial=-1)) + 1, num_berths))
+    np.add.at(seconds, (index, berths), batch.cost.work_seconds(batch.lengths[places]))
+    seconds = np.where(seconds > 0, seconds + batch.cost.micro_batch_seconds, 0.0)
+    order = np.argsort(-seconds, axis=0, kind="stable")
+    return np.argsort(order, axis=0)[index, berths], np.sort(seconds, axis=0)[::-1]
 
 
 def _columns(batch: Batch, trial: Trial) -> IntArray:
