@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch._dynamo  # every optimizer imports it: here once, not in every forked rank for 0.6 s
+import torch._dynamo  # noqa: F401 - every optimizer imports it: here once, not in every forked rank for 0.6 s
 
 DIED = (False, "died without an answer")
 

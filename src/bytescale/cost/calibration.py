@@ -242,7 +242,7 @@ def most_probable_factors(matrix: FloatArray, vector: FloatArray) -> FloatArray:
     """
     count = len(vector)
     covariance = OWN_FACTOR**2 * np.eye(count) + SAME_FACTOR**2
-    prior = NOISE**2 * np.linalg.inv(covariance)
+    prior: FloatArray = np.asarray(NOISE**2 * np.linalg.inv(covariance), dtype=np.float64)
     same = np.full(count, math.log(float(vector.sum()) / float(matrix.sum())))
     starts = [same]
     for term in np.flatnonzero(np.diag(matrix) > 0).tolist():

@@ -10,8 +10,7 @@
     6. Rivals    a plan that is still not close to the target is replaced by the best plan of the baselines, if that is
                  better
 
-In a pipeline, the longest block costs most. Several are tried, and several sizes of packs, and the best trials are
-evaluated to the end. Ranks that differ in speed or capacity take the same steps (``unequal``).
+In a pipeline, the longest block costs most. Many are tried, and several sizes of packs. Ranks that differ in speed or capacity take the same steps (``unequal``).
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
