@@ -177,18 +177,26 @@ def against_padding(group: RankGroup, number: int, batch_tokens: int) -> None:
     """Tokens a second, of documents and not of padding."""
     capacity = 4096
     batches = [documents(batch_tokens, 4096, seed) for seed in range(number)]
-    real = sum(len(d["tokens"]) for batch in batches for d in batch)
-    _, step = hdp_step("loss_sum", capacity)
-    step(batches[0])
-    ours = sum(seconds_of(lambda batch=batch: step(batch), group) for batch in batches)  # type: ignore[misc]
-    _say(f"{'HDP, packed':42} {real / ours:8.0f} tokens/s")
-    for sort in (True, False):
-        padded = _padded_step(group, sort, capacity)
-        padded(batches[0])
-        shares = [_padding_share(batch, group.size, sort, capacity) for batch in batches]
-        taken = sum(seconds_of(lambda batch=batch, step=padded: step(batch), group) for batch in batches)  # type: ignore[misc]
-        name = f"padded, {'sorted by length' if sort else 'as they come'}"
-        _say(f"{name:42} {real / taken:8.0f} tokens/s, {statistics.mean(shares):.0%} padding; HDP {taken / ours:.2f}x")
+    steps = {
+        "HDP, packed": hdp_step("loss_sum", capacity)[1],
+        "padded, sorted by length": _padded_step(group, True, capacity),
+        "padded, as they come": _padded_step(group, False, capacity),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():  # once without a clock
+        step(batches[0])
+    for batch in batches:
+        for name, step in steps.items():
+            seconds = seconds_of(lambda step=step, batch=batch: step(batch), group)  # type: ignore[misc]
+            rates[name].append(sum(len(d["tokens"]) for d in batch) / seconds)
+    ours = statistics.median(rates["HDP, packed"])
+    for name, held in rates.items():
+        middle = statistics.median(held)
+        shares = [_padding_share(batch, "sorted" in name, capacity) for batch in batches] if "padded" in name else [0.0]
+        _say(
+            f"{name:26} {middle:8.0f} tokens/s ({min(held):.0f} to {max(held):.0f}), "
+            f"{statistics.mean(shares):.0%} padding; HDP {ours / middle:.2f}x"
+        )
 
 
 def _micro_batches(batch: list[dict[str, Any]], sort: bool, capacity: int) -> list[list[torch.Tensor]]:
@@ -203,7 +211,7 @@ def _micro_batches(batch: list[dict[str, Any]], sort: bool, capacity: int) -> li
     return groups
 
 
-def _padding_share(batch: list[dict[str, Any]], num_ranks: int, sort: bool, capacity: int) -> float:
+def _padding_share(batch: list[dict[str, Any]], sort: bool, capacity: int) -> float:
     groups = _micro_batches(batch, sort, capacity)
     padded = sum(max(map(len, group)) * len(group) for group in groups)
     return 1 - sum(len(d["tokens"]) for d in batch) / padded
@@ -256,7 +264,9 @@ def window_against_full(group: RankGroup, lengths: list[int], windows: list[int]
                 buffers.release()
             _say(
                 f"{length:6} tokens, {'no window' if window is None else f'window {window}':12} "
-                f"{statistics.median(times[1:]) * 1e3:8.1f} ms  {sent / 2**20:8.3f} MiB sent a rank"
+                f"{statistics.median(times[1:]) * 1e3:8.1f} ms "
+                f"({min(times[1:]) * 1e3:.1f} to {max(times[1:]) * 1e3:.1f})  "
+                f"{sent / 2**20:8.3f} MiB sent a rank"
             )
 
 

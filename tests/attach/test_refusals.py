@@ -58,6 +58,14 @@ def test_bidirectional_attention_is_refused() -> None:
         bytescale.HDP(model, capacity_tokens=100)
 
 
+def test_a_loss_for_even_use_of_experts_is_refused() -> None:
+    model = small_model("qwen3_moe", output_router_logits=True)
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM cannot be attached: .*even use of experts"):
+        bytescale.HDP(model, capacity_tokens=100)
+    model.config.output_router_logits = False
+    bytescale.HDP(model, capacity_tokens=100)
+
+
 def test_a_model_that_changes_after_it_was_attached_is_told() -> None:
     model = small_model("llama")
     hdp = bytescale.HDP(model, capacity_tokens=100)

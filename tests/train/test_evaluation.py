@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from bytescale.attention.reference import reference_attention
-from bytescale.config import Config, EvalConfig, ParallelConfig, resolve_architecture
+from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_architecture
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.once import batches_once
 from bytescale.models import build_model
+from bytescale.parity import small_model
 from bytescale.runtime.loss import reference_cross_entropy, token_losses
 from tests.data.support import memory_corpus, write_jsonl
 from tests.helpers.effort import one_of
@@ -74,6 +76,37 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     assert found["loss"] == pytest.approx(sums[512] / counts[512], rel=1e-10)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert [(b["longest_tokens"], b["num_targets"]) for b in found["buckets"]] == [(512, counts[512])]
+
+
+@pytest.mark.parametrize("name", one_of(["gemma2", "qwen3", "gpt_oss"], "gemma2"))
+def test_evaluations_of_a_decoder_of_transformers(tmp_path: Path, corpora: tuple[Path, Path], name: str) -> None:
+    """Heads with and without a cap, windows and sinks: losses stay to the last bit, and values are transformers'."""
+    folder = tmp_path / name
+    small_model(name, dtype=torch.float32, vocab_size=320, max_position_embeddings=512).save_pretrained(folder)
+    config = with_trainer(on_ranks(small_run(corpora[0], tmp_path / "without", steps=2), 2, 128), init=f"hf:{folder}")
+    config = replace(config, model=ModelConfig(preset=f"hf:{folder}"), optimizer=replace(config.optimizer, lr=1e-3))
+    without = run(config)
+    evaluated = with_evaluation(with_trainer(config, run_dir=str(tmp_path / "with")), corpora[1], every=1)
+    assert run(evaluated) == without
+
+    still = with_trainer(evaluated, run_dir=str(tmp_path / "still"), steps=1)
+    run(replace(still, optimizer=replace(config.optimizer, lr=1e-30)))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    corpus = prepare_corpus(replace(config.data, sources=evaluated.eval.sources))
+    total = count = 0.0
+    for piece in corpus.all_pieces:
+        (row,) = corpus.index.rows(np.array([piece]))
+        start, number = int(corpus.pieces.start[row]), int(corpus.pieces.num_targets[row])
+        targets = torch.as_tensor(corpus.parts[0][start + 1 : start + number + 1].astype(np.int64))
+        tokens = torch.as_tensor(corpus.piece_tokens(int(piece)).astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :number].double()
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        count += number
+    (found,) = evaluations(tmp_path / "still")
+    assert found["num_targets"] == count
+    assert found["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert evaluations(tmp_path / "with")[1]["loss"] != found["loss"]  # the weights had changed
 
 
 def test_a_run_that_was_killed_evaluates_what_it_repeats_once(tmp_path: Path, corpora: tuple[Path, Path]) -> None:

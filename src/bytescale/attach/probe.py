@@ -108,6 +108,7 @@ class _MaskFunction:
 def probe(model: nn.Module) -> ModelFacts:
     """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    _refuse_balance_loss(model)
     with _training_mode(model), _no_checkpointing(model):
         random_parts, blind = _mixing_and_randomness(model, names)
     if not blind.calls:
@@ -120,6 +121,18 @@ def probe(model: nn.Module) -> ModelFacts:
     _require_positions_are_followed(model, names)
     layers = tuple(_layer(call, names[call.module]) for call in blind.calls)
     return ModelFacts(layers=layers, random_parts=random_parts)
+
+
+def _refuse_balance_loss(model: nn.Module) -> None:
+    """A mixture's loss for even use of experts is a product of two means over the whole batch."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            raise refusal(
+                type(module).__name__,
+                "its config has output_router_logits = True, so that its output has a loss for even use of experts",
+                so="that loss would be one micro-batch's, which depends on the plan",
+                fix="set output_router_logits to False: the experts are then trained by your own loss alone",
+            )
 
 
 def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[tuple[str, ...], _Blind]:
