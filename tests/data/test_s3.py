@@ -183,7 +183,7 @@ def assert_refused(tmp_path: Path, source: str, reason: str, server: S3Server) -
         DataError, match=rf"{source.replace('*', '.')}.*cannot be reached .*({reason}).*To fix: .*AWS_PROFILE"
     ):
         prepare_corpus(config(tmp_path, source))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # limits are for hangs
     assert len(server.requests) - asked <= 2, "trying again is hopeless"
 
 
@@ -208,7 +208,7 @@ def test_no_server(tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyP
     began = time.monotonic()
     with pytest.raises(DataError, match=rf"'s3://bucket/a.jsonl' cannot be reached .*{endpoint}.*network"):
         prepare_corpus(config(tmp_path, "s3://bucket/a.jsonl", read_retries=1))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # limits are for hangs
 
 
 def test_a_user_s_own_settings_come_first(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

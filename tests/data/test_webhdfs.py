@@ -82,7 +82,7 @@ def test_what_is_not_there(tmp_path: Path, hdfs: WebHdfs) -> None:
     began = time.monotonic()
     with pytest.raises(DataError, match=r"'webhdfs://127.0.0.1:1/a' cannot be reached \(ConnectionError: .*network"):
         prepare_corpus(config(tmp_path, "webhdfs://127.0.0.1:1/a", read_retries=1))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # limits are for hangs
 
 
 def test_a_server_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
