@@ -144,6 +144,84 @@ def test_prompt_and_completion(tmp_path: Path) -> None:
     assert weights_by_label(corpus) == [[0, 0, 0, 1, 1], [1]]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "bin"])
+def test_labels_that_are_not_the_tokens(tmp_path: Path, kind: str) -> None:
+    """What is predicted at the place of a token is its label, also where a sample ends; weights count as before."""
+    records = [
+        {"tokens": [1, 2, 3, 4, 5], "labels": [1, 200, -100, 4, 50], "weights": [1, 2, 3, 4, 5]},
+        {"tokens": [6, 7, 8], "labels": [-100, 7, 8]},
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    if kind == "bin":
+        source = pair_of(tmp_path, source)
+        assert np.fromfile(source / "all.labels.bin", "<i4").tolist() == [1, 200, 3, 4, 50, 6, 7, 8]
+    corpus = prepare_corpus(tokens_config(tmp_path, source, context_length=3))
+    pieces = corpus.all_pieces
+    lengths = corpus.pieces.length[corpus.index.rows(pieces)]
+    tokens, labels = corpus.read(pieces, np.zeros_like(pieces), lengths)
+    assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert labels.tolist() == [200, 3, 4, 50, IGNORE_INDEX, 7, 8, IGNORE_INDEX]
+    assert weights_by_label(corpus) == [[2, 0, 4], [5], [1, 1]]
+    (batch,) = batches_once(corpus.index, 100)
+    assert [document["labels"].tolist() for document in corpus.documents(batch)] == [
+        [200, 3, 4], [50, IGNORE_INDEX], [7, 8, IGNORE_INDEX],
+    ]  # fmt: skip
+
+
+def test_labels_of_mixed_sources_and_of_another_program(tmp_path: Path) -> None:
+    """A pair with labels and one without become one; ids that the model does not have are known beforehand."""
+    first = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1, 2, 3], "labels": [1, 9, 3]}])
+    second = write_jsonl(tmp_path / "b.jsonl", [{"tokens": [4, 5]}])
+    for path in (first, second):
+        prefix = str(tmp_path / "parts" / path.stem)
+        assert run(["tokenize", str(path), "--content", "tokens", "--output", prefix]) == 0
+    assert run(["tokenize", str(tmp_path / "parts"), "--output", str(tmp_path / "whole" / "all")]) == 0
+    assert np.fromfile(tmp_path / "whole" / "all.labels.bin", "<i4").tolist() == [1, 9, 3, 4, 5]
+    alone = tmp_path / "whole" / "all.meta.json"
+    alone.unlink()
+    labels = np.array([1, 70_000, 3, 4, 5], "<i4")
+    labels.tofile(tmp_path / "whole" / "all.labels.bin")
+    assert prepare_corpus(config(tmp_path, tmp_path / "whole")).facts.vocab_size == 70_001
+    labels[1] = -100
+    labels.tofile(tmp_path / "whole" / "all.labels.bin")
+    with pytest.raises(DataError, match=r"labels holds -100"):
+        prepare_corpus(config(tmp_path, tmp_path / "whole"))
+    assert (
+        run(
+            ["tokenize", str(second), "--content", "tokens", "--output", str(tmp_path / "whole" / "all"), "--overwrite"]
+        )
+        == 0
+    )
+    assert not (tmp_path / "whole" / "all.labels.idx").exists()
+
+
+def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
+    """Their pairs are no sources of their own; a copy of a pair keeps them."""
+    records = [{"tokens": [1, 2, 3], "advantages": [0, 0.5, -2]}, {"tokens": [4, 5], "advantages": [7, 8]}]
+    source, again = write_jsonl(tmp_path / "a.jsonl", records), str(tmp_path / "again" / "all")
+    options = ["--content", "tokens", "--fields", "advantages"]
+    assert run(["tokenize", str(source), *options, "--output", str(tmp_path / "pair" / "all")]) == 0
+    assert run(["tokenize", str(tmp_path / "pair"), *options, "--output", again]) == 0
+    for place in (source, tmp_path / "pair", f"{again}.bin"):
+        corpus = prepare_corpus(tokens_config(tmp_path, place, fields=("advantages",)))
+        assert corpus.read_fields(corpus.all_pieces, np.zeros(2, np.int64), np.array([3, 2]), ["advantages"])[
+            "advantages"
+        ].tolist() == [0.5, -2, 0, 8, 0]
+    with pytest.raises(DataError, match="A source does not have the field 'rewards'"):
+        run(
+            [
+                "tokenize",
+                str(tmp_path / "pair/all.bin"),
+                "--content",
+                "tokens",
+                "--fields",
+                "rewards",
+                "--output",
+                f"{again}2",
+            ]
+        )
+
+
 def test_further_fields(tmp_path: Path) -> None:
     records = [{"tokens": [1, 2, 3], "advantages": [0, 0.5, -2]}, {"tokens": [4, 5], "advantages": [7, 8]}]
     settings = tokens_config(tmp_path, write_jsonl(tmp_path / "a.jsonl", records), fields=("advantages",))
@@ -213,7 +291,9 @@ def test_not_a_number_in_a_second_pair(tmp_path: Path) -> None:
         ("tokens", {"tokens": [1, 2], "weights": [1, math.inf]}, r"Weights\[1\] is inf"),
         ("tokens", {"tokens": [1, 2], "weights": [1, math.nan]}, r"Weights\[1\] is nan"),
         ("tokens", {"tokens": [1, 2], "weights": [1, 1e60]}, r"Weights\[1\] is 1e\+60"),
-        ("tokens", {"tokens": [1, 2], "labels": [1, 3]}, r"Labels\[1\] is 3, but the token there is 2"),
+        ("tokens", {"tokens": [1, 2], "labels": [1, 999]}, r"Labels\[1\] is 999, but tokenizer 'bytes' has the ids 0"),
+        ("tokens", {"tokens": [1, 2], "labels": [1, -1]}, r"Labels\[1\] is -1"),
+        ("tokens", {"tokens": [1, 2, 3], "labels": [2, 3, -100]}, r"are the next tokens: labels\[0\] is token 1"),
         ("tokens", {"tokens": [1, 2.5]}, "'tokens' is not a list of whole numbers"),
         ("tokens", {"tokens": "text"}, "'tokens' is not a list of whole numbers"),
         ("tokens", {"tokens": []}, "'tokens' is empty"),
@@ -272,11 +352,26 @@ def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
         (config(tmp_path, source, content="tokens", tokenizer="bpe"), "a tokenizer is trained on texts"),
         (config(tmp_path, source, content="tokens", chat_template="x"), r"data\.chat_template is set"),
         (config(tmp_path, source, content="prompt", fields=("x",)), r"data\.fields is set"),
+        (config(tmp_path, source, fields=("x",)), r'data\.fields is set, but data\.content is "text"'),
+        (config(tmp_path, source, content="tokens", fields=("labels",)), r"'labels' could not be told from"),
+        (config(tmp_path, source, content="tokens", fields=("x", "x")), "one would be lost"),
     ]:
         with pytest.raises(ConfigError, match=f"(?i){message}"):
             prepare_corpus(settings)
     with pytest.raises(DataError, match=r"has no key 'text'.*set data\.content = 'tokens'"):
         prepare_corpus(config(tmp_path, write_jsonl(tmp_path / "b.jsonl", [{"tokens": [1]}])))
+
+
+def test_data_show_prints_labels_that_are_not_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [*b"abcd"], "labels": [-100, *b"bxd"]}])
+    options = ["--content", "tokens", "--cache-dir", str(tmp_path)]
+    assert run(["show", str(source), *options, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["text"], row["predicted"], row["weight"]) for row in rows] == [
+        ("a", "", 0), ("b", "", 1), ("c", "x", 1), ("d", "", 1),
+    ]  # fmt: skip
+    assert run(["show", str(source), *options]) == 0
+    assert "'c' -> 'x'" in capsys.readouterr().out
 
 
 def test_data_show_prints_what_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

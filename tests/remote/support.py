@@ -120,6 +120,10 @@ def assert_same_data(ours: StepData, theirs: StepData) -> None:
             assert np.array_equal(left, right), name
         ones = np.ones(len(mine.tokens))
         assert np.array_equal(*(ones if data.weights is None else data.weights for data in (mine, other)))
+        assert mine.fields.keys() == other.fields.keys()
+        for name, values in mine.fields.items():
+            assert values.dtype == np.float32
+            assert np.array_equal(values, other.fields[name]), name
     assert ours.loss_divisor == theirs.loss_divisor
 
 

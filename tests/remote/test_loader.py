@@ -54,6 +54,44 @@ def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> Non
             assert all(data.plan is None for data in ours[1:])
 
 
+def test_both_loaders_give_the_same_labels_and_fields(tmp_path: Path) -> None:
+    """Records, a pair with labels of its own and a pair without, and a server that is killed in between."""
+    generator = np.random.default_rng(0)
+
+    def records(count: int, labels: bool) -> list[dict]:
+        made = []
+        for length in generator.integers(2, 150, count).tolist():
+            tokens = generator.integers(0, 256, length)
+            record = {"tokens": tokens.tolist(), "old_logprobs": generator.normal(size=length).tolist()}
+            record["advantages"] = [float(generator.normal())] * length
+            if labels:
+                record["labels"] = np.where(generator.random(length) < 0.2, 255 - tokens, tokens).tolist()
+            made.append(record)
+        return made
+
+    fields = ["advantages", "old_logprobs"]
+    for name, labels in (("a", True), ("b", True), ("c", False)):
+        write_jsonl(tmp_path / f"{name}.jsonl", records(25, labels))
+        if name != "a":
+            options = ["--content", "tokens", "--fields", *fields, "--output", str(tmp_path / "pairs" / name)]
+            assert run(["tokenize", str(tmp_path / f"{name}.jsonl"), *options]) == 0
+    sources = (str(tmp_path / "a.jsonl"), str(tmp_path / "pairs"))
+    config = numbered_config(tmp_path, sources=sources, content="tokens", fields=tuple(fields), servers=2)
+    with feeds(config, "ray", 3) as remote, feeds(config, "local", 3) as local:
+
+        def kill_a_server(step: int) -> None:
+            if step == 3:
+                kill_minus_9(remote[0].actors[1])
+
+        taken = take_steps(remote, 8, before_step=kill_a_server)[0]
+        for ours, theirs in zip(taken, take_steps(local, 8)[0], strict=True):
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_same_data(mine, other)
+        given = [data for step in taken for rank in step for data in rank.micro_batches]
+        assert any((data.labels[:-1] != data.tokens[1:]).any() for data in given)
+        assert all(sorted(data.fields) == fields for data in given)
+
+
 def test_both_loaders_give_the_same_weights(tmp_path: Path) -> None:
     """Conversations, a pair with weights, and a pair without: every weight of every label to the last bit."""
     folder, pairs = chat_folder(tmp_path / "model"), tmp_path / "pairs"

@@ -41,35 +41,38 @@ def chat_run(tmp_path: Path, name: str, loss_per: str = "token", dtype: str = "f
 
 
 def tokens_run(tmp_path: Path, name: str, loss_per: str) -> Config:
-    """Random tokens with real-valued weights, some of them zero or negative, in fp32."""
+    """Random tokens with real-valued weights, some of them zero or negative, in fp32; some labels are other ids."""
     random = np.random.default_rng(0)
     records = []
     for length in random.integers(2, 200, 40).tolist():
         weights = random.normal(size=length).astype(np.float32) * (random.random(length) < 0.6)
         weights[-1] = 0.5
-        records.append({"tokens": random.integers(0, 256, length).tolist(), "weights": weights.tolist()})
+        tokens = random.integers(0, 256, length)
+        labels = np.where(random.random(length) < 0.3, 255 - tokens, tokens)
+        records.append({"tokens": tokens.tolist(), "labels": labels.tolist(), "weights": weights.tolist()})
     config = with_trainer(small_run(write_jsonl(tmp_path / "t.jsonl", records), tmp_path / name), dtype="fp64", steps=1)
     data = replace(config.data, content="tokens", loss_per=loss_per, cache_dir=str(tmp_path / "cache"))
     return replace(config, data=data)
 
 
-def plain_step(config: Config, examples: list[tuple[list[int], list[float]]]) -> tuple[float, float]:
+def plain_step(config: Config, examples: list[tuple[list[int], list[float], list[int]]]) -> tuple[float, float]:
     """Loss and gradient norm of the run's first batch, document by document with all logits at once.
 
-    ``examples``: of every document its tokens and weights, as they follow from the records and nothing else.
+    ``examples``: of every document its tokens, weights and labels, as they follow from the records and nothing else.
     """
     corpus = prepare_corpus(config.data)
     batch = make_sampler(corpus.index, config.data).next_batch()
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
     model = build_model(architecture).to(torch.float64)
     model.initialise(config.trainer.seed)
-    by_tokens = {tuple(tokens): weights for tokens, weights in examples}
+    by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}
     sums, weighed = [], []
     for piece in batch.pieces.tolist():
         tokens = torch.as_tensor(corpus.piece_tokens(piece).astype(np.int64))
-        weights = torch.tensor(by_tokens[tuple(tokens.tolist())], dtype=torch.float64)[1:]
+        found, labels = by_tokens[tuple(tokens.tolist())]
+        weights = torch.tensor(found, dtype=torch.float64)[1:]
         hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
-        each = F.cross_entropy((hidden @ model.head_weight.T)[:-1], tokens[1:], reduction="none")
+        each = F.cross_entropy((hidden @ model.head_weight.T)[:-1], torch.tensor(labels[1:]), reduction="none")
         sums.append((weights * each).sum())
         weighed.append(weights)
     absolute = [float(weights.abs().sum()) for weights in weighed]
@@ -108,7 +111,7 @@ def test_conversations_as_transformers_writes_them(tmp_path: Path, loss_per: str
                 body = place + 1 + len(role)
             weights.append(float(bool(turn) and place >= body))
             turn = None if token == end else turn
-        examples.append((ids, weights))
+        examples.append((ids, weights, ids))
     assert first_step(config) == pytest.approx(plain_step(config, examples), rel=1e-10)
     single = with_trainer(config, dtype="fp32", run_dir=str(tmp_path / "fp32"))
     assert first_step(single) == pytest.approx(plain_step(config, examples), rel=1e-5)
@@ -120,7 +123,7 @@ def test_real_valued_weights(tmp_path: Path, loss_per: str, num_ranks: int) -> N
 
     config = on_ranks(tokens_run(tmp_path, "run", loss_per), num_ranks, 256 if num_ranks == 1 else 128)
     records = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    expected = plain_step(config, [(record["tokens"], record["weights"]) for record in records])
+    expected = plain_step(config, [(record["tokens"], record["weights"], record["labels"]) for record in records])
     assert first_step(config) == pytest.approx(expected, rel=1e-10)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attach.micro_batch import Micro
+from bytescale.attach.rank_batch import RankBatch
 from bytescale.common.errors import PlanError, problem
 from bytescale.runtime import RankGroup
 
@@ -15,9 +16,8 @@ from bytescale.runtime import RankGroup
 class Collected:
     """Results of one global batch. S: documents."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self._starts = [0, *itertools.accumulate(lengths)]
+    def __init__(self, part: RankBatch) -> None:
+        self._part = part
         self._kept: list[tuple[Micro, Tensor]] = []
 
     def add(self, micro: Micro, values: Tensor) -> None:
@@ -47,13 +47,15 @@ class Collected:
             raise PlanError(
                 problem("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
             )
+        lengths = self._part.all_lengths(group)
+        starts = [0, *itertools.accumulate(lengths)]
         shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        flat = torch.zeros(self._starts[-1], *shape, dtype=wide, device=group.device)
+        flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
         for micro, values in self._kept:
             row = 0
             for document, start, stop in micro.segments:
-                place = slice(self._starts[document] + start, self._starts[document] + stop)
+                place = slice(starts[document] + start, starts[document] + stop)
                 flat[place] = values[row : row + stop - start].to(wide)
                 row += stop - start
-        return list(group.all_reduce(flat).to(dtype).split(self.lengths))
+        return list(group.all_reduce(flat).to(dtype).split(lengths))

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from bytescale.common.errors import DataError, problem
-from bytescale.common.labels import IGNORE_INDEX
+from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch
 
 Batch = Sequence[Mapping[str, Any]]
 
 TOKEN_NAMES = ("tokens", "input_ids")
-RESERVED = ("inputs", "num_rows", "index", "logprobs", "segments", "position_ids", "plan")
-"""Names that a micro-batch uses itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ class Documents:
         fields: dict[str, list[Tensor]] = {}
         left_out = set()
         for name in renamed[0]:
-            if name in RESERVED:
+            if name in MICRO_BATCH_NAMES:
                 raise DataError(
                     problem(f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name")
                 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,9 +34,10 @@ from bytescale.attach.collected import Collected
 from bytescale.attach.costs import count_costs
 from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.interface import Attachment
+from bytescale.attach.loaded import LoadedBatches, loaded_batches
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
-from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch
+from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch, check_plan
 from bytescale.attach.planning import PlannerName, make_planner
 from bytescale.attach.prefill import Prefill, prefill
 from bytescale.attach.probe import probe
@@ -46,7 +48,9 @@ from bytescale.attach.weight_sums import weight_sums
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, RankFailure, problem
+from bytescale.config import DataConfig
 from bytescale.cost import CostModel
+from bytescale.data.order.batches import SamplerState
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer
 from bytescale.runtime.sharded_optimizer import GroupOptions
@@ -165,7 +169,7 @@ class HDP:
         """
         documents = Documents.of(batch, shift_labels=shift_labels)
         plan = self.planner(np.array(documents.lengths)) if plan is None else plan
-        self._check_plan(plan, documents.lengths)
+        check_plan(plan, documents.lengths, self.group.size)
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
         return self.run(RankBatch.of(rank_plan, documents))
@@ -175,17 +179,24 @@ class HDP:
         self._collected = None
         return PlannedBatch(self, part)
 
-    def _check_plan(self, plan: Plan, lengths: list[int]) -> None:
-        if plan.lengths.tolist() != lengths or plan.num_ranks != self.group.size:
-            raise PlanError(
-                problem(
-                    f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
-                    f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are "
-                    f"{self.group.size} ranks",
-                    so="rows would go to wrong places",
-                    fix="give the plan that was made for these documents, in the same order",
-                )
-            )
+    def batches(
+        self, data: DataConfig, *, state: SamplerState | None = None, stop_step: int | None = None
+    ) -> AbstractContextManager[LoadedBatches]:
+        """Open a loader for a ``with`` block: it iterates over the global batches of a corpus. Every rank calls it.
+
+        ``data.loader`` says who reads. Every rank gets its own rows alone, planned and read ahead of the loop. The
+        batches depend on ``data`` alone, never on the ranks.
+
+        Args:
+            data: the ``[data]`` section of a configuration (``bytescale.config.DataConfig``).
+            state: where to start, as ``state_dict`` of the opened loader returned it; None: at the first batch.
+            stop_step: the iteration ends before the batch of this number, counted from 0; None: it has no end.
+
+        Raises:
+            ConfigError, DataError: as ``prepare_corpus``, and if Ray is missing, or the model lacks some of the ids.
+            CheckpointError: ``state`` belongs to other data.
+        """
+        return loaded_batches(self, data, state, stop_step)
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""
@@ -366,9 +377,9 @@ class HDP:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def begin_batch(self, lengths: list[int]) -> None:
-        """Forget what was collected; documents of ``lengths`` tokens follow. Called when a batch's loop begins."""
-        self._collected = Collected(lengths)
+    def begin_batch(self, part: RankBatch) -> None:
+        """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
+        self._collected = Collected(part)
 
     def _sharded(self) -> ShardedOptimizer:
         if self._optimizer is None:

@@ -10,7 +10,8 @@ import numpy as np
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attention import RingBuffers
-from bytescale.plan import MicroBatch
+from bytescale.common.errors import PlanError, problem
+from bytescale.plan import MicroBatch, Plan
 
 if TYPE_CHECKING:
     from bytescale.attach.hdp import HDP
@@ -30,7 +31,7 @@ class PlannedBatch:
         return self._num_passes
 
     def __iter__(self) -> Iterator[Micro]:
-        self.hdp.begin_batch(self._part.lengths)
+        self.hdp.begin_batch(self._part)
         buffers = RingBuffers()
         for index in range(self._num_passes):
             if index < len(self._part.rows):
@@ -58,3 +59,17 @@ def local_documents(index: int, lengths: list[int]) -> MicroBatch:
 
 ONE_ROW = local_documents(0, [1])
 """A micro-batch of one document of one token."""
+
+
+def check_plan(plan: Plan, lengths: list[int], num_ranks: int) -> None:
+    """Raise ``PlanError`` unless ``plan`` is of documents of these lengths on so many ranks."""
+    if plan.lengths.tolist() != lengths or plan.num_ranks != num_ranks:
+        raise PlanError(
+            problem(
+                f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
+                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {num_ranks} "
+                "ranks",
+                so="rows would go to wrong places",
+                fix="give the plan that was made for these documents, in the same order",
+            )
+        )

@@ -20,6 +20,7 @@ from bytescale.cli.options import parse
 from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import DataConfig
@@ -148,7 +149,8 @@ def tokenize_command(config: TokenizeConfig) -> int:
     check_content(config.data_config())
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)
-    files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
+    listing = partial(expand_sources, config.sources, config.format, config.fields)
+    files = with_retries(listing, config.read_retries)
     _check_output(config, files, bin_path, idx_path)
     total_bytes = sum(file.num_bytes for file in files)
     console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}", soft_wrap=True)
@@ -169,7 +171,9 @@ def tokenize_command(config: TokenizeConfig) -> int:
                 read_retries=config.read_retries,
                 examples=example_encoder(config.data_config(), tokenizer),
             )
-        facts = tokenize_files(files, encode, prefix, num_workers=config.num_workers, progress=progress)
+        facts = tokenize_files(
+            files, encode, prefix, num_workers=config.num_workers, progress=progress, fields=config.fields
+        )
     _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
     console.print(
         f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]",
@@ -231,7 +235,8 @@ def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
     """Fetch a remote ``.bin`` into the cache, because it has to be mapped into memory."""
     if file.format != "bin":
         return file
-    return with_retries(partial(fetched, file, Path(config.cache_dir).expanduser()), config.read_retries)
+    fields = (*OWN_FIELDS, *config.fields)
+    return with_retries(partial(fetched, file, Path(config.cache_dir).expanduser(), fields), config.read_retries)
 
 
 def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:

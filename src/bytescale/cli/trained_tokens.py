@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +21,7 @@ _SHOWN_CHARACTERS = 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Tokens ``start`` to ``stop - 1`` of a document, which all have the same weight."""
+    """Tokens ``start`` to ``stop - 1`` of a document: all have the same weight, and all or none are their own label."""
 
     document: int
     start: int
@@ -28,6 +29,8 @@ class TokenRun:
     weight: float
     text: str
     """The text of the tokens, or their ids where the corpus has no tokenizer."""
+    predicted: str = ""
+    """The text of the labels, where they are not the tokens."""
 
 
 def runs_of_documents(corpus: Corpus, most_documents: int) -> list[TokenRun]:
@@ -40,11 +43,27 @@ def _runs(corpus: Corpus, number: int, piece: int) -> Iterator[TokenRun]:
     tokens = corpus.piece_tokens(piece)
     whole = np.array([piece]), np.zeros(1, np.int64), np.array([len(tokens)])
     weights = np.roll(corpus.read_fields(*whole, names=[WEIGHTS])[WEIGHTS], 1)  # the last one has no label: 0
-    edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(tokens)]
-    for start, stop in itertools.pairwise(edges):
-        own = tokens[start:stop]
-        text = " ".join(map(str, own.tolist())) if corpus.tokenizer is None else corpus.tokenizer.decode(own)
-        yield TokenRun(document=number, start=start, stop=stop, weight=float(weights[start]), text=text)
+    labels = np.roll(corpus.read(*whole)[1], 1)
+    differs = (labels != tokens) & (weights != 0)
+    changes = (np.diff(weights) != 0) | (np.diff(differs.astype(np.int8)) != 0)
+    for start, stop in itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]):
+        yield TokenRun(
+            document=number,
+            start=start,
+            stop=stop,
+            weight=float(weights[start]),
+            text=_text(corpus, tokens[start:stop]),
+            predicted=_text(corpus, labels[start:stop]) if differs[start] else "",
+        )
+
+
+def _text(corpus: Corpus, ids: NDArray) -> str:
+    return " ".join(map(str, ids.tolist())) if corpus.tokenizer is None else corpus.tokenizer.decode(ids)
+
+
+def _shortened(text: str) -> str:
+    shown, half = repr(text), _SHOWN_CHARACTERS // 2
+    return f"{shown[:half]} ... {shown[-half:]}" if len(shown) > _SHOWN_CHARACTERS else shown
 
 
 def print_runs(console: Console, runs: Sequence[TokenRun]) -> None:
@@ -56,10 +75,7 @@ def print_runs(console: Console, runs: Sequence[TokenRun]) -> None:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("text")
         for run in held:
-            shown = repr(run.text)
-            if len(shown) > _SHOWN_CHARACTERS:
-                half = _SHOWN_CHARACTERS // 2
-                shown = f"{shown[:half]} ... {shown[-half:]}"
+            shown = _shortened(run.text) + (f" -> {_shortened(run.predicted)}" if run.predicted else "")
             style = "bold green" if run.weight else "dim"
             table.add_row(f"{run.start}-{run.stop - 1}", f"{run.weight:g}", Text(shown, style=style))
         console.print(table)

@@ -1,4 +1,13 @@
-"""The label of tokens without a target. Loaders write it, and the loss ignores such tokens."""
+"""The label of tokens without a target, which loaders write and the loss ignores; and names of fields of tokens."""
 
 IGNORE_INDEX = -100
 """The label that ``torch.nn.functional.cross_entropy`` ignores by default."""
+
+OWN_FIELDS = ("weights", "labels")
+"""Fields whose meaning the loss knows. Any corpus may have them, whatever ``data.fields`` names."""
+
+MICRO_BATCH_NAMES = ("inputs", "num_rows", "index", "logprobs", "segments", "position_ids", "plan", "target")
+"""What a micro-batch of a loop of one's own has itself (``attach.micro_batch``)."""
+
+RESERVED_FIELDS = (*MICRO_BATCH_NAMES, *OWN_FIELDS, "tokens", "input_ids")
+"""Names that ``data.fields`` cannot have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached
 from bytescale.config.resolve import resolve_model
@@ -195,9 +196,7 @@ def may_offload(config: Config, device: str) -> bool:
 
 
 def check_content(data: DataConfig) -> None:
-    """Raise ``ConfigError`` for settings that ``data.content`` does not know."""
-    if data.content == "text":
-        return
+    """Raise ``ConfigError`` for settings that ``data.content`` does not know, and for fields with a name of our own."""
     for name, given, content in (
         ("chat_template", bool(data.chat_template), "messages"),
         ("fields", bool(data.fields), "tokens"),
@@ -210,7 +209,18 @@ def check_content(data: DataConfig) -> None:
                     fix=f'leave it out, or set data.content = "{content}"',
                 )
             )
-    if data.tokenizer == "bpe":
+    taken = [name for name in data.fields if name in RESERVED_FIELDS or not name.isidentifier()]
+    if taken or len(set(data.fields)) < len(data.fields):
+        raise ConfigError(
+            problem(
+                f"data.fields are {', '.join(map(repr, data.fields))}",
+                so=f"{taken[0]!r} could not be told from what a micro-batch has itself"
+                if taken
+                else "one would be lost",
+                fix="give every field a name of its own, of letters, digits and _ (labels and weights need no mention)",
+            )
+        )
+    if data.tokenizer == "bpe" and data.content != "text":
         raise ConfigError(
             problem(
                 f'data.tokenizer is "bpe", but data.content is "{data.content}"',

@@ -32,7 +32,7 @@ from bytescale.data.sources.expand import expand_sources
 from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.bpe import cached_bpe
-from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.indexed import Tokens
 from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
@@ -49,6 +49,8 @@ class Corpus:
     index: CorpusIndex
     fields: Callable[[int], Mapping[str, Tokens]] = lambda part: {}
     """Function from the number of a part to its fields, by name (``data.tokens.fields``)."""
+    further_fields: tuple[str, ...] = ()
+    """Fields that every part has: those of ``data.fields``."""
     tokenizer: Tokenizer | None
     """None when all sources are ``.bin`` and no tokenizer.json is set."""
     close: Callable[[], None] = lambda: None
@@ -68,6 +70,11 @@ class Corpus:
     def has_weights(self) -> bool:
         """Whether some of the parts read so far have weights."""
         return self.index.has_weights
+
+    @property
+    def loaded_fields(self) -> tuple[str, ...]:
+        """The fields that a loader reads beside tokens and labels."""
+        return (WEIGHTS, *self.further_fields) if self.has_weights else self.further_fields
 
     @property
     def fingerprint(self) -> str:
@@ -101,12 +108,13 @@ class Corpus:
         for number, first, at, count, with_label in zip(*(column.tolist() for column in columns), strict=True):
             source = self.parts[number]
             tokens[at : at + count] = source[first : first + count]
-            labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
+            targets = self.fields(number).get(LABELS, source) if self.index.has_labels else source
+            labels[at : at + with_label] = targets[first + 1 : first + 1 + with_label]
         return tokens, labels
 
     def read_fields(
         self, pieces: IntArray, starts: IntArray, stops: IntArray, names: Sequence[str]
-    ) -> dict[str, NDArray[np.float32]]:
+    ) -> dict[str, NDArray]:
         """Read fields of the labels in ranges of samples. The arguments are those of ``read``.
 
         Returns:
@@ -116,7 +124,7 @@ class Corpus:
         part, place = self.index.locate(pieces, starts)
         counts = stops - starts
         num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
-        found = {name: np.zeros(int(counts.sum()), dtype=np.float32) for name in names}
+        found = {name: np.zeros(int(counts.sum()), field_dtype(name)) for name in names}
         columns = (part, place, np.cumsum(counts) - counts, num_labels)
         for number, first, at, with_label in zip(*(column.tolist() for column in columns), strict=True):
             held = self.fields(number)
@@ -178,6 +186,7 @@ def prepare_corpus(
         parts=OpenParts(lambda part: reader.open_tokens(shards[part]), remote_parts(shards)),
         index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
         fields=open_fields,
+        further_fields=config.fields,
         tokenizer=reader.tokenizer,
         close=finder.close,
     )
@@ -272,7 +281,7 @@ def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress
     Returns the shards, and the reader that opens them.
     """
     check_content(config)
-    files = with_retries(partial(expand_sources, config.sources, config.format), config.read_retries)
+    files = with_retries(partial(expand_sources, config.sources, config.format, config.fields), config.read_retries)
     tokenizer = choose_tokenizer(config, [file for file in files if file.format != "bin"], progress)
     reader = ShardReader.of(config, tokenizer)
     return reader.plan(files), reader

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ __all__ = [
     "LocalFeed",
     "LocalLoader",
     "MicroBatchData",
+    "Reader",
     "StepData",
     "read_micro_batch",
     "weighted_labels",
@@ -40,10 +41,12 @@ class MicroBatchData:
     """The tokens of one micro-batch of one rank, in the order of its segments. Letters: T tokens, P segments."""
 
     tokens: IntArray  # [T] token ids
-    labels: IntArray  # [T] next token of the same document, or IGNORE_INDEX
+    labels: IntArray  # [T] next token of the same document, or what its record names; or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
     segment_pieces: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.pieces_of)
     weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
+    fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """``[T]`` by name, those of ``data.fields``: the number of the token that each label stands for, 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,19 @@ class StepData:
     sampler_state_after: SamplerState
     """Where the next step starts."""
     times: LoaderTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """One of the processes that read a corpus together."""
+
+    hdp_rank: int
+    """HDP rank whose slices are read. With tensor or pipeline parallelism, several processes have the same."""
+    num_processes: int
+    is_first: bool
+    """Whether this process starts the servers of the remote loader."""
+    tell: Callable[[list[Any]], None]
+    """Replaces the items of a list by those of the first process. Every process calls it."""
 
 
 class Loader(Protocol):
@@ -172,15 +188,16 @@ def read_micro_batch(
     sequences = micro_batch.segment_sequences
     ranges = (batch.pieces[sequences], micro_batch.segment_starts, micro_batch.segment_stops)
     tokens, labels = corpus.read(*ranges)
-    own = corpus.read_fields(*ranges, names=[WEIGHTS])[WEIGHTS] if corpus.has_weights else None
-    scales = batch.scaling(loss_per).scales[sequences]
-    labels, weights = weighted_labels(labels, own, scales, micro_batch.segment_stops - micro_batch.segment_starts)
+    fields = corpus.read_fields(*ranges, names=corpus.loaded_fields)
+    scales, counts = batch.scaling(loss_per).scales[sequences], micro_batch.segment_stops - micro_batch.segment_starts
+    labels, weights = weighted_labels(labels, fields.pop(WEIGHTS, None), scales, counts)
     return MicroBatchData(
         tokens=tokens,
         labels=labels,
         position_ids=micro_batch.position_ids(),
         segment_pieces=ranges[0],
         weights=weights,
+        fields=fields,
     )
 
 

@@ -106,6 +106,8 @@ class CorpusIndex:
         """``[number of parts]`` bytes of the files that belong to each part."""
         self.has_weights = False
         """Whether some of the parts read so far have weights. Without any, every label has weight 1."""
+        self.has_labels = False
+        """Whether some of the parts read so far have labels of their own (``data.tokens.fields``)."""
         self._pieces = GrowingPieces()
         self.facts: CorpusFacts
         """Summary of the parts read so far. It is replaced and never changed, because other threads may read it."""
@@ -264,6 +266,7 @@ class CorpusIndex:
             self._config.min_document_tokens,
             self._config.max_document_tokens,
         )
+        self.has_labels |= content.has_labels
         if content.weights is not None:
             self.has_weights = True
             first = table.start - self._num_tokens + 1  # the label of a token is the next one

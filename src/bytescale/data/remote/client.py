@@ -29,6 +29,8 @@ class DataService:
     """Handle of the ``Relay`` of this node, or of the ``PlannerActor`` itself."""
     servers: Sequence[Any]
     """Handles of the ``DataServer`` actors, in order."""
+    further_fields: tuple[str, ...] = ()
+    """The names of ``data.fields``."""
     answer_seconds: float
     """How long an actor may take to answer, its restarts included. After that the client gives up."""
 
@@ -59,6 +61,7 @@ class RemoteLoader(PrefetchedSteps):
         """
         self._relay = service.relay
         self._servers = service.servers
+        self._further_fields = service.further_fields
         self._answer_seconds = service.answer_seconds
         self._planner = planner
         self._rank = rank
@@ -77,7 +80,7 @@ class RemoteLoader(PrefetchedSteps):
             asked = self._ask(part.state_after) if early else None
             # 2. Call each server that has tokens of this part once, all servers at the same time.
             answers = self._fetch(part.segments)
-            micro_batches = assemble(part.rank_plan, part.segments, answers)
+            micro_batches = assemble(part.rank_plan, part.segments, answers, self._further_fields)
             num_bytes = sum(answer.num_bytes for answer in answers.values())
             yield StepData(
                 step=part.step,

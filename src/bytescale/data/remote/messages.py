@@ -6,6 +6,7 @@ A *range* is ``count`` tokens from ``place`` on in one part of the corpus. In id
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +19,7 @@ from bytescale.config.schema import LossPer
 from bytescale.data.loading.loader import MicroBatchData, weighted_labels
 from bytescale.data.order.batches import GlobalBatch, LossScaling, SamplerState
 from bytescale.data.order.index import CorpusIndex
+from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.remote_tokens import BLOCK_TOKENS
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.rank_plan import MicroBatch
@@ -178,13 +180,13 @@ class ServerSlices:
     """A server's answer: the tokens of the ranges, one range after the other, in the integer type of the file."""
 
     tokens: NDArray[np.integer]
-    weights: NDArray[np.float32] | None  # of the same tokens; None: all are 1
+    fields: Mapping[str, NDArray]  # by name, of the same tokens; missing ones are those of ``without_field``
     server_life: str  # changes when the server is restarted
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        return self.tokens.nbytes + (0 if self.weights is None else self.weights.nbytes)
+        return self.tokens.nbytes + sum(values.nbytes for values in self.fields.values())
 
 
 def locate_segments(rank_plan: RankPlan, planned: PlannedStep) -> SegmentTable:
@@ -229,35 +231,37 @@ class PartOwners:
 
 
 def assemble(
-    rank_plan: RankPlan, segments: SegmentTable, answers: dict[int, ServerSlices]
+    rank_plan: RankPlan, segments: SegmentTable, answers: dict[int, ServerSlices], further_fields: Sequence[str] = ()
 ) -> tuple[MicroBatchData, ...]:
     """Join the servers' answers into the data of each micro-batch, equal to what ``loader.read_micro_batch`` reads.
 
     Args:
         rank_plan: the plan that ``segments`` belongs to.
         segments: where each segment lies in the corpus.
-        answers: for each server, the tokens and weights of its ranges in the order of ``segments``.
+        answers: for each server, the tokens and fields of its ranges in the order of ``segments``.
+        further_fields: the names of ``data.fields``.
     """
     ends = np.cumsum(segments.counts)
     num_tokens = int(ends[-1]) if len(ends) else 0
     tokens = np.empty(num_tokens, dtype=np.int64)
     labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
-    has_weights = any(answer.weights is not None for answer in answers.values())
-    weights = np.zeros(num_tokens, dtype=np.float32) if has_weights else None
+    has_weights = any(WEIGHTS in answer.fields for answer in answers.values())
+    names = (WEIGHTS, *further_fields) if has_weights else further_fields
+    found = {name: np.zeros(num_tokens, field_dtype(name)) for name in names}
     read = dict.fromkeys(answers, 0)
     columns = (segments.servers, ends - segments.counts, segments.counts, segments.num_labels, segments.ranges)
     for server, at, count, with_label, fetched in zip(*(column.tolist() for column in columns), strict=True):
         if not fetched:
             continue
         first = read[server]
-        source = answers[server].tokens
+        source, own = answers[server].tokens, answers[server].fields
         tokens[at : at + count] = source[first : first + count]
-        labels[at : at + with_label] = source[first + 1 : first + 1 + with_label]
-        if weights is not None:
-            own = answers[server].weights
-            weights[at : at + with_label] = 1 if own is None else own[first + 1 : first + 1 + with_label]
+        behind = slice(first + 1, first + 1 + with_label)
+        labels[at : at + with_label] = own.get(LABELS, source)[behind]
+        for name, values in found.items():
+            values[at : at + with_label] = own[name][behind] if name in own else 1  # weights alone may be missing
         read[server] = first + fetched
-    labels, scaled = weighted_labels(labels, weights, segments.scales, segments.counts)
+    labels, scaled = weighted_labels(labels, found.pop(WEIGHTS, None), segments.scales, segments.counts)
     # The micro-batches are views of these arrays, so nothing is copied again.
     data = []
     token = segment = 0
@@ -271,6 +275,7 @@ def assemble(
                 position_ids=micro_batch.position_ids(),
                 segment_pieces=segments.pieces[segment : segment + num_segments],
                 weights=None if scaled is None else scaled[token:stop],
+                fields={name: values[token:stop] for name, values in found.items()},
             )
         )
         token, segment = stop, segment + num_segments

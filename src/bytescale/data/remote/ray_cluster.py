@@ -9,12 +9,15 @@ import shutil
 import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.data.loading.loader import Reader
 
 NAMESPACE = "bytescale"
 _OBJECT_STORE_BYTES = 256 * 1024**2
@@ -88,6 +91,31 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             yield str(context.address_info["gcs_address"])
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
+    """Join the configured Ray, or the one that the first process starts, for the time of the block.
+
+    Every process calls it. Yields a name that is unique to this attempt, the same on all. Raises as ``ray_cluster``.
+    """
+    told: list[Any] = ["", f"bytescale-{uuid.uuid4().hex[:12]}", {}]
+    if is_joined():  # a process that Ray itself has started
+        reader.tell(told)
+        yield told[1]
+        return
+    with ray_cluster(ray_address, reader.num_processes) if reader.is_first else nullcontext("") as address:
+        told[0], told[2] = address, keys_to_join()
+        reader.tell(told)
+        address, session, keys = told
+        os.environ.update(keys)  # before Ray is imported, which reads them once
+        if not import_ray().is_initialized():
+            connect(address)
+        try:
+            yield session
+        finally:
+            if not reader.is_first:
+                disconnect()
 
 
 @contextmanager

@@ -101,7 +101,12 @@ class RemoteFeed:
         ``planner`` is sent to the planner actor.
         """
         return RemoteLoader(
-            DataService(relay=self.relay, servers=self._actors.servers, answer_seconds=self._config.answer_seconds),
+            DataService(
+                relay=self.relay,
+                servers=self._actors.servers,
+                further_fields=self._config.fields,
+                answer_seconds=self._config.answer_seconds,
+            ),
             planner=planner,
             rank=self._rank,
             state=self.state_dict(),

@@ -13,7 +13,7 @@ import ray
 
 from bytescale.common.arrays import IntArray
 from bytescale.data.remote.messages import PartOwners, ServerSlices
-from bytescale.data.tokens.fields import FIELD_DTYPE, WEIGHTS
+from bytescale.data.tokens.fields import field_dtype, without_field
 from bytescale.data.tokens.indexed import Tokens
 from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard, ShardReader, remote_parts
@@ -70,20 +70,20 @@ class DataServer:
     def read(self, parts: IntArray, places: IntArray, ranges: IntArray) -> ServerSlices:
         """Read ranges of tokens, one after the other: ``ranges[i]`` tokens from ``places[i]`` on in ``parts[i]``.
 
-        Their weights come along if one of the parts has any.
+        Their fields come along: each that one of the parts has.
         """
         self._tokens.fetch(parts, places, ranges)
         columns = (parts.tolist(), places.tolist(), ranges.tolist())
         found = [self._tokens[part][place : place + count] for part, place, count in zip(*columns, strict=True)]
-        fields = [self._fields(part).get(WEIGHTS) for part in columns[0]]
-        weights = None
-        if any(values is not None for values in fields):
+        held = [self._fields(part) for part in columns[0]]
+        fields = {}
+        for name in sorted({name for own in held for name in own}):
             taken = [
-                np.ones(count, FIELD_DTYPE) if values is None else values[place : place + count].astype(FIELD_DTYPE)
-                for values, place, count in zip(fields, columns[1], columns[2], strict=True)
+                own[name][place : place + count] if name in own else without_field(name, tokens)
+                for own, tokens, place, count in zip(held, found, *columns[1:], strict=True)
             ]
-            weights = np.concatenate(taken)
-        return ServerSlices(tokens=np.concatenate(found), weights=weights, server_life=self._life)
+            fields[name] = np.concatenate([values.astype(field_dtype(name), copy=False) for values in taken])
+        return ServerSlices(tokens=np.concatenate(found), fields=fields, server_life=self._life)
 
     def pid(self) -> int:
         """Return the id of the process that this server lives in."""

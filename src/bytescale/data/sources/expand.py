@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.labels import OWN_FIELDS
 from bytescale.data.sources.filesystems import credentials_hint
 from bytescale.data.sources.retry import UnreadableError
 from bytescale.data.sources.source_file import FileFormat, SourceFile, SourcePath
@@ -31,12 +32,12 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".bin": "bin",
 }
-_BESIDE_TOKENS = (".weights.bin", ".meta.json")
-"""Endings of files that belong to a pair of tokens (``data.tokens``). Found in folders, they are no sources."""
+_FACTS = ".meta.json"
+"""Ending of the facts of a pair of tokens (``data.tokens.facts``)."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
-def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[SourceFile]:
+def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Sequence[str] = ()) -> list[SourceFile]:
     """List the files that ``sources`` name, in corpus order. Each file is listed once.
 
     Args:
@@ -44,6 +45,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
             of these that fsspec can open, or ``python:stdlib``, which is the ``*.py`` files of the running
             interpreter's standard library.
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
+        fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
     Raises:
         ConfigError: there is no source, or a source does not exist or matches no file.
@@ -54,7 +56,8 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
     files: dict[SourcePath, SourceFile] = {}
     for number, source in enumerate(sources):
         found = 0
-        listed = _remote_files(source, file_format) if "://" in source else _local_files(source, file_format)
+        of_source = _remote_files if "://" in source else _local_files
+        listed = of_source(source, file_format, (_FACTS, *(f".{name}.bin" for name in (*OWN_FIELDS, *fields))))
         for file in listed:
             found += 1
             if file.path in files:
@@ -68,13 +71,14 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto") -> list[So
     return list(files.values())
 
 
-def _local_files(source: str, file_format: str) -> Iterator[SourceFile]:
-    found = (_source_file(path, file_format, named) for path, named in _paths_of(source))
+def _local_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
+    """Yield the files of a folder, file or glob. ``beside``: endings of files that belong to a pair of tokens."""
+    found = (_source_file(path, file_format, named, beside) for path, named in _paths_of(source))
     return (file for file in found if file is not None)
 
 
-def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
-    """Yield the files of a URL. An ``.idx`` is left out, because its ``.bin`` stands for the pair."""
+def _remote_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
+    """Yield the files of a URL, as ``_local_files``. An ``.idx`` is left out: its ``.bin`` stands for the pair."""
     try:
         for path, named, listed in expand_url(source):
             kind = _format_of(path.suffix, file_format)
@@ -82,7 +86,7 @@ def _remote_files(source: str, file_format: str) -> Iterator[SourceFile]:
                 if not named:
                     continue
                 path, kind, listed = path.with_suffix(".bin"), "bin", None
-            if not named and str(path).endswith(_BESIDE_TOKENS):
+            if not named and str(path).endswith(beside):
                 continue
             num_bytes, version = path.describe(listed)
             yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
@@ -130,13 +134,13 @@ def _walk(folder: Path, is_left_out: Callable[[str], bool]) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
-def _source_file(path: Path, file_format: str, named: bool) -> SourceFile | None:
+def _source_file(path: Path, file_format: str, named: bool, beside: tuple[str, ...]) -> SourceFile | None:
     """Describe one file. Returns None for an ``.idx`` that no source names, as its ``.bin`` stands for the pair."""
     if path.suffix == ".idx" and file_format in ("auto", "bin"):
         if not named:
             return None
         path = path.with_suffix(".bin")
-    for ending in _BESIDE_TOKENS:
+    for ending in beside:
         tokens = path.with_name(path.name.removesuffix(ending) + ".bin")
         if not named and path.name.endswith(ending) and tokens.exists():
             return None

@@ -164,7 +164,7 @@ def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -
     """
     path = file.path
     assert isinstance(path, UrlPath), f"{path} is here"
-    described = "\0".join([str(path), str(file.num_bytes), str(file.mtime_ns), *fields[1:]])
+    described = "\0".join([str(path), str(file.num_bytes), str(file.mtime_ns), *fields])
     key = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
     copy = cache_dir / "fetched" / f"{key}.bin"
     with file_lock(copy.with_suffix(".lock")):

@@ -1,7 +1,7 @@
 """Turns records of fine-tuning data into tokens, each with the weight of its loss.
 
 The weight of a token says how much predicting THIS token counts; 0: it is read and not trained on. A document's first
-token is never predicted. Weights and all other fields of a token are kept in fp32.
+token is never predicted. Weights and other fields of a token are kept in fp32, and labels as int32.
 
 =================  =================================================  ====================================
 ``data.content``   tokens                                             weight
@@ -11,6 +11,8 @@ token is never predicted. Weights and all other fields of a token are kept in fp
 ``prompt``         prompt, completion and EOS                         0 in the prompt, 1 behind it
 ``tokens``         as given                                           ``weights``; 0 where a label is -100
 =================  =================================================  ====================================
+
+``labels`` of ``tokens`` may name other ids than the tokens: ``labels[i]`` is what is predicted at the place of token i.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from bytescale.common.errors import DataError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.data.sources.records import Record, RecordKind
 from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
-from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
 
 
@@ -37,7 +39,7 @@ class Example:
     """One document. T: tokens."""
 
     tokens: IntArray  # [T]
-    fields: Mapping[str, NDArray[np.float32]]  # [T] each; ``weights`` is one of them
+    fields: Mapping[str, NDArray]  # [T] each; ``weights`` is one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class ExampleEncoder:
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields of every example."""
-        return (WEIGHTS, *self.fields)
+        return (WEIGHTS, LABELS, *self.fields) if self.kind.content == "tokens" else (WEIGHTS,)
 
     @property
     def fingerprint(self) -> str:
@@ -144,9 +146,39 @@ class ExampleEncoder:
         weights = np.ones(len(tokens), dtype=np.float32)
         if "weights" in values:
             weights = _aligned("weights", values["weights"], tokens)
+        labels = tokens
         if "labels" in values:
-            weights = np.where(_is_target(values["labels"], tokens), weights, np.float32(0))
-        return Example(tokens=tokens.astype(np.int64), fields={WEIGHTS: weights, **fields})
+            labels = self._labels(values["labels"], tokens)
+            weights = np.where(labels == IGNORE_INDEX, np.float32(0), weights)
+            labels = np.where(labels == IGNORE_INDEX, tokens, labels)
+        return Example(tokens=tokens, fields={WEIGHTS: weights, LABELS: labels, **fields})
+
+    def _labels(self, values: Any, tokens: IntArray) -> IntArray:
+        """``[T]`` for each token its label as in transformers: an id of the vocabulary, or -100; not shifted."""
+        labels = _numbers("labels", values, whole=True)
+        if len(labels) != len(tokens):
+            raise _other_length("labels", len(labels), len(tokens))
+        wrong = np.flatnonzero((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= self.tokenizer.vocab_size)))
+        if len(wrong):
+            raise DataError(
+                problem(
+                    f"labels[{wrong[0]}] is {labels[wrong[0]]}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
+                    f"{self.tokenizer.vocab_size - 1}",
+                    so="the model could not predict it",
+                    fix=f"write an id, or {IGNORE_INDEX} for a token without loss",
+                )
+            )
+        others = np.flatnonzero((labels != IGNORE_INDEX) & (labels != tokens))
+        is_next = (labels[:-1] == tokens[1:]) | (labels[:-1] == IGNORE_INDEX)
+        if len(others) > 1 and is_next.all():
+            raise DataError(
+                problem(
+                    f"'labels' are the next tokens: labels[{others[0]}] is token {others[0] + 1}",
+                    so="the model would learn to leave a token out",
+                    fix="write labels as transformers has them: labels[i] belongs to token i itself",
+                )
+            )
+        return labels
 
 
 def _checked_messages(messages: Any) -> list[dict[str, Any]]:
@@ -200,24 +232,6 @@ def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32
     return kept
 
 
-def _is_target(values: Any, tokens: NDArray[Any]) -> NDArray[np.bool_]:
-    """``[T]`` whether each token has a label. As in transformers, a label is the token itself or -100."""
-    labels = _numbers("labels", values, whole=True)
-    if len(labels) != len(tokens):
-        raise _other_length("labels", len(labels), len(tokens))
-    wrong = np.flatnonzero((labels != IGNORE_INDEX) & (labels != tokens))
-    if len(wrong):
-        place = int(wrong[0])
-        raise DataError(
-            problem(
-                f"labels[{place}] is {labels[place]}, but the token there is {tokens[place]}",
-                so="a label says whether its own token is trained on, not what comes next",
-                fix="write the token itself, or -100 for a token without loss (labels are not shifted)",
-            )
-        )
-    return labels != IGNORE_INDEX
-
-
 def _other_length(name: str, found: int, wanted: int) -> DataError:
     return DataError(
         problem(
@@ -245,9 +259,10 @@ def _numbers(name: str, values: Any, *, whole: bool) -> NDArray[Any]:
     )
 
 
-def concatenated(examples: Sequence[Example], names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-    """``[sum of lengths]`` by field."""
+def concatenated(examples: Sequence[Example], names: Sequence[str]) -> dict[str, NDArray]:
+    """``[sum of lengths]`` by field, in the field's type."""
+    none = {name: np.zeros(0, field_dtype(name)) for name in names}
     return {
-        name: np.concatenate([np.zeros(0, np.float32), *(example.fields[name] for example in examples)])
-        for name in names
+        name: np.concatenate([empty, *(example.fields[name].astype(empty.dtype) for example in examples)])
+        for name, empty in none.items()
     }

@@ -20,7 +20,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import DataError, problem
 from bytescale.data.sources.source_file import SourceFile, fingerprint_files
-from bytescale.data.tokens.fields import FIELD_DTYPE, field_prefix
+from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path, pair_paths
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class TokenFacts:
     num_tokens: int
     longest_document_tokens: int
     max_token_id: int
-    """-1 when there is no token."""
+    """Of tokens and labels; -1 when there is no token."""
     dtype: str
     content_hash: str
     """16 hex digits of the integer type, the tokens and the lengths. Paths and times of the files do not matter."""
@@ -82,10 +82,24 @@ class FactsGatherer:
         self._field_hashes: dict[str, Any] = {}
 
     def add_fields(self, fields: Mapping[str, NDArray]) -> None:
-        """Add the next numbers of every field, in any pieces."""
+        """Add the next numbers of every field, in any pieces. Raises ``DataError`` for a label below 0."""
         for name, values in fields.items():
             known = self._field_hashes.setdefault(name, hashlib.blake2b(name.encode(), digest_size=8))
-            known.update(np.ascontiguousarray(values, dtype=FIELD_DTYPE).data)
+            known.update(np.ascontiguousarray(values, dtype=field_dtype(name)).data)
+            if name == LABELS and len(values):
+                self._max_token_id = max(self._max_token_id, int(values.max()))
+                if int(values.min()) < 0:
+                    raise DataError(
+                        problem(
+                            f"a pair of labels holds {int(values.min())}",
+                            so="no token has this id",
+                            fix="write the token itself where nothing is trained on, and weight 0 for it",
+                        )
+                    )
+
+    def leave_out(self, name: str) -> None:
+        """Forget a field that will not be kept."""
+        del self._field_hashes[name]
 
     def add(self, tokens: NDArray[np.integer], lengths: IntArray) -> None:
         """Add whole documents: their ``tokens`` one after the other, in the type of the file, and their ``lengths``."""
@@ -145,7 +159,7 @@ def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progres
             raise DataError(
                 problem(
                     f"{dataset.prefix}.bin was made with {' and '.join(lost)}, which do not lie beside it",
-                    so="everything would be trained on alike",
+                    so="its tokens would be trained on as if they had none",
                     fix=f"restore {field_prefix(dataset.prefix, lost[0]).name}.bin and .idx",
                 )
             )

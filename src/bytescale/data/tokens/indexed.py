@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
+from bytescale.common.labels import OWN_FIELDS
 from bytescale.data.sources.source_file import SourcePath
-from bytescale.data.tokens.fields import WEIGHTS, field_prefix
+from bytescale.data.tokens.fields import field_prefix
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -89,7 +90,7 @@ class IndexedDataset:
     """By name, a number for each token (``data.tokens.fields``)."""
 
     @staticmethod
-    def open(path: Path, fields: Sequence[str] = (WEIGHTS,)) -> IndexedDataset:
+    def open(path: Path, fields: Sequence[str] = OWN_FIELDS) -> IndexedDataset:
         """Open the pair that ``path`` names (with or without its ending), and those of ``fields`` that lie beside it.
 
         Raises:
@@ -230,7 +231,10 @@ def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np
         raise DataError(problem(f"{path} has version {version}, not {VERSION}", fix="tokenise again"))
     if code not in dtypes:
         raise DataError(
-            problem(f"{path} holds values of type code {code}, which are not token ids", fix="use integer tokens")
+            problem(
+                f"{path} holds values of type code {code}, which are not token ids",
+                fix="use integer tokens; if the pair is a field of another one, name it in data.fields",
+            )
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if expected != len(content) or num_bounds < 1:

@@ -20,6 +20,7 @@ from pathlib import Path
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, problem
+from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, iter_documents, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, kind_of
@@ -29,7 +30,7 @@ from bytescale.data.sources.urls import UrlPath, local_index, local_pair
 from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.facts import TokenFacts, facts_of, is_as_written, load_facts
-from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
+from bytescale.data.tokens.fields import LABELS, WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
 from bytescale.data.tokens.remote_tokens import RemoteTokens
@@ -69,6 +70,8 @@ class PartContent:
     facts: TokenFacts
     weights: WeightRuns | None = None
     """None: every token has weight 1."""
+    has_labels: bool = False
+    """False: the label of every token is the token behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,7 @@ class OpenShard:
             document_offsets=self.dataset.index.document_offsets,
             facts=self.facts,
             weights=None if weights is None else WeightRuns.of(weights[:], f"{self.dataset.prefix}.{WEIGHTS}.bin"),
+            has_labels=LABELS in self.dataset.fields,
         )
 
 
@@ -103,7 +107,7 @@ class ShardReader:
     examples: ExampleEncoder | None = None
     """Reads records of fine-tuning data; None: documents are texts."""
     fields: tuple[str, ...] = ()
-    """Fields that the corpus has beside weights (``data.fields``)."""
+    """Fields that the corpus has beside ``OWN_FIELDS`` (``data.fields``)."""
     verified: set[str] = field(default_factory=set, compare=False)
     """Names of the shards whose pairs were found to be right."""
 
@@ -170,11 +174,11 @@ class ShardReader:
             prefix = self._prefix(shard)
             facts = load_facts(prefix)
             assert facts is not None, f"{prefix} is prepared before it is opened"
-            return OpenShard(dataset=IndexedDataset.open(prefix, self._field_names), facts=facts)
+            return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), facts=facts)
         opened = self._in_place(shard.file)
         if opened is None:
-            file = with_retries(partial(fetched, shard.file, self.cache_dir, self._field_names), self.read_retries)
-            dataset = IndexedDataset.open(local_path(file), self._field_names)
+            file = with_retries(partial(fetched, shard.file, self.cache_dir, self.field_names), self.read_retries)
+            dataset = IndexedDataset.open(local_path(file), self.field_names)
             opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
             self._check_pair(f"{shard.file.path}", opened, progress)
         check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
@@ -198,11 +202,11 @@ class ShardReader:
         return map_tokens(local_path(shard.file))
 
     def open_fields(self, shard: Shard) -> Mapping[str, Tokens]:
-        """Return the fields of a shard that has been opened before, by name. Without weights, all tokens weigh 1."""
+        """Return the fields of a shard that has been opened before, by name. ``OWN_FIELDS`` may be missing."""
         if shard.file is not None and isinstance(shard.file.path, UrlPath):
             return self.open(shard).dataset.fields
         prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
-        paths = {name: field_prefix(prefix, name) for name in self._field_names}
+        paths = {name: field_prefix(prefix, name) for name in self.field_names}
         return {name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()}
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
@@ -214,8 +218,9 @@ class ShardReader:
             yield from (lambda record=record: record.place for record in iter_records(unit, self.examples.kind, counts))
 
     @property
-    def _field_names(self) -> tuple[str, ...]:
-        return (WEIGHTS, *self.fields)
+    def field_names(self) -> tuple[str, ...]:
+        """The fields that the corpus may have."""
+        return (*OWN_FIELDS, *self.fields)
 
     def _encoder(self) -> UnitEncoder:
         assert self.tokenizer is not None, "text needs a tokenizer"
@@ -239,13 +244,13 @@ class ShardReader:
 
         def look(url: UrlPath = url) -> tuple[Path, bool]:
             try:
-                return local_index(file, self.cache_dir, self._field_names), url.has_ranges()
+                return local_index(file, self.cache_dir, self.field_names), url.has_ranges()
             except OSError as error:
                 raise unreadable(error, url) from error
 
         copy, has_ranges = with_retries(look, self.read_retries)
         index, facts = read_index(copy.with_suffix(".idx")), load_facts(copy)
-        if any(copy.with_suffix(f".{name}.idx").exists() for name in self._field_names):
+        if any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names):
             return None  # pairs with fields are copied as a whole: they are small
         if copy.exists() or facts is None or not has_ranges or not facts.describes(index):
             return None

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
+from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
 from bytescale.data.sources.records import iter_records, plan_record_units
@@ -32,7 +33,7 @@ from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.facts import FactsGatherer, TokenFacts
-from bytescale.data.tokens.fields import FIELD_DTYPE, WEIGHTS, field_prefix
+from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
 from bytescale.data.tokens.indexed import IndexedDataset, pair_paths
 from bytescale.data.tokens.indexed_writer import IndexedWriter, token_dtype
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
@@ -137,6 +138,7 @@ def tokenize_files(
     num_workers: int = 1,
     progress: ProgressCallback = ignore_progress,
     unit_bytes: int = UNIT_BYTES,
+    fields: Sequence[str] = (),
 ) -> TokenFacts:
     """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
 
@@ -147,6 +149,7 @@ def tokenize_files(
         num_workers: processes that read and encode; with 1, this process does. The result is the same.
         progress: called after each unit.
         unit_bytes: bytes of text that a process reads at once. The result is the same.
+        fields: names of fields besides ``OWN_FIELDS``, which all documents have.
 
     Raises:
         DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
@@ -155,16 +158,16 @@ def tokenize_files(
     tokenizer = None if encode is None else encode.tokenizer
     # Every file is opened before the first token is written: a missing column must not show up hours later.
     grouped = itertools.groupby(files, key=lambda file: file.format == "bin")
-    runs = [_open_run(list(run), encode, unit_bytes) for _, run in grouped]
+    runs = [_open_run(list(run), encode, unit_bytes, (*OWN_FIELDS, *fields)) for _, run in grouped]
     dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
     if tokenizer is not None:
         dtypes.append(token_dtype(tokenizer.vocab_size))
     dtype = _common_dtype(dtypes)
-    fields = {name for run in runs for part in run if isinstance(part, IndexedDataset) for name in part.fields}
-    fields |= set() if encode is None else set(encode.field_names)
+    written = {name for run in runs for part in run if isinstance(part, IndexedDataset) for name in part.fields}
+    written |= set(fields) | (set() if encode is None else set(encode.field_names))
     encoded = itertools.chain.from_iterable(_encode_run(run, encode, num_workers) for run in runs)
     total_bytes = sum(file.num_bytes for file in files)
-    return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype, sorted(fields))
+    return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype, sorted(written))
 
 
 def write_units(
@@ -181,8 +184,8 @@ def write_units(
         prefix: path of the pair without its endings. An existing pair is replaced.
         tokenizer: the tokenizer that made the tokens; None if it is not known, and then ``dtype`` must be given.
         dtype: integer type of the tokens in the file; None takes ``token_dtype`` of the tokenizer's vocabulary.
-        fields: names of the fields that are written beside the tokens (``data.tokens.fields``). Documents of units
-            without weights have weight 1.
+        fields: names of the fields that are written beside the tokens (``data.tokens.fields``). Units without weights
+            or labels get those of ``without_field``. Labels are left out if all of them are their own tokens.
 
     Raises:
         DataError: the disk is full, a token is not one of ``tokenizer``, or documents lack a field.
@@ -196,8 +199,11 @@ def write_units(
     corrupt: list[str] = []
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(prefix, dtype))
-        beside = {name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), FIELD_DTYPE)) for name in fields}
-        gatherer.add_fields({name: np.zeros(0) for name in fields})
+        beside = {
+            name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), field_dtype(name))) for name in fields
+        }
+        gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
+        own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
             tokens = unit.tokens.astype(dtype, copy=False)
             writer.add_documents(tokens, unit.lengths)
@@ -206,32 +212,37 @@ def write_units(
                 values = _field_of(unit, name)
                 field_writer.add_documents(values, unit.lengths)
                 gatherer.add_fields({name: values})
+                own_labels &= name != LABELS or bool((values == tokens).all())
             num_empty += unit.num_empty
             skipped.extend(unit.skipped_files)
             corrupt.extend(unit.corrupt_records)
+        if own_labels:
+            gatherer.leave_out(LABELS)
+            del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
         facts = gatherer.finish(
             tokenizer, num_empty=num_empty, skipped_files=tuple(skipped), corrupt_records=tuple(corrupt)
         )
         if tokenizer is not None and facts.max_token_id >= tokenizer.vocab_size:
             raise foreign_tokens(f"the .bin files among the sources hold id {facts.max_token_id}", tokenizer)
         pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
-        pair_paths(field_prefix(prefix, WEIGHTS))[1].unlink(missing_ok=True)  # nor old weights beside new tokens
+        for name in OWN_FIELDS:  # nor old weights beside new tokens
+            pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
         for field_writer in beside.values():
             field_writer.commit(None)
         writer.commit(facts.to_json())
     return facts
 
 
-def _field_of(unit: EncodedUnit, name: str) -> NDArray[np.float32]:
+def _field_of(unit: EncodedUnit, name: str) -> NDArray:
     if name in unit.fields:
-        return np.asarray(unit.fields[name]).astype(FIELD_DTYPE)
-    if name == WEIGHTS:
-        return np.ones(len(unit.tokens), FIELD_DTYPE)
+        return np.asarray(unit.fields[name]).astype(field_dtype(name), copy=False)
+    if name in OWN_FIELDS:
+        return without_field(name, unit.tokens)
     raise DataError(
         problem(
-            f"some sources have the field {name!r} and others do not",
-            so="their documents would lack it",
-            fix="give all of them the field, or leave it out of data.fields",
+            f"a source does not have the field {name!r}",
+            so="its documents would lack it",
+            fix="give every source the field, or leave it out of data.fields",
         )
     )
 
@@ -262,10 +273,9 @@ def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
 
 
 def _open_run(
-    files: list[SourceFile], encode: UnitEncoder | None, unit_bytes: int
+    files: list[SourceFile], encode: UnitEncoder | None, unit_bytes: int, fields: Sequence[str]
 ) -> list[WorkUnit] | list[IndexedDataset]:
     if files[0].format == "bin":
-        fields = (WEIGHTS,) if encode is None or encode.examples is None else encode.examples.field_names
         return [IndexedDataset.open(local_path(file), fields) for file in files]
     assert encode is not None, "text needs a tokenizer"
     return with_retries(lambda: encode.plan(files, unit_bytes), encode.read_retries)

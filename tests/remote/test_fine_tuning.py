@@ -1,0 +1,31 @@
+"""Fine-tuning on the remote loader: kill -9 and resume on other ranks give the losses of one undisturbed local run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bytescale.config import Config
+from tests.helpers.effort import one_of
+from tests.train.runs import interrupt, losses, on_ranks, run, with_trainer
+from tests.train.test_fine_tuning import chat_run, tokens_run
+
+
+def weighted_run(tmp_path: Path, name: str, kind: str) -> Config:
+    """Conversations with losses per sequence, or tokens with real-valued weights and labels of their own."""
+    if kind == "messages":
+        return chat_run(tmp_path, name, "sequence")
+    config = with_trainer(tokens_run(tmp_path, name, "weight"), steps=4)
+    return replace(config, checkpoint=replace(config.checkpoint, every=1))
+
+
+@pytest.mark.parametrize("kind", one_of(["messages", "tokens"], "tokens"))
+def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str, kind: str) -> None:
+    expected = run(on_ranks(weighted_run(tmp_path, "whole", kind), 2, 128))
+    config = on_ranks(weighted_run(tmp_path, "killed", kind), 2, 128)
+    killed = replace(config, data=replace(config.data, loader="ray", ray_address=ray_address, servers=2))
+    interrupt(killed, after_step=2)
+    run(with_trainer(on_ranks(killed, 3, 128), resume=True))
+    assert losses(tmp_path / "killed") == pytest.approx(expected, rel=1e-10)

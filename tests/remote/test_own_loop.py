@@ -1,0 +1,21 @@
+"""A loop of one's own on the remote loader: the losses and fields of the local one, also after kill -9."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.attach.test_loaded import killed_and_resumed, records, settings, trained
+from tests.data.support import write_jsonl
+
+
+def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str) -> None:
+    """The records are read by servers of a Ray that outlives the killed ranks."""
+    config = settings(tmp_path, write_jsonl(tmp_path / "a.jsonl", records()))
+    losses, _, seen = trained(tmp_path, 2, config)
+    remote = replace(config, loader="ray", ray_address=ray_address, servers=2)
+    found, other = killed_and_resumed(tmp_path / "saved", remote)
+    assert found == pytest.approx(losses[2:], rel=1e-10)
+    assert other == seen
