@@ -192,9 +192,7 @@ class HDP:
             state: where to start, as ``state_dict`` of the opened loader returned it; None: at the first batch.
             stop_step: the iteration ends before the batch of this number, counted from 0; None: it has no end.
 
-        Raises:
-            ConfigError, DataError: as ``prepare_corpus``, and if Ray is missing, or the model lacks some of the ids.
-            CheckpointError: ``state`` belongs to other data.
+        Raises as ``prepare_corpus``; ``ConfigError`` if the model lacks some ids, ``CheckpointError`` for other data.
         """
         return loaded_batches(self, data, state, stop_step)
 

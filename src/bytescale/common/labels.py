@@ -6,7 +6,9 @@ IGNORE_INDEX = -100
 OWN_FIELDS = ("weights", "labels")
 """Fields whose meaning the loss knows. Any corpus may have them, whatever ``data.fields`` names."""
 
-MICRO_BATCH_NAMES = ("inputs", "num_rows", "index", "logprobs", "segments", "position_ids", "plan", "target")
+MICRO_BATCH_NAMES = (
+    "inputs", "num_rows", "index", "logprobs", "loss_sum", "segments", "position_ids", "plan", "target",
+)  # fmt: skip
 """What a micro-batch of a loop of one's own has itself (``attach.micro_batch``)."""
 
 RESERVED_FIELDS = (*MICRO_BATCH_NAMES, *OWN_FIELDS, "tokens", "input_ids")
