@@ -50,7 +50,6 @@ from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, s
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, RankFailure, problem
 from bytescale.config import DataConfig
 from bytescale.cost import CostModel
-from bytescale.data.order.batches import SamplerState
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer
 from bytescale.runtime.sharded_optimizer import GroupOptions
@@ -180,15 +179,14 @@ class HDP:
         return PlannedBatch(self, part)
 
     def batches(
-        self, data: DataConfig, *, state: SamplerState | None = None, stop_step: int | None = None
+        self, data: DataConfig, *, state: dict[str, Any] | None = None, stop_step: int | None = None
     ) -> AbstractContextManager[LoadedBatches]:
         """Open a loader for a ``with`` block: it iterates over the global batches of a corpus. Every rank calls it.
 
-        ``data.loader`` says who reads. Every rank gets its own rows alone, planned and read ahead of the loop. The
-        batches depend on ``data`` alone, never on the ranks.
+        Every rank gets its own rows alone, planned and read ahead of the loop. The batches never depend on the ranks.
 
         Args:
-            data: the ``[data]`` section of a configuration (``bytescale.config.DataConfig``).
+            data: the ``[data]`` section of a configuration; ``data.loader`` says who reads.
             state: where to start, as ``state_dict`` of the opened loader returned it; None: at the first batch.
             stop_step: the iteration ends before the batch of this number, counted from 0; None: it has no end.
 
@@ -361,9 +359,7 @@ class HDP:
         Every rank calls it, after the loop, and gets all of them.
         """
         if self._collected is None:
-            raise PlanError(
-                problem("nothing was collected", fix="call hdp.collect(micro, values) for every micro-batch")
-            )
+            raise PlanError(problem("nothing was collected", fix="call hdp.collect(micro, values) for every one"))
         return self._collected.of_all(self.group)
 
     def prefill(self, prompts: Sequence[Sequence[int] | Tensor]) -> Prefill:

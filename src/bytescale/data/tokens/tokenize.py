@@ -199,9 +199,7 @@ def write_units(
     corrupt: list[str] = []
     with ExitStack() as opened:
         writer = opened.enter_context(IndexedWriter(prefix, dtype))
-        beside = {
-            name: opened.enter_context(IndexedWriter(field_prefix(prefix, name), field_dtype(name))) for name in fields
-        }
+        beside = {name: opened.enter_context(_field_writer(prefix, name)) for name in fields}
         gatherer.add_fields({name: np.zeros(0, field_dtype(name)) for name in fields})
         own_labels = LABELS in fields  # whether every label so far is its own token
         for unit in encoded:
@@ -231,6 +229,10 @@ def write_units(
             field_writer.commit(None)
         writer.commit(facts.to_json())
     return facts
+
+
+def _field_writer(prefix: Path, name: str) -> IndexedWriter:
+    return IndexedWriter(field_prefix(prefix, name), field_dtype(name))
 
 
 def _field_of(unit: EncodedUnit, name: str) -> NDArray:
