@@ -12,11 +12,13 @@ import torch
 from bytescale.cli import devices as cli_devices
 from bytescale.cli import plan, simulate
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml, resolve_architecture
+from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Profile
 from bytescale.cost.memory import MemoryModel
 from bytescale.plan import Plan
 from bytescale.train.loop.dry_run import dry_run
-from bytescale.train.parts.budget import memory_budget
+from bytescale.train.parts.budget import memory_budget, usable_device_bytes, usable_host_bytes
+from bytescale.train.parts.devices import Devices, RankDevice
 from tests.train.runs import small_run, with_trainer, write_corpus
 
 ROOM = 1.0  # GiB: more tokens fit than a chunk of the loss or of the feed-forward part has
@@ -87,12 +89,15 @@ def test_plan_and_simulate_count_as_train_does(
     (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     on_gpu = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
     dtype = {"fp32": torch.float32, "fp64": torch.float64, "auto": torch.bfloat16 if on_gpu else torch.float32}
+    device, chosen = torch.device("cuda" if on_gpu else "cpu"), dtype[config.trainer.dtype]
+    ranks = config.parallel.ranks
+    room = {"device_bytes": usable_device_bytes(config, device, ranks), "host_bytes": usable_host_bytes(config, ranks)}
     budget = memory_budget(
         config,
         resolve_architecture(config.model, tokenizer_vocab_size=257),
-        device=torch.device("cuda" if on_gpu else "cpu"),
-        dtype=dtype[config.trainer.dtype],
-        num_ranks=config.parallel.ranks,
+        device=device,
+        dtype=chosen,
+        devices=Devices.alike(RankDevice(name="any", **room), hdp_ranks(config.parallel)),
     )
     capacity, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
     simulated, kept = seen_by_simulate(tmp_path / "config.toml", monkeypatch)

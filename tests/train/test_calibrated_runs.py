@@ -64,11 +64,13 @@ def planner_of(config: Config) -> CalibratedPlanner:
     import torch
 
     from bytescale.config import resolve_architecture
-    from bytescale.train.parts.budget import memory_budget
+    from bytescale.train.parts.budget import memory_budget, rank_device
+    from bytescale.train.parts.devices import Devices
 
     shape = resolve_architecture(config.model, tokenizer_vocab_size=320)
     device, dtype = torch.device("cpu"), torch.float32
-    memory = memory_budget(config, shape, device=device, dtype=dtype, num_ranks=2, profile=None)
+    devices = Devices.alike(rank_device(config, device, dtype, 2), 2)
+    memory = memory_budget(config, shape, device=device, dtype=dtype, devices=devices)
     cost = parts.planning_cost(config, None, shape, device, dtype, ranks_per_node=2)
     planner = parts.verified_planner(config, memory, cost, 2)
     calibrator = Calibrator(first=cost, num_layers=shape.num_layers)

@@ -10,9 +10,10 @@ import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import AUTO_HEAD_GROUPS, Config, MemoryConfig, resolve_architecture
-from bytescale.config.validate import validate
+from bytescale.config.validate import hdp_ranks, validate
 from bytescale.train import train
-from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget, usable_host_bytes
+from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget, rank_device, usable_host_bytes
+from bytescale.train.parts.devices import Devices
 from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 
@@ -80,7 +81,10 @@ def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, 
 
 
 def budget(config: Config, **changes: object) -> MemoryBudget:
-    options = {"device": torch.device("cpu"), "dtype": torch.float32, "num_ranks": config.parallel.ranks, **changes}
+    device, dtype = torch.device("cpu"), torch.float32
+    own = rank_device(config, device, dtype, config.parallel.ranks)
+    alike = Devices.alike(own, hdp_ranks(config.parallel))
+    options = {"device": device, "dtype": dtype, "devices": alike, **changes}
     return memory_budget(config, resolve_architecture(config.model, tokenizer_vocab_size=257), **options)  # type: ignore[arg-type]
 
 

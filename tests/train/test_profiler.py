@@ -146,9 +146,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     assert len(run(config)) == 2
     flat, shape = load_profile(out), resolve_architecture(config.model, tokenizer_vocab_size=300)
     alone, sharded = (
-        measured_profile(
-            replace(config, parallel=replace(config.parallel, tp=tp)), shape, torch.device("cpu"), torch.float32
-        )
+        measured_profile(replace(config, parallel=replace(config.parallel, tp=tp)), shape, {"cpu, float32"})
         for tp in (1, 2)
     )
     assert alone == flat

@@ -142,8 +142,8 @@ class ParallelConfig:
     virtual_stages: int = 1
     """Chunks of layers on each stage. Above 1 the stages are interleaved, with a smaller bubble and more messages."""
     capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
-    """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what memory allows. HDP
-    ranks * capacity must hold the context, unless activations are offloaded."""
+    """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what the rank's memory
+    allows. All capacities together must hold the context, unless activations are offloaded."""
     timeout_seconds: float = 120.0
     """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message."""
     stop_seconds: float = 30.0

@@ -132,13 +132,16 @@ class Calibrator:
     """The cost model without calibration."""
     num_layers: int
     """Layers, each of which sends messages of its own, forward and backward."""
+    first_speeds: tuple[float, ...] = ()
+    """``[R]`` speeds by the data sheets of the ranks' devices; empty: all are 1."""
 
     def normal_equations(self, state: State, counts: RankCounts, seconds: float, rank: int) -> FloatArray:
         """``[20]`` this rank's part of the step's sums: matrix, then vector. Zeros if it did not compute."""
         row = counts.row()
         if seconds <= 0 or not row.any():
             return np.zeros(20)
-        seconds = seconds * float(self.speeds(state)[rank]) if state.speeds else seconds
+        if state.speeds or self.first_speeds:
+            seconds *= float(self.speeds(state)[rank])
         row = row / seconds
         weight = 1.0
         if len(state.terms):
@@ -202,7 +205,12 @@ class Calibrator:
         return cost
 
     def speeds(self, state: State) -> FloatArray:
-        """``[R]`` relative speeds. Raises ``ValueError`` for a state without any."""
+        """``[R]`` relative speeds: measured ones after enough steps, else the first ones.
+
+        Raises ``ValueError`` for a state without any, if there are no first ones.
+        """
+        if len(state.speeds) < SPEED_STEPS and self.first_speeds:
+            return np.array(self.first_speeds)
         if not state.speeds:
             raise ValueError("the state knows no ranks")
         rows = np.array(state.speeds)

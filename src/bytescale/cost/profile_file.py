@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import tomllib
+from collections.abc import Set
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
@@ -93,9 +94,10 @@ def require_model(profile: Profile, architecture: Architecture) -> None:
             )
 
 
-def require_device(profile: Profile, device: str) -> None:
-    """Raise ``ConfigError`` if ``profile`` was measured on another device or in another dtype than ``device`` says."""
-    if profile.device and profile.device != device:
+def require_device(profile: Profile, devices: Set[str]) -> None:
+    """Raise ``ConfigError`` if ``profile`` was measured on none of ``devices``, which are names with the dtype."""
+    if profile.device and profile.device not in devices:
+        device = ", ".join(sorted(devices))
         raise ConfigError(
             problem(
                 f"profile {profile.name!r} was measured on {profile.device!r}, but this run is on {device!r}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.common.arrays import FloatArray
+from bytescale.common.arrays import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,14 @@ class MemoryLimits:
     saved_bytes_per_token: float  # by all layers, for backward
     movable_bytes_per_token: float  # the part that layers which may offload save
     phases: tuple[Phase, ...]
-    device_bytes: float = math.inf
+    device_bytes: float | tuple[float, ...] = math.inf
+    """Of every rank, or of each."""
     host_bytes: float = math.inf
+
+    def device_room(self, ranks: IntArray) -> FloatArray:
+        """Bytes of the device of each of ``ranks``."""
+        rooms = np.asarray(self.device_bytes, dtype=np.float64)
+        return rooms[ranks] if rooms.ndim else np.full(len(ranks), float(rooms))
 
     def device_peak(self, tokens: ArrayLike, moved: ArrayLike, shared: ArrayLike, row: ArrayLike = 0) -> FloatArray:
         """Bytes in the most demanding phase of each micro-batch. Broadcasts."""

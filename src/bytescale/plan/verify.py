@@ -240,14 +240,17 @@ def _check_order(plan: Plan) -> None:
 def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
     """Rule 8."""
     tokens = micro_batch_tokens(plan)
+    peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)
+    moved = limits.movable_bytes_per_token * tokens.offloaded
     needed = (
-        ("device", limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row), limits.device_bytes),
-        ("host memory", limits.movable_bytes_per_token * tokens.offloaded, limits.host_bytes),
+        ("device", peaks, limits.device_room(plan.micro_batch_ranks)),
+        ("host memory", moved, np.full(len(moved), limits.host_bytes)),
     )
-    for place, sizes, room in needed:
-        if len(sizes) == 0 or sizes.max() <= room:
+    for place, sizes, rooms in needed:
+        if len(sizes) == 0 or (sizes <= rooms).all():
             continue
-        worst = int(sizes.argmax())
+        worst = int((sizes - rooms).argmax())
+        room = float(rooms[worst])
         rank, index = _place_of(plan, worst)
         raise PlanError(
             problem(

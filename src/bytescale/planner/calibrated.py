@@ -87,7 +87,8 @@ class CalibratedPlanner:
     def cluster(self, state: State) -> Cluster:
         """The ranks with the speeds of ``state``. Only the adaptive planner plans for unequal ranks."""
         equal, config = self.planner.cluster, self.planner.config
-        if not state.speeds or (config.name, config.balance) != ("balanced", "adaptive") or equal.offload is not None:
+        known = state.speeds or self.calibrator.first_speeds
+        if not known or (config.name, config.balance) != ("balanced", "adaptive") or equal.offload is not None:
             return equal
         return replace(equal, speeds=self.calibrator.speeds(state))
 

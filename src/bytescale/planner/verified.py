@@ -26,7 +26,8 @@ def narrowed(plan: Plan, limits: MemoryLimits) -> Plan:
     """
     tokens = micro_batch_tokens(plan)
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)
-    too_large = np.repeat(peaks > limits.device_bytes, np.diff(plan.micro_batch_group_offsets))
+    fits = peaks <= limits.device_room(plan.micro_batch_ranks)
+    too_large = np.repeat(~fits, np.diff(plan.micro_batch_group_offsets))
     columns = plan.group_columns.copy()
     columns[plan.micro_batch_groups[too_large]] = 1
     return replace(plan, group_columns=columns)

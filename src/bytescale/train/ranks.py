@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
+
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ class Ranks:
     def smallest(self, own: Sequence[float]) -> list[float]:
         """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
         return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
+
+    def everyone(self, own: Told) -> list[Told]:
+        """What every rank tells, in the order of world ranks. Every rank calls it."""
+        told = [own] * self.world.size
+        dist.all_gather_object(told, own, group=self.checkpoint_group)
+        return told
 
     @property
     def is_first(self) -> bool:

@@ -9,12 +9,13 @@ from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.memory.model import MemoryModel
 
 
-def fitting_capacity(model: MemoryModel | MeasuredMemory, wanted: int, usable_bytes: float) -> int:
+def fitting_capacity(model: MemoryModel | MeasuredMemory, wanted: int, usable_bytes: float, who: str = "a rank") -> int:
     """Return ``wanted`` tokens a micro-batch, or as many as fit if ``wanted`` is ``AUTO_CAPACITY``.
 
     Args:
         model: the memory of the pipeline's fullest stage, or of a measured model.
         usable_bytes: what a rank may use of its device.
+        who: the rank, for messages.
 
     Raises:
         ConfigError: nothing fits, or fewer tokens than ``wanted``.
@@ -25,7 +26,7 @@ def fitting_capacity(model: MemoryModel | MeasuredMemory, wanted: int, usable_by
             problem(
                 f"{'NCCL, ' if model.nccl_bytes else ''}parameters, gradients and optimizer need "
                 f"{format_bytes(model.states_bytes + model.nccl_bytes)} a rank, of "
-                f"{format_bytes(usable_bytes)} that a rank may use",
+                f"{format_bytes(usable_bytes)} that {who} may use",
                 so="not one token would fit beside them",
                 fix="use more ranks (the optimizer is sharded over them), more devices per rank (tp, pp), a smaller "
                 "model, or a larger device_gib",
@@ -38,7 +39,7 @@ def fitting_capacity(model: MemoryModel | MeasuredMemory, wanted: int, usable_by
         raise ConfigError(
             problem(
                 f"a micro-batch of parallel.capacity_tokens = {wanted} needs {format_bytes(needed)}, "
-                f"{format_bytes(needed - usable_bytes)} more than the {format_bytes(usable_bytes)} a rank may use",
+                f"{format_bytes(needed - usable_bytes)} more than the {format_bytes(usable_bytes)} that {who} may use",
                 so="training would run out of memory",
                 fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), trainer.checkpointing to attention '
                 "or full, or memory.device_gib",

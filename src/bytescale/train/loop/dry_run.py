@@ -16,9 +16,11 @@ from bytescale.data import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.parts.budget import MemoryBudget, memory_budget
+from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
+from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.job import measured_profile, planning_cost, verified_planner
 from bytescale.train.parts.kernels import open_kernels
+from bytescale.train.profiling.peak import device_name
 from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.reporting.run_log import describe_corpus
 
@@ -42,9 +44,10 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         described, memory, cost = _attached(config, architecture, device, dtype)
     else:
         check_mesh(config.parallel, architecture, ranks)
-        profile = measured_profile(config, architecture, device, dtype)
+        devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp_ranks(config.parallel))
+        profile = measured_profile(config, architecture, {device_name(device, dtype)})
         warn_of_bad_fits(profile)
-        memory = memory_budget(config, architecture, device=device, dtype=dtype, num_ranks=ranks, profile=profile)
+        memory = memory_budget(config, architecture, device=device, dtype=dtype, devices=devices, profile=profile)
         cost = planning_cost(config, profile, architecture, device, dtype, ranks_per_node=ranks)
         described = f"{format_si(flops.total_parameters(architecture))} parameters"
     plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bytescale.common.errors import ConfigError, problem
@@ -21,6 +22,8 @@ from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, Model
 from bytescale.cost.offload import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
+from bytescale.train.parts.devices import Devices, RankDevice
+from bytescale.train.profiling.peak import device_name, known_peak
 
 GIB = 2**30
 USABLE_SHARE = 0.92  # of a device: the rest is for libraries' workspaces and fragments
@@ -28,23 +31,42 @@ HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnequalRanks:
+    """What ranks have that differ in memory or speed. Tuples ``[R]``."""
+
+    capacity_tokens: tuple[int, ...]
+    device_bytes: tuple[float, ...]
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """One rank's memory, the same on every rank. Bytes."""
+    """The ranks' memory, the same numbers on every rank. Bytes, of the rank with the least memory."""
 
     model: MemoryModel | MeasuredMemory
     capacity_tokens: int
     device_bytes: float
     host_bytes: float  # for offloaded activations; 0 when nothing is offloaded
     rule: OffloadRule | None  # None: nothing is offloaded
+    unequal: UnequalRanks | None = None  # None: plans are made for equal ranks
 
     @property
     def limits(self) -> MemoryLimits:
         """The limits that ``plan.verify`` checks every plan against."""
-        return self.model.limits(device_bytes=self.device_bytes, host_bytes=self.host_bytes)
+        limits = self.model.limits(device_bytes=self.device_bytes, host_bytes=self.host_bytes)
+        return limits if self.unequal is None else replace(limits, device_bytes=self.unequal.device_bytes)
 
     def cluster(self, num_ranks: int) -> Cluster:
         """The ranks as planners see them."""
-        return Cluster.uniform(num_ranks, self.capacity_tokens, offload=self.rule)
+        if self.unequal is None:
+            return Cluster.uniform(num_ranks, self.capacity_tokens, offload=self.rule)
+        return Cluster(capacity_tokens=np.array(self.unequal.capacity_tokens), speeds=np.array(self.unequal.speeds))
+
+    def longest_sequence(self, num_ranks: int) -> int:
+        """Tokens of the longest sequence that all ranks hold together."""
+        if self.unequal is None:
+            return self.cluster(num_ranks).largest_sequence
+        return sum(self.unequal.capacity_tokens)
 
     def host_pool(self, device: torch.device) -> HostPool | None:
         """Room for offloaded activations, made on demand; None when nothing is offloaded."""
@@ -77,6 +99,12 @@ class MemoryBudget:
                 f"offload up to {format_bytes(self.host_bytes)} of host memory a rank, which makes room for slices of "
                 f"{format_count(largest)} tokens"
             )
+        if self.unequal is not None:
+            capacity, speeds = self.unequal.capacity_tokens, self.unequal.speeds
+            lines.append(
+                f"ranks   differ: capacity {format_count(min(capacity))} to {format_count(max(capacity))} tokens, "
+                f"speed {min(speeds):.2f} to {max(speeds):.2f} of the reference"
+            )
         return lines
 
 
@@ -86,25 +114,21 @@ def memory_budget(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    num_ranks: int,
+    devices: Devices,
     profile: Profile | None = None,
-    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> MemoryBudget:
     """The budget of a run.
 
     Args:
+        devices: of all HDP ranks.
         profile: measured times for Eq. 3; None: round numbers for the kind of device.
-        num_ranks: of the whole mesh.
-        smallest: takes this rank's numbers and returns the smallest of any rank, so that all plan alike.
 
     Raises:
-        ConfigError: the capacity does not fit into the device, or the context not into all ranks.
+        ConfigError: the capacity does not fit into a device, or the context not into all ranks.
     """
     parallel = config.parallel
-    hdp = hdp_ranks(parallel, num_ranks)
-    device_bytes, host_bytes = smallest(
-        [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
-    )
+    hdp = len(devices.of_ranks)
+    device_bytes, host_bytes = min(devices.device_bytes), devices.host_bytes
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     whole = MemoryModel.on_device(
         ModelShare(
@@ -126,7 +150,7 @@ def memory_budget(
         wanted = parallel.capacity_tokens or None
         whole = whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=offloads)
     model = whole.fullest_stage(device_bytes)
-    capacity = fitting_capacity(model, parallel.capacity_tokens, device_bytes)
+    capacity = fitting_capacity(model, parallel.capacity_tokens, device_bytes, f"rank {devices.smallest}")
     rule = None
     if offloads and model.movable_bytes_per_token:
         times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)
@@ -137,9 +161,24 @@ def memory_budget(
         device_bytes=device_bytes,
         host_bytes=host_bytes if rule else 0.0,
         rule=rule,
+        unequal=_unequal(config, whole, devices, profile) if rule is None else None,
     )
     _check_context(config, budget, hdp)
     return budget
+
+
+def _unequal(config: Config, whole: MemoryModel, devices: Devices, profile: Profile | None) -> UnequalRanks | None:
+    """The capacity and the speed of each rank; None if they are equal, or if the planner is for equal ranks."""
+    if (config.planner.name, config.planner.balance) != ("balanced", "adaptive"):
+        return None
+    capacity = []
+    for room in devices.device_bytes:
+        stage = whole.fullest_stage(room)
+        capacity.append(fitting_capacity(stage, config.parallel.capacity_tokens, room))
+    speeds = devices.speeds(profile.device if profile is not None else "")
+    if min(capacity) == max(capacity) and min(speeds) == max(speeds):
+        return None
+    return UnequalRanks(capacity_tokens=tuple(capacity), device_bytes=devices.device_bytes, speeds=speeds)
 
 
 def _offload_rule(model: MemoryModel, times: Profile, host_bytes: float) -> OffloadRule:
@@ -172,6 +211,16 @@ def measured_budget(
     return budget
 
 
+def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ranks: int) -> RankDevice:
+    """What this rank may use, of ``num_ranks`` in the whole mesh."""
+    return RankDevice(
+        name=device_name(device, dtype),
+        device_bytes=usable_device_bytes(config, device, num_ranks),
+        host_bytes=usable_host_bytes(config, num_ranks),
+        flops_per_second=known_peak(device, dtype, None),
+    )
+
+
 def usable_device_bytes(config: Config, device: torch.device, num_ranks: int) -> float:
     """What one rank may use of its device: as configured, or most of what there is."""
     if config.memory.device_gib is not None:
@@ -202,7 +251,7 @@ def _ranks_here(num_ranks: int) -> int:
 
 
 def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
-    longest = budget.cluster(hdp).largest_sequence
+    longest = budget.longest_sequence(hdp)
     context = config.data.context_length
     if context > longest:
         kind = kind_of_ranks(config.parallel)

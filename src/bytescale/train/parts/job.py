@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,11 +28,12 @@ from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
-from bytescale.train.parts.budget import MemoryBudget, memory_budget
+from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
+from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.kernels import Kernels
 from bytescale.train.parts.own_model import OwnModel, build_own_model
-from bytescale.train.profiling.peak import device_name, known_peak
+from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest
 
@@ -118,22 +119,17 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
 
     # 2. Speed: the peak is for MFU alone; planning uses only numbers that are the same on all ranks.
     peak = known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops)
-    profile = measured_profile(config, architecture, ranks.device, ranks.dtype)
+    devices = devices_of_all(config, ranks)
+    profile = measured_profile(config, architecture, {device.name for device in devices.of_ranks})
     if ranks.is_first:
         warn_of_bad_fits(profile)
     cost = planning_cost(
         config, profile, architecture, ranks.device, ranks.dtype, ranks_per_node=ranks.hdp_ranks_per_node()
     )
 
-    # 3. Memory: capacity, offloading, and the limits of every plan, all set by the rank with the least memory.
+    # 3. Memory: capacity, offloading, and the limits of every plan, from the devices of all ranks.
     memory = memory_budget(
-        config,
-        architecture,
-        device=ranks.device,
-        dtype=ranks.dtype,
-        num_ranks=ranks.world.size,
-        profile=profile,
-        smallest=ranks.smallest,
+        config, architecture, device=ranks.device, dtype=ranks.dtype, devices=devices, profile=profile
     )
     planner = verified_planner(config, memory, cost, ranks.mesh.hdp.size)
     return Job(
@@ -245,19 +241,23 @@ def _executor(config: Config, ranks: Ranks, parts: Sequence[ModelPart], kernels:
     )
 
 
-def measured_profile(
-    config: Config, architecture: Architecture, device: torch.device, dtype: torch.dtype
-) -> Profile | None:
+def devices_of_all(config: Config, ranks: Ranks) -> Devices:
+    """The devices of the HDP ranks. Every rank calls it. Raises as ``Devices.of_mesh``."""
+    own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
+    return Devices.of_mesh(ranks.everyone(own), ranks.mesh.shape)
+
+
+def measured_profile(config: Config, architecture: Architecture, devices: Set[str]) -> Profile | None:
     """The profile that the config names, at the run's tp; None if the config names none.
 
     A profile measured at another tp is scaled by operation counts. Raises ``ConfigError`` if the profile is of another
-    model or device.
+    model, or of a device that is not one of ``devices`` (names with the dtype).
     """
     if config.cost.profile is None:
         return None
     profile = load_profile(config.cost.profile)
     require_model(profile, architecture)
-    require_device(profile, device_name(device, dtype))
+    require_device(profile, devices)
     tp = config.parallel.tp
     if tp != profile.tensor_parallel:
         profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
@@ -286,7 +286,8 @@ def run_calibration(
     shape = ranks.mesh.shape
     if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1:
         return None
-    calibrator = Calibrator(first=planner.cost, num_layers=architecture.num_layers)
+    speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
+    calibrator = Calibrator(first=planner.cost, num_layers=architecture.num_layers, first_speeds=speeds)
     lag = lag_of(config.data.prefetch_steps)
     return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)
 
