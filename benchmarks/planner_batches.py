@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.cost import Cluster, CostModel, load_profile
+from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.data.length_distributions import sample_lengths
+from bytescale.simulator import ClusterConfig
 
 FloatArray = NDArray[np.float64]
 RANKS_PER_NODE = 8
@@ -43,6 +46,28 @@ def random_wide_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:
     count = int(np.exp(random.uniform(np.log(10), np.log(3000))))
     lengths = np.clip(_random_lengths(random, count, capacity, num_ranks * capacity), 1, num_ranks * capacity)
     return lengths.astype(np.int64), *_cluster_and_cost(random, num_ranks, capacity, (0.1, 0.25, 0.5, 1.0, 2.0))
+
+
+def random_grid_batch(seed: int) -> tuple[IntArray, Profile, ClusterConfig]:
+    """Draw 4 to 3000 ranks with links from a tenth to ten times the case study's, and H = G to H = 32 G."""
+    random = np.random.default_rng(30_000 + seed)
+    num_ranks, capacity = int(np.exp(random.uniform(np.log(4), np.log(3000)))), 8192
+    count = int(np.exp(random.uniform(np.log(4), np.log(3000))))
+    study = load_profile("case-study")
+    heads = replace(study.architecture, num_kv_heads=int(random.choice([1, 4, 8, 32])))
+    near, far, latency = 10 ** random.uniform(-1, 1, 3)
+    links = replace(
+        study.links,
+        intra_node_bytes_per_second=near * study.links.intra_node_bytes_per_second,
+        inter_node_bytes_per_second=far * study.links.inter_node_bytes_per_second,
+        latency_seconds=latency * study.links.latency_seconds,
+        message_seconds=float(random.choice([0.0, 0.1])) * study.links.latency_seconds,
+    )
+    profile = replace(study.scaled_to(heads, tensor_parallel=1), links=links)
+    lengths = np.clip(_random_lengths(random, count, capacity, num_ranks * capacity), 1, num_ranks * capacity)
+    node = int(random.choice([1, 4, 8]))
+    devices = ClusterConfig(num_gpus=num_ranks, gpus_per_node=node)
+    return lengths.astype(np.int64), profile, devices
 
 
 def random_small_batch(seed: int) -> tuple[IntArray, Cluster, CostModel]:

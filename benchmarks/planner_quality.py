@@ -3,6 +3,7 @@
     python benchmarks/planner_quality.py rivals [--count 1000]     against greedy, fewest ranks, paper and mesh
     python benchmarks/planner_quality.py exact [--count 500]       against OR-tools CP-SAT (pip install ortools)
     python benchmarks/planner_quality.py hang [--count 10000]      every planner's plans, verified for 1 to 8 stages
+    python benchmarks/planner_quality.py grids [--count 1000]      simulated steps with grids against those with rings
     python benchmarks/planner_quality.py fewest [--count 40]       traffic against that of the fewest ranks, ideal links
 
 ``rivals``: batches have 1 to 3000 sequences of three kinds of lengths, on 1 to 300 ranks. Rings are from fully hidden
@@ -16,6 +17,9 @@ both its best answer and its bound. The optimum lies between the two.
 ``hang``: the planners that training uses plan the batches of ``rivals``, each with a random number of stages.
 ``verify`` checks every rule, including that no ranks wait for each other in a cycle under 1F1B.
 
+``grids``: 4 to 3000 ranks with links from a tenth to ten times the case study's, H = G to H = 32 G. The simulator
+tells when the last rank ends with the adaptive planner's plan, and with its plan for ``planner.grids = false``.
+
 ``fewest``: batches of 32M tokens of byted on ``--ranks``. If the traffic of a plan is above 1.05 times that of the
 fewest ranks, CP-SAT is asked whether a plan with the fewest ranks can end in time at all. Its model has jobs of fixed
 width on R machines. It has only the wide jobs, and times are rounded down. Therefore "INFEASIBLE" is a proof, and any
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,7 +41,8 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, greedy_plan, make_planner, paper_plan, static_plan
 from bytescale.planner.adaptive.target import Batch
-from planner_batches import cost_model, random_batch, random_small_batch, sample
+from bytescale.simulator import simulate
+from planner_batches import cost_model, random_batch, random_grid_batch, random_small_batch, sample
 
 NUM_TOKENS, CAPACITY, MOST_TRAFFIC, MOST_END, WIDE = 2**25, 8192, 1.05, 1.01, 55
 RIVALS = {
@@ -49,7 +55,7 @@ RIVALS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rivals", "exact", "hang", "fewest"))
+    parser.add_argument("what", choices=("rivals", "exact", "hang", "grids", "fewest"))
     parser.add_argument("--count", type=int, default=None)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--solver-seconds", type=float, default=2.0)
@@ -60,6 +66,8 @@ def main() -> None:
     elif arguments.what == "fewest":
         for num_ranks in map(int, arguments.ranks.split(",")):
             against_fewest(num_ranks, arguments.first_seed, arguments.count or 40, arguments.solver_seconds)
+    elif arguments.what == "grids":
+        against_rings(arguments.first_seed, arguments.count or 1000)
     elif arguments.what == "hang":
         verify_pipelines(arguments.first_seed, arguments.count or 10_000)
     else:
@@ -88,6 +96,32 @@ def against_rivals(first_seed: int, count: int) -> None:
         f"end / bound: mean {np.mean(over_bound):.4f}, 95 % {np.quantile(over_bound, 0.95):.3f}, "
         f"worst {max(over_bound):.3f}; milliseconds: median {np.median(milliseconds):.1f}, "
         f"mean {np.mean(milliseconds):.1f}, worst {max(milliseconds):.0f}"
+    )
+
+
+def against_rings(first_seed: int, count: int) -> None:
+    gains, slower, milliseconds = [], [], []
+    for seed in range(first_seed, first_seed + count):
+        lengths, profile, devices = random_grid_batch(seed)
+        cost = profile.cost_model(ranks_per_node=devices.ranks_per_node)
+        cluster = Cluster.uniform(devices.num_ranks, CAPACITY)
+        start = time.process_time()
+        grids = adaptive_plan(lengths, cluster=cluster, cost=cost)
+        milliseconds.append(1e3 * (time.process_time() - start))
+        rings = adaptive_plan(lengths, cluster=cluster, cost=replace(cost, row_bytes_per_token=None))
+        verify(grids)
+        seconds = [simulate(plan, profile, devices).rank_seconds.max() for plan in (rings, grids)]
+        gains.append(seconds[0] / seconds[1])
+        if gains[-1] < 1 - 1e-9:
+            slower.append((gains[-1], seed))
+        if (seed - first_seed + 1) % 100 == 0:
+            print(f"{seed - first_seed + 1} batches, slower: {len(slower)}", flush=True)
+    gain = np.array(gains)
+    print(
+        f"{count} batches from seed {first_seed} on: slower with grids {len(slower)} {sorted(slower)[:5]}; faster by "
+        f"more than 1 % {int((gain > 1.01).sum())}; gain mean {gain.mean():.2f}, best {gain.max():.1f}; "
+        f"milliseconds: median {np.median(milliseconds):.1f}, mean {np.mean(milliseconds):.1f}, "
+        f"worst {max(milliseconds):.0f}"
     )
 
 

@@ -31,7 +31,6 @@ def test_group_of_one_has_no_traffic() -> None:
 def test_hidden_and_exposed_rings_by_hand() -> None:
     # D = 4, one sequence of 8 tokens: blocks 2 * 64 / 16 = 8 s; transfers 2 tokens * 100 / 50 + 7 = 11 s inside a node.
     assert MODEL.exposed_seconds(8, 64, 4) == 3 * (11 - 8)
-    assert MODEL.ring_seconds(8, 4) == 3 * 11
     assert MODEL.group_seconds(8, 64, 4) == (2 * 64 + 3 * 8) / 4 + 9 + 5
     # across nodes: 2 * 100 / 10 + 7 = 27 s a transfer
     assert MODEL.exposed_seconds(8, 64, 4, True) == 3 * (27 - 8)

@@ -126,14 +126,8 @@ def test_what_no_compute_hides_is_added_to_every_ring_step() -> None:
 
 
 def test_a_group_without_locals_agrees_with_the_planners_model() -> None:
-    """Backward is twice forward in every term here, so folding the two directions loses nothing."""
-    profile = replace(
-        PROFILE,
-        ring_backward_bytes_per_token=80.0,
-        attention_forward=Curve(0.01, 3.0, 5.0),
-        attention_backward=Curve(0.02, 6.0, 10.0),
-        links=replace(PROFILE.links, latency_seconds=0.0),
-    )
+    """Forward hides its ring on five ranks, and backward does not."""
+    profile = replace(PROFILE, attention_forward=Curve(30.0, 3.0, 5.0), attention_backward=Curve(35.0, 6.0, 10.0))
     model = profile.cost_model()
     for degree in (1.0, 2.0, 5.0):
         shared = degree > 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
-from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, equal_blocks, timer
+from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, equal_blocks
 from bytescale.planner.adaptive.fill import deal, fill_low_gaps, into_holes
 from bytescale.planner.adaptive.place import Placement, place
 from bytescale.planner.adaptive.reserve import reserve
@@ -302,15 +302,6 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
             assert not cost.leaves_node(first, degree)
         members += float(block_seconds(cost, np.array([length]), np.array([degree]))[0])
     assert np.allclose(free_at, blocks.free_at, rtol=1e-9)
-
-
-def test_the_scalar_timer_says_what_the_cost_model_says() -> None:
-    seconds_on = timer(LINKS)
-    for length in (1, 100, 8192, 300_000):
-        work = float(LINKS.work_seconds(length))
-        for degree in (1, 2, 8, 9, 100):
-            expected = float(LINKS.group_seconds(length, float(length) ** 2, degree, degree > LINKS.ranks_per_node))
-            assert seconds_on(work, length, degree) == pytest.approx(expected, rel=1e-12)
 
 
 @examples(20, 60)

@@ -7,25 +7,23 @@ simulator.
     member of a group of D                    (a Q + b T) / D  +  exposed ring time  +  g
     with T = sum of s, Q = sum of q(s) over the group's sequences
 
-The ring has D - 1 transfers and D blocks of attention. A transfer runs while a block computes, so only the time by
-which a transfer is longer than a block is exposed (paper section 3: O(s^2) work hides O(s) traffic):
+The members form a grid of P rows and Q columns, D = P Q (``attention.grid``). A ring is the case Q = 1. Only the time
+by which a message is longer than the attention beside it is exposed (paper section 3: O(s^2) work hides O(s) traffic).
+``cost.visible`` has the formula, which the simulator uses too. It holds for forward and backward separately, since a
+message that backward does not hide is not hidden by forward's attention. Each pass has a share of every sum below::
 
-    x = ring_bytes_per_token T / (D bandwidth) + latency        one transfer
-    c = a Q / D^2                                               one block
-    exposed = (D - 1) (max(0, x - c) + o)                      o: ring_message_seconds, which nothing hides
-
-The members may form a grid of R rows and C columns (``attention.grid``), D = R C. A ring is the case C = 1. While keys
-pass a column, C blocks are computed. While queries pass a row and their results go home, two blocks are computed::
-
-    y = row_bytes_per_token T / (D bandwidth) + 2 latency
-    exposed = (R - 1) (max(0, x - C c) + o) + (C - 1) (max(0, y - 2 c) + 2 o)
+    x = ring bytes   T / (D bandwidth) + latency     a message around the column
+    y = queries'     T / (D bandwidth) + latency     one along the row, and z, one of results home
+    c = a Q / D^2                                    a block
+    exposed = sum over passes of visible(P, Q; c, x, y, z)  +  messages o     o: ring_message_seconds, never hidden
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,9 +31,34 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
+from bytescale.cost.visible import num_messages, visible_seconds
 
 COLUMNS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of columns that are tried, besides one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The forward or the backward: its shares of a cost model's sums. The shares of all passes add up to 1."""
+
+    attention: float = 1.0
+    """Of ``attention_seconds_per_pair``."""
+    keys: float = 1.0
+    """Of ``ring_bytes_per_token``."""
+    queries: float = 0.5
+    """Of ``row_bytes_per_token``: what goes along the row to other columns."""
+    results: float = 0.5
+    """Of ``row_bytes_per_token``: what comes home."""
+    steps: float = 1.0
+    """Of the latencies."""
+
+
+class Shape(NamedTuple):
+    """The shapes of some groups, and what they cost. All arrays have one shape."""
+
+    seconds: FloatArray  # exposed
+    columns: IntArray  # of the grid
+    down: NDArray[np.bool_]  # whether consecutive ranks stand below each other in a column, not side by side in a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +91,14 @@ class CostModel:
     """Bandwidth of a rank's link to a neighbour in another node, one direction."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
+    passes: tuple[Pass, ...] = (Pass(),)
+    """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            if spec.name == "windows":
+            if spec.name in ("windows", "passes"):
                 continue
             value = getattr(self, spec.name)
             if value is None:
@@ -110,11 +135,6 @@ class CostModel:
         tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
         return (self.attention_seconds_per_pair * squares + self.token_seconds * tokens) / np.asarray(degree)
 
-    def ring_seconds(self, tokens: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False) -> FloatArray:
-        """Time that a member's link is busy: D - 1 transfers of T / D tokens. 0 for D = 1. Broadcasts."""
-        degree = np.asarray(degree, dtype=np.float64)
-        return (degree - 1) * self._transfer_seconds(np.asarray(tokens, dtype=np.float64), degree, inter_node)
-
     def exposed_seconds(
         self,
         tokens: ArrayLike,
@@ -122,10 +142,20 @@ class CostModel:
         degree: ArrayLike,
         inter_node: ArrayLike = False,
         columns: ArrayLike = 1,
+        rows_inter_node: ArrayLike = False,
     ) -> FloatArray:
-        """The part of a group's transfers that attention does not hide (the formulas above). Broadcasts.
+        """The part of a group's messages that attention does not hide. Broadcasts.
 
-        ``columns`` divides ``degree``; 1 is a ring. Grids without ``row_bytes_per_token`` raise ``ConfigError``.
+        Args:
+            tokens: T, sum of s over the group's sequences.
+            squares: Q, sum of ``squares_of`` the sequences.
+            degree: D, members, at least 1.
+            inter_node: whether a column leaves a node (of a ring: the group); the slowest link sets the pace.
+            columns: of the grid, a divisor of ``degree``; 1 is a ring.
+            rows_inter_node: whether a row leaves a node.
+
+        Raises:
+            ConfigError: there is a grid, and ``row_bytes_per_token`` is not known.
         """
         if self.row_bytes_per_token is None and (np.asarray(columns) > 1).any():
             raise ConfigError(
@@ -135,35 +165,100 @@ class CostModel:
                     fix="use a profile, or plan with planner.grids = false",
                 )
             )
-        return self._exposed(_Transfers.of(self, tokens, squares, degree, inter_node), np.asarray(columns))
+        load = _Load.of(self, tokens, squares, degree)
+        far, rows_far = np.asarray(inter_node), np.asarray(rows_inter_node)
+        return np.asarray(self._exposed(load, np.asarray(columns), far, rows_far))
 
     def best_shape(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
-    ) -> tuple[FloatArray, IntArray]:
-        """The least exposed seconds of any shape, and the fewest columns that give them. Broadcasts."""
-        transfers = _Transfers.of(self, tokens, squares, degree, inter_node)
-        best = self._exposed(transfers, np.asarray(1))
-        columns = np.ones(best.shape, dtype=np.int64)
-        degree = np.asarray(degree)
-        widest = int(degree.max(initial=1)) // 2
-        for tried in COLUMNS:
-            if self.row_bytes_per_token is None or tried > widest:
-                break
-            fits = (degree % tried == 0) & (degree >= 2 * tried)
-            seconds = self._exposed(transfers, np.asarray(tried))
-            better = fits & (seconds < best)
-            best, columns = np.where(better, seconds, best), np.where(better, tried, columns)
-        return best, columns
+    ) -> Shape:
+        """The shape with the least exposed seconds, and of equal ones that with the fewest columns. Broadcasts.
 
-    def _exposed(self, transfers: _Transfers, columns: IntArray) -> FloatArray:
-        degree, block, message = transfers.degree, transfers.block, self.ring_message_seconds
-        around = (degree / columns - 1) * (np.maximum(transfers.keys - columns * block, 0.0) + message)
-        if (columns == 1).all():
-            return around
-        # Members of a row have consecutive ranks, and wide groups begin at a node.
-        far = transfers.inter_node & (self.ranks_per_node % columns != 0)
-        row = np.where(far, transfers.row_far, transfers.row_near)
-        return around + (columns - 1) * (np.maximum(row - 2 * block, 0.0) + 2 * message)
+        Groups that leave a node have consecutive ranks and begin at a node.
+        """
+        members = np.asarray(degree)
+        best = self.shape_seconds(tokens, squares, members, 1, inter_node)
+        widest = int(members.max(initial=1)) // 2
+        for tried in self.shapes[1:]:
+            if tried > widest:
+                break
+            fits = (members % tried == 0) & (members >= 2 * tried)
+            if not fits.any():
+                continue
+            shape = self.shape_seconds(tokens, squares, np.where(fits, members, tried), tried, inter_node)
+            better = fits & (shape.seconds < best.seconds)
+            best = Shape(*(np.where(better, new, old) for new, old in zip(shape, best, strict=True)))
+        return best
+
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """Numbers of columns that groups may have, rising."""
+        return (1,) if self.row_bytes_per_token is None else (1, *COLUMNS)
+
+    def shape_seconds(
+        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, columns: ArrayLike, inter_node: ArrayLike
+    ) -> Shape:
+        """Groups of so many ``columns``, which divide ``degree``, in the better one of two orders. Broadcasts.
+
+        Neighbours stand side by side in a row, or below each other in a column: one of them may lie inside a node.
+        """
+        load, far = _Load.of(self, tokens, squares, degree), np.asarray(inter_node, dtype=bool)
+        columns, members = np.asarray(columns), np.asarray(degree)
+        seconds = self._exposed(load, columns, far, far & (self.ranks_per_node % columns != 0))
+        down = np.zeros(seconds.shape, dtype=bool)
+        near = far & (columns > 1) & (self.ranks_per_node % (members // columns) == 0)
+        if near.any():
+            other = self._exposed(load, columns, far & ~near, far)
+            down = near & (other < seconds)
+            seconds = np.where(down, other, seconds)
+        return Shape(seconds, np.broadcast_to(columns, seconds.shape), down)
+
+    def _exposed(
+        self,
+        load: _Load,
+        columns: Any,
+        columns_far: Any,
+        rows_far: Any,
+        maximum: Callable[[Any, Any], Any] = np.maximum,
+    ) -> Any:
+        rows = load.degree / columns
+        keys_rate, keys_latency = self._link(columns_far)
+        rows_rate, rows_latency = self._link(rows_far)
+        keys = self.ring_bytes_per_token * load.slice / keys_rate
+        row = (self.row_bytes_per_token or 0.0) * load.slice / rows_rate
+        exposed = num_messages(rows, columns) * self.ring_message_seconds
+        for one in self.passes:
+            exposed = exposed + visible_seconds(
+                rows,
+                columns,
+                one.attention * load.block,
+                one.keys * keys + one.steps * keys_latency,
+                one.queries * row + one.steps * rows_latency,
+                one.results * row + one.steps * rows_latency,
+                maximum,
+            )
+        return exposed
+
+    def _link(self, far: Any) -> tuple[Any, Any]:
+        """Bytes per second, and latency, of links inside a node or, where ``far`` is true, across."""
+        near = self.intra_node_bytes_per_second, self.latency_seconds(False)
+        across = self.inter_node_bytes_per_second, self.latency_seconds(True)
+        if isinstance(far, np.ndarray) and far.ndim:
+            return np.where(far, across[0], near[0]), np.where(far, across[1], near[1])
+        return across if far else near
+
+    def exposed_of_one(self, length: int, degree: int, columns: int) -> float:
+        """The same as ``shape_seconds``, for one group of one sequence, in plain floats: much faster for one value.
+
+        The group leaves a node if it has more ranks than a node.
+        """
+        pairs = float(self.squares_of(length)) if self.windows else float(length) * length
+        load = _Load(degree, length / degree, self.attention_seconds_per_pair * pairs / (degree * degree))
+        node, far = self.ranks_per_node, degree > self.ranks_per_node
+        seconds = self._exposed(load, columns, far, far and node % columns != 0, max)
+        if far and columns > 1 and node % (degree // columns) == 0:
+            seconds = min(seconds, self._exposed(load, columns, False, True, max))
+        return float(seconds)
 
     def group_seconds(
         self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
@@ -193,12 +288,6 @@ class CostModel:
         last = first + np.asarray(degree) - 1
         return np.asarray(first // self.ranks_per_node != last // self.ranks_per_node)
 
-    def _transfer_seconds(self, tokens: FloatArray, degree: FloatArray, inter_node: ArrayLike) -> FloatArray:
-        far = np.asarray(inter_node, dtype=bool)
-        seconds_per_byte = np.where(far, 1.0 / self.inter_node_bytes_per_second, 1.0 / self.intra_node_bytes_per_second)
-        latency = np.where(far, self.latency_seconds(True), self.latency_seconds(False))
-        return self.ring_bytes_per_token * seconds_per_byte * tokens / degree + latency
-
     def forward_only(self, bytes_per_element: int) -> CostModel:
         """The costs of the same model without backward.
 
@@ -214,6 +303,7 @@ class CostModel:
             micro_batch_seconds=self.micro_batch_seconds / 2,
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
             row_bytes_per_token=None,
+            passes=(Pass(),),
             ring_step_seconds=self.ring_step_seconds / 2,
             inter_node_ring_step_seconds=None if leaving is None else leaving / 2,
             ring_message_seconds=self.ring_message_seconds / 2,
@@ -236,28 +326,15 @@ def windowed_squares(lengths: ArrayLike, windows: Sequence[tuple[int, float]]) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Transfers:
-    """The times of which the exposed time of every shape consists, in seconds. All arrays broadcast."""
+class _Load:
+    """What the members of groups compute and send, whatever their shape: numbers, or arrays that broadcast."""
 
-    degree: FloatArray
-    block: FloatArray  # c
-    keys: FloatArray  # x
-    row_near: FloatArray  # y, where a row lies in a node
-    row_far: FloatArray  # y, where it does not
-    inter_node: NDArray[np.bool_]  # whether the group leaves a node
+    degree: Any
+    slice: Any  # tokens of a member
+    block: Any  # seconds of attention of a block, all passes together
 
     @staticmethod
-    def of(
-        cost: CostModel, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike
-    ) -> _Transfers:
-        tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
+    def of(cost: CostModel, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike) -> _Load:
         degree = np.asarray(degree, dtype=np.float64)
-        row_bytes = (cost.row_bytes_per_token or 0.0) * tokens / degree
-        return _Transfers(
-            degree=degree,
-            block=cost.attention_seconds_per_pair * squares / (degree * degree),
-            keys=cost._transfer_seconds(tokens, degree, inter_node),
-            row_near=row_bytes / cost.intra_node_bytes_per_second + 2 * cost.latency_seconds(False),
-            row_far=row_bytes / cost.inter_node_bytes_per_second + 2 * cost.latency_seconds(True),
-            inter_node=np.asarray(inter_node, dtype=bool),
-        )
+        block = cost.attention_seconds_per_pair * np.asarray(squares, dtype=np.float64) / (degree * degree)
+        return _Load(degree, np.asarray(tokens, dtype=np.float64) / degree, block)

@@ -16,7 +16,7 @@ from bytescale.config import Architecture, RingGradients
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
-from bytescale.cost.model import CostModel
+from bytescale.cost.model import CostModel, Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +216,24 @@ class Profile:
             inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
             windows=self.windows,
+            passes=self._passes(),
+        )
+
+    def _passes(self) -> tuple[Pass, ...]:
+        """Forward and backward, with their shares of the sums in ``cost_model``."""
+        attention = (self.attention_forward.quadratic, self.attention_backward.quadratic)
+        keys = (self.ring_forward_bytes_per_token, self.ring_backward_bytes_per_token)
+        rows = self.row_bytes_per_token
+        of_rows = sum(map(sum, rows))
+        return tuple(
+            Pass(
+                attention=attention[place] / (sum(attention) or 1.0),
+                keys=keys[place] / (sum(keys) or 1.0),
+                queries=rows[place][0] / of_rows,
+                results=rows[place][1] / of_rows,
+                steps=0.5,
+            )
+            for place in (0, 1)
         )
 
     def with_costs(self, cost: CostModel) -> Profile:

@@ -5,13 +5,12 @@ sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a,
 
     rest         b_r n + g_r
     attention    a (w Q + q) + b n + g
-    block        c = a w Q / D                        one of the D blocks that the ring's steps compute
-    transfer     x = ring bytes * (largest w) T / bandwidth + latency           one of D - 1
-    ring         max(0, x - c - a q) + (D - 2) max(0, x - c)      exposed; the first hides behind local attention too
-                 + (D - 1) message                                what no compute hides
-    grid         of P rows and Q columns, with y and z the times of queries there and of results home::
-                 max(0, y - c - a q) + (Q - 2) max(0, y - c) + (P - 1) max(0, x - Q c) + (Q - 1) max(0, z - c)
-                 + (P - 1 + 2 (Q - 1)) message
+    block        c = a w Q / D                        one of the D blocks of a grid; a ring is a grid of one column
+    keys         x = ring bytes * (largest w) T / bandwidth + latency           a message around the column
+    row          y of queries there, z of results home, likewise
+    ring         visible(P, Q; c, x, y, z)            what no block hides (``cost.visible``)
+                 - min(a q, max(0, first message - c))                  local attention hides some of the first message
+                 + (P - 1 + 2 (Q - 1)) message                          what no compute hides
     offload      max(0, r Act(n) / link - (rest + attention + ring))            exposed, for all layers but the last two
 
 Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import FloatArray
 from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
+from bytescale.cost.visible import num_messages, visible_seconds
 
 RESIDENT_LAYERS = 2  # the last layers of a stage are never offloaded: backward needs them at once (paper section 5.2)
 
@@ -47,8 +47,8 @@ class Loads:
     columns: FloatArray  # of the group's grid; 1: a ring
     share: FloatArray  # of the group's tokens that this member holds
     largest_share: FloatArray  # of any member: it sets the pace of the ring
-    inter_node: NDArray[np.bool_]  # whether the ring, or the grid's columns, leave a node
-    row_leaves_node: NDArray[np.bool_]  # whether the grid's rows do
+    inter_node: NDArray[np.bool_]  # whether a column of the grid leaves a node; of a ring: the group
+    row_leaves_node: NDArray[np.bool_]  # whether a row does
     offload_ratio: FloatArray  # of this micro-batch's tokens
     speed: FloatArray  # of the rank
 
@@ -110,11 +110,6 @@ def stage_activation_bytes(profile: Profile, loads: Loads, *, num_layers: int) -
     return kept_layers * profile.activation_bytes(loads.tokens)
 
 
-def ring_transfer_seconds(profile: Profile, bytes_per_token: float, loads: Loads) -> FloatArray:
-    """``[M]`` seconds of one transfer of one layer's ring, x; 0 where nothing is shared."""
-    return np.where(loads.degree > 1, _transfer_seconds(profile, bytes_per_token, loads, loads.inter_node), 0.0)
-
-
 def _transfer_seconds(
     profile: Profile, bytes_per_token: float, loads: Loads, leaves_node: NDArray[np.bool_]
 ) -> FloatArray:
@@ -132,21 +127,13 @@ def _attention_seconds(attention: Curve, loads: Loads) -> FloatArray:
 def _exposed_ring(
     profile: Profile, attention: Curve, ring_bytes: float, row_bytes: tuple[float, float], loads: Loads
 ) -> FloatArray:
-    transfer = ring_transfer_seconds(profile, ring_bytes, loads)
+    columns, rows = loads.columns, loads.degree / loads.columns
+    keys = _transfer_seconds(profile, ring_bytes, loads, loads.inter_node)
+    there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)
     block = attention.quadratic * loads.share * loads.shared_squares / loads.degree / loads.speed
     local = attention.quadratic * loads.local_squares / loads.speed
-    first = np.where(loads.degree > 1, np.maximum(transfer - block - local, 0.0), 0.0)
-    others = np.maximum(loads.degree - 2, 0.0) * np.maximum(transfer - block, 0.0)
-    ring = first + others + (loads.degree - 1) * profile.links.message_seconds
-    columns, rows = loads.columns, loads.degree / loads.columns
-    if (columns == 1).all():
-        return ring
-    there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)
-    grid = (
-        np.maximum(there - block - local, 0.0)
-        + np.maximum(columns - 2, 0.0) * np.maximum(there - block, 0.0)
-        + (rows - 1) * np.maximum(transfer - columns * block, 0.0)
-        + (columns - 1) * np.maximum(home - block, 0.0)
-        + (rows - 1 + 2 * (columns - 1)) * profile.links.message_seconds
-    )
-    return np.where(columns > 1, grid, ring)
+    visible = visible_seconds(rows, columns, block, keys, there, home, np.maximum)
+    first = np.where(columns > 1, there, keys)
+    hidden_by_locals = np.minimum(np.maximum(first - block, 0.0), local)
+    messages = num_messages(rows, columns) * profile.links.message_seconds
+    return np.where(loads.degree > 1, visible - hidden_by_locals + messages, 0.0)

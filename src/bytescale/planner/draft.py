@@ -96,6 +96,22 @@ def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None)
     return values if modulo is None else values % modulo
 
 
+def in_member_order(ranks: IntArray, degrees: IntArray, columns: IntArray, down: NDArray[np.bool_]) -> IntArray:
+    """``[E]`` the ranks of all groups in member order, which goes row by row through a grid.
+
+    Args:
+        ranks: ``[E]`` of all groups, group by group, neighbours beside each other.
+        degrees: ``[G]`` ranks of each group.
+        columns: ``[G]`` of its grid.
+        down: ``[G]`` whether neighbours stand below each other in a column; if not, side by side in a row.
+    """
+    ordered, starts = ranks.copy(), np.cumsum(degrees) - degrees
+    for group in np.flatnonzero(down).tolist():
+        members = slice(int(starts[group]), int(starts[group] + degrees[group]))
+        ordered[members] = ranks[members].reshape(int(columns[group]), -1).T.ravel()
+    return ordered
+
+
 def _runs(counts: IntArray, order: IntArray) -> IntArray:
     """Places of the items of CSR runs when the runs are taken in ``order``."""
     starts = np.cumsum(counts) - counts

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.plan.nodes import crossings
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
 
@@ -89,10 +90,9 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     """``[M]`` time of each micro-batch if its rank never had to wait."""
     squares = segment_sums(cost.squares_of(plan.lengths[plan.group_sequences]), plan.group_sequence_offsets)
     work = cost.compute_seconds(plan.group_tokens, squares)
-    nodes = plan.group_ranks // cost.ranks_per_node
-    starts = plan.group_rank_offsets[:-1]
-    leaves_node = np.minimum.reduceat(nodes, starts) != np.maximum.reduceat(nodes, starts)
-    exposed = cost.exposed_seconds(plan.group_tokens, squares, plan.group_sizes, leaves_node, plan.group_columns)
+    sizes, columns = plan.group_sizes, plan.group_columns
+    far = crossings(plan.group_ranks, sizes, columns, ranks_per_node=cost.ranks_per_node)
+    exposed = cost.exposed_seconds(plan.group_tokens, squares, sizes, far.columns, columns, far.rows)
     share = plan.group_weights / np.repeat(segment_sums(plan.group_weights, plan.group_rank_offsets), plan.group_sizes)
     ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
     compute = work[plan.micro_batch_groups] * share[_member_places(plan, ranks)] / cluster.speeds[ranks]
@@ -206,8 +206,10 @@ def _one_member_seconds(plan: Plan, micro_batch: int, rank: int, cluster: Cluste
         ranks, weights = plan.ranks_of(group).tolist(), plan.weights_of(group)
         share = weights[ranks.index(rank)] / weights.sum()
         tokens, squares, degree = lengths.sum(), cost.squares_of(lengths).sum(), len(ranks)
-        leaves_node = len({member // cost.ranks_per_node for member in ranks}) > 1
-        seconds += float(cost.compute_seconds(tokens, squares)) * share / cluster.speeds[rank]
         columns = int(plan.group_columns[group])
-        seconds += float(cost.exposed_seconds(tokens, squares, degree, leaves_node, columns))
+        nodes = [member // cost.ranks_per_node for member in ranks]
+        column_far = any(len(set(nodes[column::columns])) > 1 for column in range(columns))
+        row_far = any(len(set(nodes[row : row + columns])) > 1 for row in range(0, degree, columns))
+        seconds += float(cost.compute_seconds(tokens, squares)) * share / cluster.speeds[rank]
+        seconds += float(cost.exposed_seconds(tokens, squares, degree, column_far, columns, row_far))
     return seconds

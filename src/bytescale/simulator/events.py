@@ -18,6 +18,7 @@ from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost.model import windowed_squares
 from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
+from bytescale.plan.nodes import crossings
 from bytescale.plan.plan import segment_sums
 
 
@@ -102,7 +103,8 @@ class _Members:
     row_share: FloatArray  # share of all members of its row
     next_in_row_share: FloatArray  # share of the next member of the row
     row_is_near: NDArray[np.bool_]  # whether the row lies in one node
-    inter_node: NDArray[np.bool_]  # whether the group spans several nodes
+    columns_leave_node: NDArray[np.bool_]  # whether any column of the group does: the slowest link sets the pace
+    rows_leave_node: NDArray[np.bool_]  # whether any row does
 
     def of_group(self, values: NDArray, otherwise: float = 0.0) -> FloatArray:
         """``[M]`` the entry of ``values [G]`` for each micro-batch's shared group; ``otherwise`` without one."""
@@ -122,8 +124,7 @@ class _Members:
         row_share = _sums(row_head, share)
         column_share = _sums(column_head, share)
         node = plan.group_ranks // ranks_per_node
-        leaves_row = _sums(row_head, node != node[row_head]) > 0
-        spans = np.maximum.reduceat(node, starts) != np.minimum.reduceat(node, starts)
+        far = crossings(plan.group_ranks, sizes, plan.group_columns, ranks_per_node=ranks_per_node)
         shared = group >= 0
         place = np.zeros(len(group), dtype=np.int64)
         place[shared] = _member_places(plan, group[shared], plan.micro_batch_ranks[shared])
@@ -136,8 +137,9 @@ class _Members:
             next_is_near=(node == node[following])[place] & shared,
             row_share=row_share[place] * shared,
             next_in_row_share=share[next_in_row][place] * shared,
-            row_is_near=~leaves_row[place] & shared,
-            inter_node=spans[group] & shared,
+            row_is_near=(_sums(row_head, node != node[row_head]) == 0)[place] & shared,
+            columns_leave_node=far.columns[group] & shared,
+            rows_leave_node=far.rows[group] & shared,
         )
 
 
@@ -168,8 +170,8 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[
         columns=members.of_group(plan.group_columns, otherwise=1.0),
         share=members.share,
         largest_share=members.largest_share,
-        inter_node=members.inter_node,
-        row_leaves_node=~members.row_is_near & (members.group >= 0),
+        inter_node=members.columns_leave_node,
+        row_leaves_node=members.rows_leave_node,
         offload_ratio=offloaded / np.maximum(local_tokens + own_shared, 1.0),
         speed=speeds[plan.micro_batch_ranks],
     )

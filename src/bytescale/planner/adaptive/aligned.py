@@ -22,7 +22,7 @@ from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, is_ideal
 from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.adaptive.place import place
-from bytescale.planner.draft import Draft, assemble
+from bytescale.planner.draft import Draft, assemble, in_member_order
 
 
 def is_aligned(plan: Plan) -> bool:
@@ -80,10 +80,14 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     local_ranks, _ = deal(seconds[longest_first], placed.free_at)
     groups = np.concatenate((shared, local))
     offsets = plan.group_sequence_offsets
+    columns = plan.group_columns[shared]
+    is_wide = degrees > cost.ranks_per_node
+    shape = cost.shape_seconds(plan.group_tokens[shared], squares[shared], degrees, columns, is_wide)
+    shared_ranks = in_member_order(placed.ranks, degrees, columns, shape.down)
     draft = Draft(
         sequences=plan.group_sequences[concatenated_ranges(offsets[groups], offsets[groups + 1])],
         sequence_counts=np.diff(offsets)[groups],
-        ranks=np.concatenate((placed.ranks, local_ranks)),
+        ranks=np.concatenate((shared_ranks, local_ranks)),
         degrees=plan.group_sizes[groups],
         slots=np.arange(len(groups)),
         columns=plan.group_columns[groups],

@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.cost import CostModel
-from bytescale.cost.model import COLUMNS
 from bytescale.planner.order import rising
 
 FloatArray = NDArray[np.float64]
 
 GRID = 96
 """Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
+TRIES = 4
+"""Times that ranks are added for the exposed time that was found."""
+_NEVER = np.iinfo(np.int64).max
 
 
 class Rectangles(NamedTuple):
@@ -50,19 +52,15 @@ def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> Floa
     """``[L]`` seconds of each sequence on ``degrees`` ranks, in their best shape."""
     lengths, degrees = np.asarray(lengths, dtype=np.float64), np.asarray(degrees)
     squares = cost.squares_of(lengths)
-    exposed, _ = cost.best_shape(lengths, squares, degrees, degrees > cost.ranks_per_node)
+    exposed = cost.best_shape(lengths, squares, degrees, degrees > cost.ranks_per_node).seconds
     return cost.compute_seconds(lengths, squares, degrees) + exposed + cost.micro_batch_seconds
 
 
-def divisible(cost: CostModel, degrees: IntArray) -> IntArray:
-    """The next number of ranks, from each of ``degrees`` on, that can have several columns: a multiple of up to 8.
-
-    A group that is wider than its compute needs costs traffic only, and a prime number of ranks is always a ring.
-    """
-    if cost.row_bytes_per_token is None:
-        return degrees
-    multiple = np.where(degrees >= 64, 8, np.where(degrees >= 16, 4, np.where(degrees >= 4, 2, 1)))
-    return -(-degrees // multiple) * multiple
+def _shaped_seconds(cost: CostModel, lengths: FloatArray, degrees: IntArray, columns: ArrayLike) -> FloatArray:
+    """Seconds of sequences on ``degrees`` ranks in so many ``columns``, which divide them. Broadcasts."""
+    squares = cost.squares_of(lengths)
+    exposed = cost.shape_seconds(lengths, squares, degrees, columns, degrees > cost.ranks_per_node).seconds
+    return cost.compute_seconds(lengths, squares, degrees) + exposed + cost.micro_batch_seconds
 
 
 def degrees_within(
@@ -70,8 +68,9 @@ def degrees_within(
 ) -> tuple[IntArray, FloatArray]:
     """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
 
-    Start from the degree that compute alone requires, and add ranks for the ring's exposed time. If that finds no
-    degree, try a grid of degrees. A sequence that no degree ends in time takes its fastest degree.
+    Start from the degree that compute alone requires. Where the exposed time makes it late, add ranks for that time.
+    Every number of columns is tried, and degrees are multiples of it. If that finds no degree, try a grid of degrees.
+    A sequence that no degree ends in time takes its fastest degree.
 
     Args:
         cost: tells the time of a group.
@@ -86,92 +85,117 @@ def degrees_within(
     if is_ideal(cost):
         return degrees, work / degrees + cost.micro_batch_seconds
     limit = seconds * (1 + 1e-9)
-    taken = block_seconds(cost, lengths, degrees)
-    if (taken > limit).any():
-        # Before more ranks than compute needs: a number of ranks that has more shapes.
-        degrees = np.where(taken > limit, np.minimum(divisible(cost, degrees), num_ranks), degrees)
-        taken = block_seconds(cost, lengths, degrees)
-    for _ in range(4):
-        if (taken <= limit).all():
-            return degrees, taken
-        left = np.maximum(room - (taken - cost.micro_batch_seconds - work / degrees), 0.05 * room)
-        asked = divisible(cost, np.maximum(np.ceil(work / left), degrees + 1).astype(np.int64))
-        degrees = np.where(taken > limit, np.minimum(asked, num_ranks), degrees).astype(np.int64)
-        taken = block_seconds(cost, lengths, degrees)
+    tokens = lengths.astype(np.float64)
+    taken = _shaped_seconds(cost, tokens, degrees, 1)
     late = np.flatnonzero(taken > limit)
-    degrees[late], taken[late] = _best_on_grid(cost, lengths[late], fewest[late], num_ranks, seconds)
+    if len(late):
+        degrees[late], taken[late] = _with_exposed(cost, tokens[late], degrees[late], num_ranks, seconds)
+        late = late[taken[late] > limit]
+    if len(late):
+        degrees[late], taken[late] = _best_on_grid(cost, tokens[late], fewest[late], num_ranks, seconds)
     return degrees, taken
 
 
+def _with_exposed(
+    cost: CostModel, lengths: FloatArray, degrees: IntArray, num_ranks: int, seconds: float
+) -> tuple[IntArray, FloatArray]:
+    """``degrees_within`` from the ranks that compute needs, ``degrees`` ``[L]``; of a late sequence any degree."""
+    columns = _columns(cost, num_ranks)[:, None]  # [C, 1]
+    work, most = cost.work_seconds(lengths), num_ranks // columns * columns
+    room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
+    limit = seconds * (1 + 1e-9)
+    asked = np.minimum(_multiples(np.broadcast_to(degrees, (len(columns), len(degrees))), columns), most)  # [C, L]
+    taken = _shaped_seconds(cost, lengths, asked, columns)
+    for _ in range(TRIES):
+        is_late = taken > limit
+        if not is_late.any():
+            break
+        left = np.maximum(room - (taken - cost.micro_batch_seconds - work / asked), 0.05 * room)
+        more = _multiples(np.maximum(np.ceil(work / left), asked + 1).astype(np.int64), columns)
+        asked = np.where(is_late, np.minimum(more, most), asked)
+        taken = _shaped_seconds(cost, lengths, asked, columns)
+    return _chosen(asked, np.where(asked < degrees, np.inf, taken), limit)
+
+
 def _best_on_grid(
-    cost: CostModel, lengths: IntArray, fewest: IntArray, num_ranks: int, seconds: float
+    cost: CostModel, lengths: FloatArray, fewest: IntArray, num_ranks: int, seconds: float
 ) -> tuple[IntArray, FloatArray]:
     """``degrees_within`` for sequences near their shortest possible time: try ``GRID`` degrees from fewest to all."""
-    steps = (num_ranks / fewest[:, None]) ** (np.arange(GRID) / (GRID - 1))
-    degrees = divisible(cost, np.round(fewest[:, None] * steps).astype(np.int64))  # [L, GRID]
-    degrees = np.minimum(degrees, num_ranks)
-    taken = block_seconds(cost, lengths[:, None], degrees)
-    chosen = np.where((taken <= seconds).any(axis=1), (taken <= seconds).argmax(axis=1), taken.argmin(axis=1))
-    rows = np.arange(len(lengths))
-    return degrees[rows, chosen], taken[rows, chosen]
+    steps = (num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
+    columns = _columns(cost, num_ranks)[:, None, None]  # [C, 1, 1]
+    degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]
+    degrees = np.minimum(degrees, num_ranks // columns * columns)
+    taken = np.where(degrees < fewest, np.inf, _shaped_seconds(cost, lengths, degrees, columns))
+    return _chosen(degrees.reshape(-1, len(lengths)), taken.reshape(-1, len(lengths)), seconds)
 
 
-def timer(cost: CostModel) -> Callable[[float, int, int], float]:
-    """``block_seconds`` for one sequence, in plain floats: some 20 times as fast for a single value."""
-    launch = cost.micro_batch_seconds
-    if is_ideal(cost):
-        return lambda work, length, degree: work / degree + launch
-    near, far = cost.latency_seconds(False), cost.latency_seconds(True)
-    message, squares = cost.ring_message_seconds, cost.attention_seconds_per_pair
-    intra = cost.ring_bytes_per_token / cost.intra_node_bytes_per_second
-    inter = cost.ring_bytes_per_token / cost.inter_node_bytes_per_second
-    node, row = cost.ranks_per_node, cost.row_bytes_per_token
-    row_intra = 0.0 if row is None else row / cost.intra_node_bytes_per_second
-    row_inter = 0.0 if row is None else row / cost.inter_node_bytes_per_second
-
-    def seconds_on(work: float, length: int, degree: int) -> float:
-        leaves = degree > node
-        transfer = inter * length / degree + far if leaves else intra * length / degree + near
-        pairs = float(cost.squares_of(length)) if cost.windows else length * length
-        block = squares * pairs / (degree * degree)
-        exposed = (degree - 1) * (max(transfer - block, 0.0) + message)
-        if row is None or exposed == 0.0:
-            return work / degree + exposed + launch
-        for columns in COLUMNS:
-            if 2 * columns > degree:
-                break
-            if degree % columns:
-                continue
-            away = leaves and node % columns
-            there = row_inter * length / degree + 2 * far if away else row_intra * length / degree + 2 * near
-            around = (degree // columns - 1) * (max(transfer - columns * block, 0.0) + message)
-            along = (columns - 1) * (max(there - 2 * block, 0.0) + 2 * message)
-            exposed = min(exposed, around + along)
-        return work / degree + exposed + launch
-
-    return seconds_on
+def _chosen(degrees: IntArray, taken: FloatArray, limit: float) -> tuple[IntArray, FloatArray]:
+    """``[L]`` of ``[n, L]`` the fewest degrees that end within ``limit``; where there are none, the fastest."""
+    in_time = taken <= limit
+    chosen = np.where(in_time.any(axis=0), np.where(in_time, degrees, _NEVER).argmin(axis=0), taken.argmin(axis=0))
+    items = np.arange(degrees.shape[1])
+    return degrees[chosen, items], taken[chosen, items]
 
 
-def grow(
-    seconds_on: Callable[[float, int, int], float], work: float, length: int, degree: int, most: int, room: float
-) -> tuple[int, float]:
+def fastest_seconds(cost: CostModel, length: int, fewest: int, num_ranks: int) -> float:
+    """Seconds of a sequence on its fastest number of ranks, from ``fewest`` on: any for rings, some for grids."""
+    every = np.arange(fewest, num_ranks + 1)
+    ring = float(_shaped_seconds(cost, np.full(len(every), float(length)), every, 1).min())
+    if cost.row_bytes_per_token is None:
+        return ring
+    _, taken = _best_on_grid(cost, np.array([float(length)]), np.array([fewest]), num_ranks, 0.0)
+    return min(ring, float(taken[0]))
+
+
+def _columns(cost: CostModel, num_ranks: int) -> IntArray:
+    """Numbers of columns that a group of at most R ranks may have."""
+    return np.array([columns for columns in cost.shapes if 2 * columns <= max(num_ranks, 2)])
+
+
+def _multiples(degrees: IntArray, columns: IntArray) -> IntArray:
+    """The next multiples of ``columns``, of at least two rows; rings have any number of ranks."""
+    return np.maximum(-(-degrees // columns), np.where(columns > 1, 2, 1)) * columns
+
+
+def grow(cost: CostModel, length: int, degree: int, most: int, room: float) -> tuple[int, float]:
     """The fewest ranks, more than ``degree`` and at most ``most``, that end within ``room`` seconds; the time there.
 
     If none do, the faster of ``degree`` and ``most`` ranks.
     """
-    if room > 0:
+    ideal, launch = is_ideal(cost), cost.micro_batch_seconds
+    work = float(cost.work_seconds(length))
+    shapes = cost.shapes[:1] if ideal else cost.shapes
+
+    def seconds_on(ranks: int, columns: int) -> float:
+        return work / ranks + launch + (0.0 if ideal else cost.exposed_of_one(length, ranks, columns))
+
+    def fewest_in(columns: int, below: int) -> tuple[int, float] | None:
         asked, beside_compute = degree, 0.0
-        for _ in range(4):
+        for _ in range(TRIES):
             if beside_compute >= room:
-                break
-            asked = max(asked + 1, -int(-work // (room - beside_compute)))
-            if asked > most:
-                break
-            height = seconds_on(work, length, asked)
+                return None
+            asked = max(asked + 1, -int(-work // (room - beside_compute)), 2 * columns if columns > 1 else 1)
+            asked = -(-asked // columns) * columns
+            if asked > below:
+                return None
+            height = seconds_on(asked, columns)
             if height <= room * (1 + 1e-9):
                 return asked, height
             beside_compute = height - work / asked
-    fewest, all_of_it = seconds_on(work, length, degree), seconds_on(work, length, most)
+        return None
+
+    best: tuple[int, float] | None = None
+    for columns in shapes if room > 0 else ():
+        best = fewest_in(columns, most if best is None else best[0] - 1) or best
+    if best is not None:
+        return best
+
+    def fastest_of(ranks: int) -> float:
+        return min(
+            seconds_on(ranks, columns) for columns in shapes if ranks % columns == 0 and ranks >= 2 * columns - 1
+        )
+
+    fewest, all_of_it = fastest_of(degree), fastest_of(most)
     return (degree, fewest) if fewest <= all_of_it else (most, all_of_it)
 
 
@@ -183,11 +207,11 @@ def equal_blocks(lengths: IntArray, fewest: IntArray, num_ranks: int, cost: Cost
     degrees, seconds = degrees_within(cost, lengths, fewest, num_ranks, longest)
     order = rising(degrees.max(initial=1) - degrees)
     degrees, lengths = degrees[order], lengths[order]
-    works, tokens, widths = cost.work_seconds(lengths).tolist(), lengths.tolist(), degrees.tolist()
-    seconds_on, node = timer(cost), 1 if is_ideal(cost) else cost.ranks_per_node
+    tokens, widths = lengths.tolist(), degrees.tolist()
+    node = 1 if is_ideal(cost) else cost.ranks_per_node
 
     def wider(group: int, first: int, most: int, room: float) -> tuple[int, float]:
         del first  # equal ranks
-        return grow(seconds_on, works[group], tokens[group], widths[group], most, room)
+        return grow(cost, tokens[group], widths[group], most, room)
 
     return Rectangles(order, degrees, seconds[order], wider, range(num_ranks + 1), node)

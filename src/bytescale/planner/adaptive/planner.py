@@ -7,10 +7,12 @@
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
     5. Again     while the makespan is not close to the target: steps 2 to 4 with a later makespan T to aim at, and with
                  a shorter longest block, which has more traffic
-    6. Rivals    a plan that is still not close to the target is replaced by the best plan of the baselines, if that is
+    6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
+    7. Rivals    a plan that is still not close to the target is replaced by the best plan of the baselines, if that is
                  better
 
-In a pipeline, the longest block costs most. Many are tried, and several sizes of packs. Ranks that differ in speed or capacity take the same steps (``unequal``).
+In a pipeline, the longest block costs most. Many are tried, and several sizes of packs. Ranks that differ in speed or
+capacity take the same steps (``unequal``).
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 
@@ -55,9 +57,6 @@ MOST_RESERVED = 4096
 """Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
 SNAPS = (0.0, 0.3, 0.6)
 """Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``)."""
-RANKS_OF_RINGS = 512
-"""Ranks up to which a plan with grids competes with one that has rings alone: of 1000 random batches on 4 to 3000 ranks
-five ended up to 0.8 % later with grids, all of them on fewer than 300."""
 SNAPS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 """The same in a pipeline, where blocks cannot be replaced by reservations."""
 REFINED, AIMS = 3, 3
@@ -85,13 +84,9 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     flat = Batch.of(lengths[order], cluster, cost)
     planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
     if num_stages == 1:
-        plan = planned(flat, search(flat))
         if not cluster.is_uniform:
-            return plan
-        if cluster.num_ranks <= RANKS_OF_RINGS and (plan.group_columns > 1).any():
-            rings = Batch.of(lengths[order], cluster, replace(cost, row_bytes_per_token=None))
-            plan = min((plan, planned(rings, search(rings))), key=partial(_end, flat))
-        return _best_of_rivals(plan, flat)
+            return planned(flat, search(flat))
+        return _best_of_rivals(_with_or_without_grids(flat, partial(planned, flat)), flat)
     if not cluster.is_uniform:
         plan = planned(flat, search(flat))
         if is_aligned(plan):
@@ -109,6 +104,23 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
     plans = planned(batch, trial), align(planned(flat, search(flat)), cluster=cluster, cost=cost)
     return _best_of_rivals(min(plans, key=partial(_end, batch)), batch)
+
+
+def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
+    """Steps 2 to 6. The plan never ends later than one that is searched with rings alone.
+
+    That search is left out where it cannot be better, as that with grids is. Its plan gets the best shapes as well: on
+    the same ranks, these are never slower than rings.
+    """
+    if flat.cost.row_bytes_per_token is None or is_ideal(flat.cost):
+        return planned(search(flat))
+    rings = replace(flat, cost=replace(flat.cost, row_bytes_per_token=None))
+    if rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
+        return planned(search(rings))
+    plan = planned(search(flat))
+    if _end(flat, plan) <= rings.fastest:
+        return plan
+    return min((plan, planned(search(rings))), key=partial(_end, flat))
 
 
 def pack_sizes(capacity: int) -> list[int]:
@@ -178,7 +190,7 @@ def _trials(batch: Batch) -> Iterator[Trial]:
     reserves = is_flat and batch.cluster.num_ranks <= MOST_RESERVED
     if reserves:
         yield _reserved(batch, aim)
-    for part in PARTS if len(batch.lengths) <= FEW or not batch.cluster.is_uniform else PARTS[:1]:
+    for part in _parts(batch):
         for snap in SNAPS:
             trial = _stacked(batch, LATER * batch.target, LATER * batch.target / part, snap=snap)
             late = min(late, trial.end)
@@ -192,6 +204,18 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         early = aim if trial.end > CLOSE * aim else early
         late = min(late, trial.end)
         yield trial
+
+
+def _parts(batch: Batch) -> list[int]:
+    """The target over the longest blocks tried: several where there are few sequences, or where ranks differ.
+
+    With grids, blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
+    """
+    if len(batch.lengths) > FEW and batch.cluster.is_uniform:
+        return [PARTS[0]]
+    if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
+        return list(PARTS)
+    return [part for part in PARTS if part == PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
@@ -280,7 +304,7 @@ def _end(batch: Batch, plan: Plan) -> float:
 
 
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
-    """Step 6: the best of ``plan`` and the baselines' plans, until one is good enough.
+    """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
     With free communication, a static mesh balances every batch at no cost. A plan close to the target is then good
     enough; otherwise it has to reach the target.

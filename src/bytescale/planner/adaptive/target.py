@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner.adaptive.degrees import block_seconds, degrees_within, is_ideal
+from bytescale.planner.adaptive.degrees import degrees_within, fastest_seconds, is_ideal
 
 FloatArray = NDArray[np.float64]
 
@@ -75,6 +75,11 @@ class Batch:
         count = self.num_shared(float(self.work_seconds.sum()) / self.cluster.num_ranks)
         rest = float(self.work_seconds[count:].sum())
         return target_seconds(self.cost, self.lengths[:count], self.fewest[:count], rest, self.cluster.num_ranks)
+
+    @cached_property
+    def fastest(self) -> float:
+        """Seconds of the longest sequence on its fastest number of equal ranks: no plan of such groups ends earlier."""
+        return fastest_seconds(self.cost, int(self.lengths[0]), int(self.fewest[0]), self.cluster.num_ranks)
 
     def pack_seconds(self, count: int) -> float:
         """Time of a micro-batch of whole sequences, in seconds, if the ``count`` longest sequences are shared.
@@ -143,8 +148,7 @@ def target_seconds(
         return target
     if is_ideal(cost) and cost.micro_batch_seconds == 0:
         return target
-    every = np.arange(int(fewest[0]), num_ranks + 1)
-    target = max(target, float(block_seconds(cost, np.full(len(every), long_lengths[0]), every).min()))
+    target = max(target, fastest_seconds(cost, int(long_lengths[0]), int(fewest[0]), num_ranks))
 
     def needed(seconds: float) -> float:
         degrees, taken = degrees_within(cost, long_lengths, fewest, num_ranks, seconds)

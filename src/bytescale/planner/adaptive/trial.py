@@ -11,9 +11,10 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.plan import Plan
+from bytescale.plan.nodes import crossings
 from bytescale.planner.adaptive.place import Placement
 from bytescale.planner.adaptive.target import Batch
-from bytescale.planner.draft import Draft, assemble
+from bytescale.planner.draft import Draft, assemble, in_member_order
 from bytescale.planner.order import rising
 from bytescale.planner.packing import micro_batches
 
@@ -62,14 +63,15 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     pack_berths, pack_index = packs[heads] % len(berth_ranks), packs[heads] // len(berth_ranks)
     before = berth_before[pack_berths]
     width = 1 + int((pack_index + 1)[before < count].max(initial=0))  # slots: a shared group, packs before it
+    columns, ranks = _shapes(batch, trial)
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
-        ranks=np.concatenate((trial.placed.ranks, berth_ranks[pack_berths])),
+        ranks=np.concatenate((ranks, berth_ranks[pack_berths])),
         degrees=np.concatenate((trial.placed.degrees, np.ones(len(heads), np.int64))),
         slots=np.concatenate((np.arange(count) * width + width - 1, before * width + pack_index)),
         weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
-        columns=np.append(_columns(batch, trial), np.ones(len(heads), np.int64)),
+        columns=np.append(columns, np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
 
@@ -111,15 +113,18 @@ def longest_first(
     return np.argsort(order, axis=0)[index, berths], np.sort(seconds, axis=0)[::-1]
 
 
-def _columns(batch: Batch, trial: Trial) -> IntArray:
-    """``[G]`` columns of the shared groups: the best shape on equal ranks, and rings on unequal ones.
+def _shapes(batch: Batch, trial: Trial) -> tuple[IntArray, IntArray]:
+    """``[G]`` columns of the shared groups, and ``[E]`` their ranks in member order, group by group.
 
-    A tile's work is the product of its rows' and its columns' shares. If those differ, so do the tiles of a grid.
+    Groups have the best shape on equal ranks, and are rings on unequal ones. There the tiles of a grid would differ: a
+    tile's work is the product of its row's and its column's shares.
     """
-    degrees = trial.placed.degrees
+    placed = trial.placed
+    degrees, ranks = placed.degrees, placed.ranks
     if not batch.cluster.is_uniform or not len(degrees):
-        return np.ones(len(degrees), dtype=np.int64)
-    nodes, starts = trial.placed.ranks // batch.cost.ranks_per_node, np.cumsum(degrees) - degrees
-    leaves_node = np.minimum.reduceat(nodes, starts) != np.maximum.reduceat(nodes, starts)
+        return np.ones(len(degrees), dtype=np.int64), ranks
+    rings = np.ones(len(degrees), dtype=np.int64)
+    far = crossings(ranks, degrees, rings, ranks_per_node=batch.cost.ranks_per_node).columns
     tokens = batch.lengths[trial.shared].astype(np.float64)
-    return batch.cost.best_shape(tokens, batch.cost.squares_of(tokens), degrees, leaves_node)[1]
+    shape = batch.cost.best_shape(tokens, batch.cost.squares_of(tokens), degrees, far)
+    return shape.columns, in_member_order(ranks, degrees, shape.columns, shape.down)

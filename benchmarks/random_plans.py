@@ -1,0 +1,200 @@
+"""Runs thousands of random plans for real: none may hang, and a sample is compared with one process.
+
+    python benchmarks/random_plans.py --plans 10000
+
+A plan has random lengths, groups of 1 to 16 ranks in every shape, random member orders and, without a pipeline, random
+member weights (``bytescale.parity.plans``). ``verify`` checks it. The real executor then runs one step of a tiny model
+in fp64 on every rank of a random mesh: HDP alone, with tensor parallelism, with a pipeline, or with both. Ranks are
+threads with real gloo messages over loopback. They stay for a block of plans, so that a message of one plan that is not
+received meets the next plan. Every ``--every``-th plan's loss and gradients are compared with those of one process that
+runs every sequence whole.
+
+The output has one line per kind of mesh. A plan that does not end within ``--limit`` seconds is named by its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.helpers.ranks import run_mesh
+from tests.helpers.steps import Batch, make_model, random_batch, reference_step, slice_batch, worst_relative_error
+from tests.runtime.test_mesh_parity import mesh_shape, parts_of, put_together
+
+from bytescale.attention import select_kernel
+from bytescale.config import Architecture
+from bytescale.cost import Cluster, CostModel
+from bytescale.models.head_groups import apply_head_groups
+from bytescale.models.tensor_parallel import row_wise_parts
+from bytescale.parity.plans import random_plan
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.verify import verify
+from bytescale.planner import align
+from bytescale.runtime import Executor, FlatParameters, Mesh, MeshShape, ModelPart
+from bytescale.runtime.activations import Activations
+from bytescale.runtime.replicas import sum_replicas
+
+DTYPE, TOLERANCE = torch.float64, 1e-10
+BLOCK = 100
+"""Plans that the same ranks run one after the other."""
+COST = CostModel.from_work(linear_per_square=40)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What all plans of a block have in common."""
+
+    kind: str
+    mesh: MeshShape
+    shape: Architecture
+    checkpointing: str
+    head_groups: int
+
+
+def draw_block(random: np.random.Generator, number: int) -> Block:
+    """Half of the blocks are HDP alone, on up to 16 ranks."""
+
+    def of(*sizes: int) -> int:
+        return int(random.choice(sizes))
+
+    kind, mesh = [
+        ("HDP alone", MeshShape(hdp=int(random.integers(1, 17)))),
+        ("tensor parallel", MeshShape(hdp=of(2, 3, 4), tp=of(2, 4))),
+        ("HDP alone", MeshShape(hdp=int(random.integers(9, 17)))),
+        ("pipeline", MeshShape(pp=of(2, 3, 4), hdp=of(2, 3, 4))),
+        ("HDP alone", MeshShape(hdp=int(random.integers(2, 9)))),
+        ("pipeline and tensor parallel", MeshShape(pp=of(2, 3), hdp=of(2, 3), tp=2)),
+    ][number % 6]
+    heads = (4, 4 // of(1, 2, 4))
+    shape = mesh_shape(num_layers=mesh.pp, num_heads=heads[0], num_kv_heads=heads[1], tie_embeddings=of(0, 1) == 1)
+    return Block(
+        kind=kind,
+        mesh=mesh,
+        shape=shape,
+        checkpointing=str(random.choice(["none", "full", "attention"])),
+        head_groups=of(1, max(1, heads[1] // mesh.tp)),
+    )
+
+
+def draw_case(block: Block, seed: int) -> tuple[Plan, Batch]:
+    """Return a verified plan and its tokens."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 1 + int(random.choice([2, 12, 60])), int(random.integers(1, 9))).tolist()
+    plan = random_plan(lengths, block.mesh.hdp, seed, weighted=block.mesh.pp == 1 and seed % 2 == 1)
+    if block.mesh.pp > 1:
+        plan = align(plan, cluster=Cluster.uniform(block.mesh.hdp, int(np.sum(lengths))), cost=COST)
+    verify(plan, num_stages=block.mesh.pp)
+    batch = random_batch(lengths, block.shape.vocab_size, seed)
+    if batch.num_targets == 0:
+        batch.labels[0][0] = 1
+    return plan, batch
+
+
+def run_block(
+    block: Block, cases: dict[int, tuple[Plan, Batch]], compared: set[int], limit: float
+) -> dict[int, tuple[float, dict[str, Any]]]:
+    """Run all plans of a block. Return the loss and the whole gradients of the plans ``compared``, by seed."""
+    at: dict[int, int] = {}
+
+    def one_rank(mesh: Mesh) -> dict[int, tuple[float, dict[str, Any]]]:
+        models, cuts = parts_of(mesh, block.shape, DTYPE, 1)
+        (model,) = models
+        for layer in model.layers:
+            apply_head_groups(layer.self_attn, block.head_groups)
+        flat = FlatParameters(list(model.named_parameters()), 1, cuts)
+        activations = Activations(
+            list(model.layers),
+            checkpointing=block.checkpointing,  # type: ignore[arg-type]
+            pool=None,
+            tp=mesh.tp,
+            row_wise=row_wise_parts(model, mesh.tp.size),
+            chunk_rows=8,
+        )
+        part = ModelPart(model=model, activations=activations)
+        executor = Executor(parts=[part], kernel=select_kernel("auto", torch.device("cpu"), DTYPE), mesh=mesh)
+        results = {}
+        for seed, (plan, batch) in cases.items():
+            at[mesh.world.rank] = seed
+            flat.gradients.zero_()
+            rank_plan = RankPlan.of(plan, mesh.hdp.rank)
+            inputs = [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches]
+            result = executor.run(rank_plan, inputs, num_global_targets=batch.num_targets)
+            sum_replicas(flat, mesh.tp)
+            if seed in compared:
+                gradients = {entry.name: (entry.cut, flat.gradient_of(entry).clone()) for entry in flat.entries}
+                results[seed] = result.loss_sum, gradients
+        return results
+
+    try:
+        ranks = run_mesh(block.mesh, one_rank, timeout_seconds=limit)
+    except AssertionError as error:
+        raise SystemExit(f"{block}, seeds {sorted(set(at.values()))} under way: {error}") from error
+    outcome = {}
+    for seed in compared:
+        loss = sum(results[seed][0] for results in ranks) / cases[seed][1].num_targets
+        outcome[seed] = loss, put_together([results[seed][1] for results in ranks], block.shape.tie_embeddings)
+    return outcome
+
+
+def error_of(block: Block, batch: Batch, ours: tuple[float, dict[str, Any]]) -> float:
+    """Return the largest relative error of the loss and of any gradient against one process."""
+    reference = reference_step(make_model(block.shape, DTYPE), batch)
+    of_loss = abs(ours[0] - reference.loss) / max(abs(reference.loss), 1e-300)
+    return max(of_loss, worst_relative_error(ours[1], reference.gradients))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=10, help="compare every so many-th plan with one process")
+    parser.add_argument("--limit", type=float, default=300.0, help=f"seconds for a block of {BLOCK} plans")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    plans, shared, compared_plans, worst = Counter[str](), Counter[str](), Counter[str](), dict[str, float]()
+    degrees, shapes, started = Counter[int](), set[tuple[int, int]](), time.perf_counter()
+    seconds = dict[str, float]()
+    stop = arguments.first_seed + arguments.plans
+    for first in range(arguments.first_seed, stop, BLOCK):
+        seeds = range(first, min(first + BLOCK, stop))
+        block = draw_block(np.random.default_rng([first, 1]), first // BLOCK)
+        cases = {seed: draw_case(block, seed) for seed in seeds}
+        compared = {seed for seed in seeds if seed % arguments.every == 0}
+        began = time.perf_counter()
+        for seed, ours in run_block(block, cases, compared, arguments.limit).items():
+            error = error_of(block, cases[seed][1], ours)
+            worst[block.kind] = max(worst.get(block.kind, 0.0), error)
+            if not error <= TOLERANCE:
+                raise SystemExit(f"seed {seed} ({block}): an error of {error:.1e} against one process")
+        seconds[block.kind] = seconds.get(block.kind, 0.0) + time.perf_counter() - began
+        plans[block.kind] += len(seeds)
+        compared_plans[block.kind] += len(compared)
+        for plan, _ in cases.values():
+            wide = plan.group_sizes > 1
+            shared[block.kind] += int(wide.sum())
+            degrees.update(plan.group_sizes[wide].tolist())
+            shapes.update(zip(plan.group_sizes[wide].tolist(), plan.group_columns[wide].tolist(), strict=True))
+        if (first // BLOCK) % 20 == 19:
+            print(f"{seeds[-1] + 1 - arguments.first_seed} plans, {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"\n{'mesh':30} {'plans':>6} {'shared groups':>14} {'compared':>9} {'largest error':>14} {'seconds':>8}")
+    for kind, count in plans.items():
+        checked = f"{compared_plans[kind]:>9} {worst.get(kind, 0.0):>14.1e}"
+        print(f"{kind:30} {count:>6} {shared[kind]:>14} {checked} {seconds[kind]:>8.0f}")
+    print(
+        f"degrees {min(degrees)} to {max(degrees)}, {len(shapes)} shapes; no plan hung, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The time of a shared group's messages that its attention does not hide: one formula, for planner and simulator.
+
+A group of P rows and Q columns (``attention.grid``) computes P Q blocks of ``c`` seconds on each member. Meanwhile, one
+after the other, Q - 1 messages of queries arrive along the row, and P - 1 messages of keys around the column. At last
+Q - 1 results go home. A message travels while a member computes the blocks that the message before has made ready::
+
+    queries there, y    Q - 1 messages, each beside one block
+    keys, x             P - 1 messages; the first beside one block, each other beside the Q blocks of the one before
+    results home, z     Q - 1 messages, each beside one block
+
+    visible = (Q - 1) max(0, y - c) + max(0, x - c) + (P - 2) max(0, x - Q c) + (Q - 1) max(0, z - c)
+
+A ring is the case Q = 1. Forward and backward each have times of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def visible_seconds(
+    rows: Any, columns: Any, block: Any, keys: Any, there: Any, home: Any, maximum: Callable[[Any, Any], Any] = max
+) -> Any:
+    """Seconds of the messages of one pass that no block hides, by the formula above.
+
+    All arguments are numbers or, with ``np.maximum`` as ``maximum``, arrays that broadcast.
+
+    Args:
+        rows: P.
+        columns: Q.
+        block: c, seconds of attention of one block.
+        keys: x, seconds of one message around the column.
+        there: y, seconds of one message of queries along the row.
+        home: z, seconds of one message of results along the row.
+        maximum: the larger of two values.
+    """
+    around = (rows > 1) * maximum(keys - block, 0.0) + maximum(rows - 2, 0) * maximum(keys - columns * block, 0.0)
+    return around + (columns - 1) * (maximum(there - block, 0.0) + maximum(home - block, 0.0))
+
+
+def num_messages(rows: Any, columns: Any) -> Any:
+    """Messages that a member waits for in one pass: keys, queries and results. Numbers or arrays."""
+    return rows - 1 + 2 * (columns - 1)
