@@ -150,6 +150,8 @@ def tried_in_pipeline(batch: Batch) -> list[Trial]:
         levels[_blocks(batch, longest)[0].degrees.tobytes()] = (batch.promised(longest), longest)
     trials, best = list[Trial](), list[tuple[float, float, float]]()
     for promised, longest in sorted(levels.values())[: allowed // (2 * len(SNAPS))]:
+        if best and promised > min(best)[0]:
+            break
         trials += [_stacked(batch, LATER * promised, longest, snap=snap) for snap in SNAPS]
         best.append((min(trial.end for trial in trials[-len(SNAPS) :]), promised, longest))
     for end, promised, longest in sorted(best)[:REFINED]:
