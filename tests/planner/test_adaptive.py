@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, align, evaluate, greedy_plan, static_plan
+from bytescale.planner import adaptive_plan, align, evaluate, greedy_plan, is_aligned, static_plan
 from bytescale.planner.adaptive import planner
-from bytescale.planner.adaptive.planner import pack_sizes
+from bytescale.planner.adaptive.planner import pack_sizes, tried_in_pipeline
+from bytescale.planner.adaptive.target import Batch
+from bytescale.planner.adaptive.trial import trial_plan
+from bytescale.planner.batch import longest_first
 from tests.helpers.effort import examples
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
@@ -175,6 +178,23 @@ def test_in_a_pipeline_packs_need_not_be_full(monkeypatch: pytest.MonkeyPatch) -
         verify(plan, num_stages=4)
         ends.append(evaluate(plan, cluster=cluster, cost=IDEAL, num_stages=4).end_seconds)
     assert ends[1] < 0.9 * ends[0]
+
+
+@examples(10, 100)
+@given(case=cases(max_ranks=24), cost=st.sampled_from(sorted(COSTS)), num_stages=st.integers(2, 6))
+def test_in_a_pipeline_every_trial_ends_when_its_plan_does(
+    case: tuple[list[int], Cluster], cost: str, num_stages: int
+) -> None:
+    """The search compares makespans that it computes without making plans; and no plan has to be aligned."""
+    lengths, cluster = np.array(case[0]), case[1]
+    order = longest_first(lengths)
+    batch = replace(Batch.of(lengths[order], cluster, COSTS[cost]), num_stages=num_stages)
+    for trial in tried_in_pipeline(batch):
+        plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
+        assert is_aligned(plan)
+        outcome = evaluate(plan, cluster=cluster, cost=COSTS[cost], num_stages=num_stages)
+        assert trial.end == pytest.approx(outcome.end_seconds, rel=1e-9)
+        assert trial.traffic_tokens == outcome.traffic_tokens
 
 
 def test_packs_are_halved_down_to_8k_tokens() -> None:

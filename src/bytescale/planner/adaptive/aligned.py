@@ -47,7 +47,7 @@ def aligned(planner: Callable[..., Plan]) -> Callable[..., Plan]:
     return plan
 
 
-def _never_grows(group: int, first: int, most: int, room: float) -> tuple[int, float]:
+def _never_grows(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
     raise AssertionError(f"group {group} is late for no target: first {first}, most {most}, room {room}")
 
 

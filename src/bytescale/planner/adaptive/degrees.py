@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
 from bytescale.planner.order import rising
-
-FloatArray = NDArray[np.float64]
 
 GRID = 96
 """Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
@@ -32,10 +30,10 @@ class Rectangles(NamedTuple):
     items: IntArray  # [G] which of the sequences
     degrees: IntArray  # [G] fewest ranks of each, descending
     seconds: FloatArray  # [G] time of each on so many ranks; infinite where that depends on the ranks
-    grow: Callable[[int, int, int, float], tuple[int, float]]
+    grow: Callable[[int, int, int, float | None], tuple[int, float]]
     """``grow(group, first, most, room)`` is the fewest consecutive ranks, from ``first`` on and at most ``most``, on
     which the group ends within ``room`` seconds, and its time there. If none do, it is the fastest number of ranks; if
-    ``most`` ranks cannot hold it, (0, infinity)."""
+    ``most`` ranks cannot hold it, (0, infinity). Where ``room`` is None, it is all ``most`` ranks."""
     speed: Sequence[float]  # [R + 1] sum of the speeds of the ranks before each
     node: int  # groups of at most this many ranks stay inside a node of so many; 1: nodes do not matter
 
@@ -210,8 +208,10 @@ def equal_blocks(lengths: IntArray, fewest: IntArray, num_ranks: int, cost: Cost
     tokens, widths = lengths.tolist(), degrees.tolist()
     node = 1 if is_ideal(cost) else cost.ranks_per_node
 
-    def wider(group: int, first: int, most: int, room: float) -> tuple[int, float]:
+    def wider(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         del first  # equal ranks
+        if room is None:
+            return grow(cost, tokens[group], most, most, 0.0)
         return grow(cost, tokens[group], widths[group], most, room)
 
     return Rectangles(order, degrees, seconds[order], wider, range(num_ranks + 1), node)

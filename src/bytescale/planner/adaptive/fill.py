@@ -6,15 +6,12 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
 from bytescale.planner.adaptive.degrees import block_seconds
 from bytescale.planner.draft import consecutive
 from bytescale.planner.order import rising
-
-FloatArray = NDArray[np.float64]
 
 CHUNK_RATIO = 0.5
 """Sequences are assigned in one chunk if their times differ by less than this factor.

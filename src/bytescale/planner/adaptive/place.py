@@ -30,13 +30,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.planner.adaptive.degrees import Rectangles
 from bytescale.planner.draft import consecutive
 
-FloatArray = NDArray[np.float64]
 Plateau = tuple[float, int, int, float]
 """Seconds at which it is free, first rank, number of ranks, seconds of the last group on them (0: there is none)."""
 
@@ -90,7 +88,7 @@ def place(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int 
         if snap and width > chosen:
             strip, whole = (speed[left + width] - speed[start] for start in (left + chosen, left))
             if strip <= snap * whole:
-                chosen, height = blocks.grow(group, left, width, 0.0)
+                chosen, height = blocks.grow(group, left, width, None)
                 end = _end(usable[at], height, num_stages)
         first.append(left)
         taken.append(chosen)

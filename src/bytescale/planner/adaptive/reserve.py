@@ -30,14 +30,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.planner.adaptive.degrees import Rectangles
 from bytescale.planner.adaptive.fill import into_holes
 from bytescale.planner.adaptive.place import SAME, Placement
-
-FloatArray = NDArray[np.float64]
 
 ORDERS = 24
 """Orders tried at most."""

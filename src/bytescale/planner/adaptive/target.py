@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner.adaptive.degrees import degrees_within, fastest_seconds, is_ideal
-
-FloatArray = NDArray[np.float64]
+from bytescale.planner.adaptive.degrees import block_seconds, degrees_within, fastest_seconds, is_ideal
 
 PRECISION = 1.002
 """The target's lower and upper bound differ by at most this factor."""
@@ -99,10 +96,12 @@ class Batch:
         return max(int(too_long), int(np.searchsorted(-self.local_seconds, -limit)))
 
     def longest_blocks(self) -> list[float]:
-        """``LEVELS`` longest blocks that are tried in a pipeline, in seconds, descending."""
+        """Longest blocks that are tried in a pipeline, in seconds: ``LEVELS``, and times of the longest sequence."""
         pack = self.pack_seconds(self.num_shared(np.inf))
         shortest = min(max(pack / 64, 1e-3 * self.target), self.target)
-        return [float(longest) for longest in np.geomspace(self.target, shortest, LEVELS)]
+        ranks = np.unique(np.geomspace(self.fewest[0], self.cluster.num_ranks, LEVELS).round().astype(np.int64))
+        of_longest = block_seconds(self.cost, np.full(len(ranks), self.lengths[0]), ranks)
+        return [*np.geomspace(self.target, shortest, LEVELS).tolist(), *of_longest[of_longest >= shortest].tolist()]
 
     def promised(self, longest: float) -> float:
         """The makespan in a pipeline, in seconds, if no block takes more than ``longest`` = tau seconds.

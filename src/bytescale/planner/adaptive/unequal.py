@@ -9,14 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner.adaptive.degrees import Rectangles
 from bytescale.planner.adaptive.place import Placement
-
-FloatArray = NDArray[np.float64]
 
 SHORT = 1e-9
 """Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
@@ -34,12 +31,12 @@ def unequal_blocks(
     )
     works, tokens = cost.work_seconds(lengths).tolist(), lengths.tolist()
 
-    def grow(group: int, first: int, most: int, room: float) -> tuple[int, float]:
+    def grow(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         work, length, stop = works[group], tokens[group], first + most
         holding = bisect_left(capacity, capacity[first] + length)
         if holding > stop:
             return 0, float("inf")
-        room = max(min(room, longest) - cost.micro_batch_seconds, SHORT * longest)
+        room = max(min(room or 0.0, longest) - cost.micro_batch_seconds, SHORT * longest)
         in_time = bisect_left(speed, (speed[first] + work / room) * (1 - 1e-12))
         end = min(max(holding, in_time), stop, first + length)  # every member gets a token
         ranks = slice(first, end)

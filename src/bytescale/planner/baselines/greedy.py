@@ -5,15 +5,13 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.baselines.paper import BucketedGroups
 from bytescale.planner.batch import checked_lengths
-
-FloatArray = NDArray[np.float64]
 
 
 def greedy_plan(

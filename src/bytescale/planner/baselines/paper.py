@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.plan import segment_sums
@@ -16,8 +16,6 @@ from bytescale.planner.baselines.naive import minimal_groups
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.packing import smallest_capacity
-
-FloatArray = NDArray[np.float64]
 
 
 def paper_plan(
