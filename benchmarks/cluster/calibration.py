@@ -1,11 +1,13 @@
 """Trains on a cluster of network namespaces with costs that are ten times wrong, and shows how calibration mends them.
 
-    sudo PYTHONPATH=src:. python -m benchmarks.cluster.calibration --out FOLDER [--cases links] [--slow 0.5]
+    sudo PYTHONPATH=src:. python -m benchmarks.cluster.calibration --out FOLDER [--cases links] [--slow 0.5,0.25]
 
 FOLDER has the profile and the links' rate from ``benchmarks.cluster.tables --stage profile``. For every case, the table
-has the error of predicted steps after ``LEARNED`` steps (median and largest), and the median step over that of a run
-that starts with the right profile. With ``--slow``, the last node has that share of the others' CPU time instead, and
-the table compares calibration with equal treatment; ``--from-step`` and ``--to-step`` slow it down for some steps only.
+has the error of predicted steps after ``LEARNED`` steps (median and largest), and the step over that of a run that
+starts with the right profile (median over batches). With ``--slow``, the last nodes have these shares of the others'
+CPU time instead. The table then compares calibration and equal treatment with ``even``: the steps of the same batches
+on nodes of full speed, times the number of nodes over the sum of speeds. ``--from-step`` and ``--to-step`` slow the
+nodes down for some steps only; steps count once calibration has had ``ABSORBED`` steps to notice.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster.network import Network
 from benchmarks.cluster.tables import KIBI, Setting, train, write_corpus
@@ -27,6 +30,7 @@ from bytescale.cost import Profile, load_profile, save_profile
 from bytescale.cost.curve import Curve
 
 LEARNED = 15
+ABSORBED = 10
 WRONG = 10.0
 
 
@@ -59,27 +63,30 @@ def times(curve: Curve, *, quadratic: float = 1.0, linear: float = 1.0, constant
     return Curve(quadratic * curve.quadratic, linear * curve.linear, constant * curve.constant)
 
 
+SLOW_CASES = ("even", "equal", "calibrated")
 CASES = ("right", "attention", "tokens", "constant", "slow links", "fast links", "latency")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/cluster"))
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", help="some of the cases; default: all")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--batch-tokens", type=int, default=32 * KIBI)
     parser.add_argument("--lengths", default="byted")
-    parser.add_argument("--slow", type=float, help="share of the others' CPU time that the last node gets")
+    parser.add_argument("--slow", type=shares, default=(), help="shares of the others' CPU time of the last nodes")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--from-step", type=int, default=0)
     parser.add_argument("--to-step", type=int, default=10**9)
     parser.add_argument("--again", action="store_true", help="train nothing, only print")
     given = parser.parse_args(arguments)
     base = Setting(
         nodes=4, ranks_per_node=1, cpus=0.45, capacity=2 * KIBI, batch_tokens=given.batch_tokens,
-        batches=given.steps - 1, lengths=given.lengths, published="case-study", out=given.out,
+        batches=given.steps - 1, lengths=given.lengths, published="case-study", out=given.out, layers=given.layers,
     )  # fmt: skip
-    cases = given.cases.split(",") if given.slow is None else ["equal", "calibrated"]
-    folders = {case: given.out / f"{'slow' if given.slow else 'wrong'}-{case.replace(' ', '-')}" for case in cases}
+    cases = list(SLOW_CASES if given.slow else CASES) if given.cases is None else given.cases.split(",")
+    kind = "-".join(["slow", *map(str, given.slow)]) if given.slow else "wrong"
+    folders = {case: given.out / f"{kind}-{case.replace(' ', '-')}" for case in cases}
     if not given.again:
         rate = json.loads((given.out / "rate.json").read_text())
         profile = load_profile(given.out / "profile.toml")
@@ -90,26 +97,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 setting = replace(base, out=folder)
                 write_corpus(setting)
                 extra = ["--cost.calibrate", "False" if case == "equal" else "True"]
-                run_one(setting, network, extra, given)
+                run_one(setting, network, extra, given, () if case == "even" else given.slow)
                 print(line(case, folder), flush=True)
     for case, folder in folders.items():
         print(line(case, folder))
+        if given.slow and case != "even" and "even" in folders:
+            print(over_even(folder, folders["even"], given, base.num_ranks))
+        elif case != "right" and "right" in folders:
+            print(f"{'':>14}median step over that of the right profile {over_right(folder, folders['right']):.3f}")
     return 0
 
 
-def run_one(setting: Setting, network: Network, extra: list[str], given: argparse.Namespace) -> None:
-    """Train, and meanwhile slow the last node down if that is asked for."""
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def run_one(
+    setting: Setting, network: Network, extra: list[str], given: argparse.Namespace, slow: Sequence[float]
+) -> None:
+    """Train, and meanwhile slow the last nodes down to the shares ``slow``."""
     done = threading.Event()
 
     def watch() -> None:
-        metrics, last = setting.out / "adaptive" / "metrics.jsonl", len(network.nodes) - 1
-        slow: bool | None = None
-        while given.slow is not None and not done.is_set():
+        metrics = setting.out / "adaptive" / "metrics.jsonl"
+        is_slow: bool | None = None
+        while slow and not done.is_set():
             steps = metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
             wanted = given.from_step <= steps < given.to_step
-            if wanted != slow:
-                slow = wanted
-                network.set_cpus(last, setting.cpus * (given.slow if slow else 1.0))
+            if wanted != is_slow:
+                is_slow = wanted
+                for place, share in enumerate(slow):
+                    node = len(network.nodes) - len(slow) + place
+                    network.set_cpus(node, setting.cpus * (share if is_slow else 1.0))
             time.sleep(0.05)
 
     watcher = threading.Thread(target=watch)
@@ -120,11 +139,39 @@ def run_one(setting: Setting, network: Network, extra: list[str], given: argpars
     finally:
         done.set()
         watcher.join()
+        for node in range(len(network.nodes)):
+            network.set_cpus(node, setting.cpus)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "adaptive" / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(row) for row in text.splitlines()]
+
+
+def over_even(folder: Path, even: Path, given: argparse.Namespace, ranks: int) -> str:
+    """Steps over what the same batches would take if all speeds were used, while nodes are slow and afterwards."""
+    pairs = [(a["step_seconds"], b["step_seconds"]) for a, b in zip(metrics_of(folder), metrics_of(even), strict=True)]
+    ideal = ranks / (ranks - len(given.slow) + sum(given.slow))
+    parts = {
+        "slow": (given.from_step + ABSORBED, given.to_step, ideal),
+        "released": (given.to_step + ABSORBED, 10**9, 1),
+    }
+    found = []
+    for name, (first, end, factor) in parts.items():
+        ratios = [own / (factor * other) for own, other in pairs[first:end]]
+        if ratios:
+            found.append(f"{name}: {statistics.median(ratios):.2f} of work / sum of speeds")
+    return f"{'':>14}" + ", ".join(found)
+
+
+def over_right(folder: Path, right: Path) -> float:
+    """The median over late steps of a step over that of the run with the right profile."""
+    pairs = zip(metrics_of(folder)[LEARNED:], metrics_of(right)[LEARNED:], strict=True)
+    return statistics.median(own["step_seconds"] / other["step_seconds"] for own, other in pairs)
 
 
 def line(case: str, folder: Path) -> str:
-    text = (folder / "adaptive" / "metrics.jsonl").read_text(encoding="utf-8")
-    metrics = [json.loads(row) for row in text.splitlines()]
+    metrics = metrics_of(folder)
     late = metrics[LEARNED:]
     seconds = [row["step_seconds"] for row in late]
     errors = [abs(row["predicted_seconds"] / row["step_seconds"] - 1) for row in late if row["predicted_seconds"]]

@@ -128,6 +128,22 @@ def test_slow_ranks_are_found_and_do_not_change_the_terms() -> None:
     assert worst_error(calibrator.cost(states[-1])) < 0.1
 
 
+def test_speeds_ignore_steps_that_are_slow_for_all_and_two_disturbed_steps_of_a_rank() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    rows = (
+        (1.0, 1.1, 0.9, 1.0),
+        (0.5, 0.55, 0.5, 0.5),
+        (1.0, 0.4, 1.0, 1.05),
+        (1.0, 0.5, 1.0, 1.0),
+        (0.9, 1.0, 1.0, 1.0),
+    )
+    assert calibrator.speeds(State(speeds=rows)).tolist() == [1.0] * 4
+    slow = ((1.0, 0.5, 1.0, 1.1),) * 3
+    assert calibrator.speeds(State(speeds=(*rows[:2], *slow))).tolist() == [1.0, 0.5, 1.0, 1.0]
+    idle = ((1.0, 0.0, 1.0, 0.3),) * 5
+    assert calibrator.speeds(State(speeds=idle)).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.3]), "one never computed"
+
+
 def test_too_few_steps_change_nothing() -> None:
     calibrator = Calibrator(first=TRUE, num_layers=2)
     states = run(calibrator, 1, speeds=[1.0, 0.2])

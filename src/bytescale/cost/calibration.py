@@ -13,8 +13,9 @@ coefficient over that of the first cost model is normally distributed: ``SAME_FA
 them have in common, and ``OWN_FACTOR`` of what each has for itself. So every coefficient stays above 0, and terms that
 the rows cannot tell apart keep the ratio that they have in the first cost model.
 
-Speeds are medians of some steps, relative to the middle rank; differences below ``NOTICED`` are noise. Links have the
-rate of messages that somebody waited for; where nobody waited, the rate is at least what was seen.
+The speed of a rank is the median over some steps of its speed beside the middle rank of the step. So neither a step
+that was slow for all, nor two steps in which one rank was disturbed, change it. Differences below ``NOTICED`` are
+noise. Links have the rate of messages that somebody waited for; where nobody waited, the rate is at least what was seen.
 
 The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
 ranks have the same state, and plan alike. A plan made for step k uses the state after step ``k - lag`` (``lag_of``),
@@ -49,9 +50,11 @@ FEWEST_STEPS = 2
 NEWTON_STEPS = 60
 OUTLIER = 0.25
 """Relative errors above this count less, once the estimate is in use."""
-SPEED_STEPS = 3
+SPEED_STEPS = 5
+"""Steps whose speeds and link rates count."""
+FEWEST_SPEEDS = 3
 NOTICED = 0.15
-"""Ranks are taken to be equal while no speed differs from the middle by more than this share."""
+"""A rank counts as fast as the middle one while its speed differs by no more than this share."""
 SPEED_GRID = 0.05
 """Speeds are rounded to multiples of this, so that plans do not follow every flicker."""
 
@@ -209,18 +212,17 @@ class Calibrator:
 
         Raises ``ValueError`` for a state without any, if there are no first ones.
         """
-        if len(state.speeds) < SPEED_STEPS and self.first_speeds:
+        if len(state.speeds) < FEWEST_SPEEDS and self.first_speeds:
             return np.array(self.first_speeds)
         if not state.speeds:
             raise ValueError("the state knows no ranks")
-        rows = np.array(state.speeds)
-        known = np.where(rows > 0, rows, np.nan)
-        with np.errstate(all="ignore"):
-            middle = np.array([float(np.nanmedian(column)) if (column > 0).any() else 1.0 for column in known.T])
-        relative = middle / np.median(middle)
-        if len(rows) < SPEED_STEPS or np.abs(relative - 1.0).max() <= NOTICED:
-            return np.ones(rows.shape[1])
-        return np.maximum(np.round(relative / SPEED_GRID), 1.0) * SPEED_GRID
+        rows = [np.array(row) for row in state.speeds]
+        beside = np.array([row / np.median(row[row > 0]) if (row > 0).any() else row for row in rows])
+        relative = np.array([float(np.median(own[own > 0])) if (own > 0).any() else 1.0 for own in beside.T])
+        if len(rows) < FEWEST_SPEEDS:
+            return np.ones(len(relative))
+        on_grid = np.maximum(np.round(relative / SPEED_GRID), 1.0) * SPEED_GRID
+        return np.where(np.abs(relative - 1.0) <= NOTICED, 1.0, on_grid)
 
     def _first_terms(self) -> list[float]:
         return [float(getattr(self.first, name)) for name in TERMS]

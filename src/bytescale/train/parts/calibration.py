@@ -90,23 +90,9 @@ class RunCalibration:
             calibrator = self.planner.calibrator
             counts = counts_of(rank_plan)
             own = calibrator.normal_equations(state, counts, busy_seconds, mesh.hdp.rank).tolist()
-            rates = [part for link in links for part in _logarithm(link.bytes_per_second)]
-            sums = mesh.world.sum_of([*own, *rates])
-            extremes = mesh.world.max_of(
-                [part for link in links for part in (link.at_least, -_or_infinite(link.seconds))]
-            )
+            sums = mesh.world.sum_of(own)
             speeds = [row[0] for row in mesh.world.share([calibrator.speed(state, counts, busy_seconds)])]
-            agreed = [
-                LinkSamples(
-                    bytes_per_second=math.exp(sums[20 + 2 * kind] / sums[21 + 2 * kind])
-                    if sums[21 + 2 * kind]
-                    else 0.0,
-                    at_least=extremes[2 * kind],
-                    seconds=-extremes[2 * kind + 1] if math.isfinite(extremes[2 * kind + 1]) else 0.0,
-                )
-                for kind in range(2)
-            ]
-            self.state = calibrator.after(state, sums[:20], [round(speed, 4) for speed in speeds], agreed)
+            self.state = calibrator.after(state, sums, [round(speed, 4) for speed in speeds], self._agreed(links))
         self.planner.add({step: self.state})
         if self._file is not None:
             found = self.planner.with_state(self.state)
@@ -117,6 +103,15 @@ class RunCalibration:
     def _makespan(self, plan: Plan) -> float:
         found = self.planner.with_state(self.state)
         return evaluate(plan, cluster=found.cluster, cost=found.cost).end_seconds
+
+    def _agreed(self, links: Sequence[LinkSamples]) -> list[LinkSamples]:
+        """What all ranks together say of links. The rank with the fastest messages counts: the others' came late."""
+        own = [number for link in links for number in (link.bytes_per_second, link.at_least, -_or_infinite(link))]
+        most = self._mesh.world.max_of(own)
+        return [
+            LinkSamples(bytes_per_second=rate, at_least=at_least, seconds=-shortest if math.isfinite(shortest) else 0.0)
+            for rate, at_least, shortest in (most[:3], most[3:])
+        ]
 
     def _links(self) -> tuple[LinkSamples, LinkSamples]:
         """What this rank's messages say of the links inside a node, and across."""
@@ -146,14 +141,14 @@ def counts_of(rank_plan: RankPlan) -> RankCounts:
 def samples_of(messages: Sequence[TimedMessage]) -> LinkSamples:
     """What a step's messages say of their link.
 
-    A message that the rank waited for most of its time took as long as the link needs, unless its sender was late.
-    Therefore the faster ones of these count. One that was there already took at most as long.
+    A message that the rank waited for most of its time took as long as the link needs, unless its sender was late. The
+    last rank of a group to start its messages waits for no sender. One that was there already took at most as long.
     """
     large = [message for message in messages if message.num_bytes >= LEAST_BYTES and message.seconds > 0]
     waited = [m.num_bytes / m.seconds for m in large if m.waited > 0.5 * m.seconds]
     there = [m.num_bytes / m.seconds for m in large if m.waited < 0.1 * m.seconds]
     at_least = float(np.median(there)) if len(there) >= FEWEST_MESSAGES else 0.0
-    rate = float(np.quantile(waited, 0.75)) if len(waited) >= FEWEST_MESSAGES else 0.0
+    rate = float(np.median(waited)) if len(waited) >= FEWEST_MESSAGES else 0.0
     return LinkSamples(
         bytes_per_second=max(rate, at_least) if rate else 0.0,
         at_least=at_least,
@@ -161,13 +156,8 @@ def samples_of(messages: Sequence[TimedMessage]) -> LinkSamples:
     )
 
 
-def _logarithm(value: float) -> tuple[float, float]:
-    """The logarithm and 1, or twice 0 for a value that is not known: sums of these give a mean."""
-    return (math.log(value), 1.0) if value > 0 else (0.0, 0.0)
-
-
-def _or_infinite(seconds: float) -> float:
-    return seconds if seconds > 0 else math.inf
+def _or_infinite(link: LinkSamples) -> float:
+    return link.seconds if link.seconds > 0 else math.inf
 
 
 def _lines_until(path: Path, steps_done: int) -> list[str]:
