@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +10,10 @@ import torch
 
 from bytescale.attach.folder import constants_of, load_model, write_folder
 from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.export import copy_tokenizer
-from bytescale.checkpoint.folders import is_url
+from bytescale.checkpoint.export import appearing, copy_companions_of
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.restoring import Place, StoredTensors
 from bytescale.checkpoint.whole import Part, write_whole
-from bytescale.common.errors import ConfigError, problem
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.models.hf_folder import copy_companions
 from bytescale.runtime import DTYPES
@@ -37,7 +33,7 @@ def export_attached(
     """
     stored = StoredTensors(checkpoint)
     architecture = AttachedArchitecture.of_dict(stored.state.architecture)
-    with _appearing(target) as hidden:
+    with appearing(target) as hidden:
         shards = write_folder(
             hidden,
             architecture.content,
@@ -46,15 +42,13 @@ def export_attached(
             dtype=DTYPES[dtype],
             shard_bytes=shard_bytes,
         )
-        if not is_url(checkpoint):
-            copy_companions(Path(checkpoint), hidden)
-        copy_tokenizer(hidden, run_config)
+        copy_companions_of(checkpoint, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 
 def import_attached(source: Path, target: Path, architecture: AttachedArchitecture) -> int:
     """``checkpoint.import_weights.import_folder`` for an attached model. Returns the number of weights."""
-    with _appearing(target) as hidden:
+    with appearing(target) as hidden:
         model = load_model(source, architecture.content, torch.float32)
         described = replace(architecture, buffers=constants_of(model)).as_dict()
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -74,18 +68,3 @@ def import_attached(source: Path, target: Path, architecture: AttachedArchitectu
         state = RunState(step=0, sampler={}, architecture=described, mesh={})
         write_whole(Disk(), hidden, state, ["master"], parts, [*companions, "config.json"])
     return sum(value.numel() for value in weights.values())
-
-
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A hidden folder that becomes ``target`` when the block has ended. Raises ``ConfigError`` if that exists."""
-    if target.exists():
-        raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
-    hidden = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
-    try:
-        yield hidden
-        hidden.replace(target)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +45,30 @@ def export_checkpoint(
         CheckpointError: ``checkpoint`` is none, or is incomplete.
     """
     stored = StoredTensors(checkpoint)
-    if target.exists():
-        raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
     shape = Architecture(**stored.state.architecture)
     master = _StoredMaster(stored)
-    hidden = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
-    try:
+    with appearing(target) as hidden:
         shards = write_pieces(
             hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
         )
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
-        if not is_url(checkpoint):
-            copy_companions(Path(checkpoint), hidden)  # where it was made of a Hugging Face folder
-        copy_tokenizer(hidden, run_config)
+        copy_companions_of(checkpoint, hidden, run_config)
+    return [target / shard.name for shard in shards]
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A hidden folder that becomes ``target`` when the block has ended. Raises ``ConfigError`` if that exists."""
+    if target.exists():
+        raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
+    hidden = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        yield hidden
         hidden.replace(target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    return [target / shard.name for shard in shards]
 
 
 class _StoredMaster:
@@ -90,8 +97,14 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> 
     return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
 
 
-def copy_tokenizer(target: Path, run_config: Config | None) -> None:
-    """Copy them from the folder that the run began with, and then from that of its tokenizer, which replaces them."""
+def copy_companions_of(checkpoint: Place, target: Path, run_config: Config | None) -> None:
+    """Copy what belongs to a model's weights: tokenizer, generation settings, the model's own code.
+
+    First what lies in the checkpoint, where that was made of a Hugging Face folder; then that of the folder that the
+    run began with, and then that of its tokenizer. A later file replaces an earlier one.
+    """
+    if not is_url(checkpoint):
+        copy_companions(Path(checkpoint), target)
     if run_config is None:
         return
     if run_config.trainer.init:

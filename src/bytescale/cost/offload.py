@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.profile import Profile
-from bytescale.cost.stage import RESIDENT_LAYERS
+from bytescale.cost.stage import movable_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class OffloadRule:
 
     @property
     def _moved_bytes_per_token(self) -> float:
-        return float(self.profile.activation_bytes(1.0)) * max(self.num_layers - RESIDENT_LAYERS, 0)
+        return float(self.profile.activation_bytes(1.0)) * movable_layers(self.num_layers)
 
     @property
     def _whole_token_bytes(self) -> float:
@@ -105,9 +105,9 @@ def choose_offload(
             problem(f"capacity_tokens = {capacity_tokens}, num_layers = {num_layers}", fix="use numbers of at least 1")
         )
     lengths = np.asarray(lengths, dtype=np.float64)
-    movable = num_layers - RESIDENT_LAYERS
+    movable = movable_layers(num_layers)
     full = lengths / capacity_tokens  # ranks at r = 0, before rounding up
-    if movable <= 0:
+    if movable == 0:
         return np.zeros(len(lengths)), _ceil(full)
     share = movable / num_layers if movable_share is None else movable_share
     moved_bytes = float(profile.activation_bytes(capacity_tokens)) * movable  # of C tokens

@@ -32,7 +32,13 @@ from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.visible import num_messages, visible_seconds
 
-RESIDENT_LAYERS = 2  # the last layers of a stage are never offloaded: backward needs them at once (paper section 5.2)
+RESIDENT_LAYERS = 2
+"""The last layers of a stage are never offloaded: backward needs them at once (paper section 5.2)."""
+
+
+def movable_layers(num_layers: int) -> int:
+    """How many of the layers that a rank runs one after the other may be offloaded."""
+    return max(0, num_layers - RESIDENT_LAYERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,7 +100,7 @@ def stage_times(
         if has_head:
             compute[row] += head(loads.tokens) / loads.speed
         ring[row] = num_layers * layer_ring
-        offload[row] = max(0, num_layers - RESIDENT_LAYERS) * layer_offload
+        offload[row] = movable_layers(num_layers) * layer_offload
         if recompute and row == 0:
             again = num_layers * layer_compute, num_layers * layer_ring
     if recompute:
@@ -105,8 +111,7 @@ def stage_times(
 
 def stage_activation_bytes(profile: Profile, loads: Loads, *, num_layers: int) -> FloatArray:
     """``[M]`` bytes per device that a stage keeps from a micro-batch's forward to its backward (numerator of Eq. 3)."""
-    movable = max(0, num_layers - RESIDENT_LAYERS)
-    kept_layers = num_layers - movable * loads.offload_ratio
+    kept_layers = num_layers - movable_layers(num_layers) * loads.offload_ratio
     return kept_layers * profile.activation_bytes(loads.tokens)
 
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bytescale.cost.stage import RESIDENT_LAYERS
+from bytescale.cost.stage import movable_layers
 from bytescale.plan import MicroBatch
 from bytescale.runtime.copy_lane import CopyLane, Event, compute_mark, compute_waits
 from bytescale.runtime.group import RankGroup
@@ -80,7 +80,7 @@ class ActivationOffload:
         self.bytes_moved = 0  # to the host, since the start
         self._to_host = CopyLane(device)
         self._to_device = CopyLane(device)
-        self._num_offloaded_layers = max(0, len(layers) - RESIDENT_LAYERS)
+        self._num_offloaded_layers = movable_layers(len(layers))
         self._passes: dict[int, _Pass] = {}
         self._plan: list[tuple[int, int]] = []
         self._running: _Pass | None = None

@@ -28,7 +28,7 @@ from bytescale.cost.gradient_sync import (
 )
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
-from bytescale.cost.stage import RESIDENT_LAYERS, Loads, StageTimes, stage_activation_bytes, stage_times
+from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_activation_bytes, stage_times
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
 from bytescale.simulator.cluster_config import ClusterConfig
@@ -279,7 +279,7 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
     loads: Loads = events.loads
     parameters = [done.stage_parameters(stage) for stage in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
-    movable = sum(max(0, len(own) - RESIDENT_LAYERS) for own in split_layers(profile.architecture, cluster.num_parts))
+    movable = sum(movable_layers(len(own)) for own in split_layers(profile.architecture, cluster.num_parts))
     return Traffic(
         ring_intra_node=layers * tp * float(inside.sum()),
         ring_inter_node=layers * tp * float((around + row - inside).sum()),

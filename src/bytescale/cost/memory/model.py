@@ -12,7 +12,7 @@ from bytescale.cost.memory.phases import Phases
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
 from bytescale.cost.memory.states import States
-from bytescale.cost.stage import RESIDENT_LAYERS
+from bytescale.cost.stage import movable_layers
 from bytescale.plan.limits import MemoryLimits, Phase
 
 _ABOUT_AS_MANY = 0.95  # each group more costs a pass over a layer's input; it should be worth it
@@ -154,7 +154,7 @@ class MemoryModel:
     @property
     def movable_bytes_per_token(self) -> int:
         """The part of it that may wait in host memory: what all layers but the last ones of every chunk keep."""
-        num_layers = sum(max(0, len(chunk) - RESIDENT_LAYERS) for chunk in self.share.chunks)
+        num_layers = sum(movable_layers(len(chunk)) for chunk in self.share.chunks)
         return self.share.num_in_flight * num_layers * self.rows.kept
 
     def phases(self) -> tuple[Phase, ...]:
