@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention.compiled import CompiledMerges, RowCompiler
 from bytescale.attention.kernels import MathKernel, merge_rows
+from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.config import PRESETS, Architecture
 from bytescale.models import build_model
 from bytescale.models.compiled import apply_compiled

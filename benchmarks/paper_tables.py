@@ -27,7 +27,7 @@ import paper_assumptions as paper
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_count
 from bytescale.cost import Cluster, CostModel, Profile
-from bytescale.cost.offload import choose_offload
+from bytescale.cost.offload_rule import choose_offload
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
 from bytescale.planner import adaptive_plan, aligned, naive_plan, paper_plan

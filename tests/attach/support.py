@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bytescale import HDP
 from bytescale.parity import small_model
-from bytescale.parity.ranks import run_ranks
+from bytescale.parity.thread_ranks import run_ranks
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,7 @@ from bytescale.attention.flash import FA4, FASTEST_FIRST, FlashImplementation, H
 from bytescale.attention.kernels import CpuFlashKernel, MathKernel, OfQueries
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, DataConfig, TrainerConfig, validate
-from bytescale.train.parts.kernels import open_kernels
+from bytescale.train.parts.run_kernels import open_kernels
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 HEADS = Heads(queries=4, keys=2, width=8)

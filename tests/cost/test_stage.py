@@ -17,7 +17,7 @@ from bytescale.cost.gradient_sync import (
     visible_reduction,
 )
 from bytescale.cost.links import Links
-from bytescale.cost.offload import choose_offload, hidden_ratio
+from bytescale.cost.offload_rule import choose_offload, hidden_ratio
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile
 from bytescale.cost.split import split_layers

@@ -1,4 +1,4 @@
-"""Ranks as threads of the test process (``bytescale.parity.ranks``), with the groups of the runtime around them."""
+"""Ranks as threads of the test process (``parity.thread_ranks``), with the groups of the runtime around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from bytescale.parity import ranks as threads
+from bytescale.parity import thread_ranks as threads
 from bytescale.runtime import Mesh, MeshShape, RankGroup
 
 Result = TypeVar("Result")

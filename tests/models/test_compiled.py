@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import reference_attention
-from bytescale.attention.compiled import CompiledMerges, RowCompiler
 from bytescale.attention.kernels import MathKernel, merge_rows
+from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture
 from bytescale.models import build_model
@@ -189,9 +189,8 @@ def test_a_compiler_that_fails_is_refused_by_name() -> None:
 
 @pytest.mark.exhaustive
 def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path) -> None:
-    script = (
-        "import torch; from bytescale.attention.compiled import RowCompiler; RowCompiler().check(torch.device('cpu'))"
-    )
+    made = "from bytescale.attention.row_compiler import RowCompiler"
+    script = f"import torch; {made}; RowCompiler().check(torch.device('cpu'))"
     environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode != 0

@@ -14,7 +14,7 @@ from bytescale.config import PRESETS
 from bytescale.cost import Cluster, CostModel, Links, Profile
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import Kernels, MemoryModel, ModelShare
-from bytescale.cost.offload import OffloadRule
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, greedy_plan, naive_plan, paper_plan

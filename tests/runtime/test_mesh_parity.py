@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bytescale.attention import select_kernel
-from bytescale.attention.compiled import CompiledMerges, RowCompiler
+from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.common.cut import Cut
 from bytescale.config import Architecture, PlannerConfig
 from bytescale.cost import Cluster, CostModel

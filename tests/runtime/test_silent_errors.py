@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
-from bytescale.parity.ranks import run_ranks
+from bytescale.parity.thread_ranks import run_ranks
 from bytescale.runtime import FlatParameters, RankGroup, ShardedOptimizer, linear_cross_entropy
 from bytescale.runtime.checkpointing import apply_checkpointing
 from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy

@@ -35,6 +35,7 @@ from bytescale.attach.costs import count_costs
 from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.interface import Attachment
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
+from bytescale.attach.long_rope import fix_rope
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch, check_plan
@@ -42,7 +43,6 @@ from bytescale.attach.planning import PlannerName, make_planner
 from bytescale.attach.prefill import Prefill, prefill
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
-from bytescale.attach.rope import fix_rope
 from bytescale.attach.saving import Savings
 from bytescale.attach.weight_sums import weight_sums
 from bytescale.attach.widths import check_widths

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bytescale.attach.errors import refusal
+from bytescale.attach.refusal import refusal
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
 from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from bytescale.attach.errors import refusal
+from bytescale.attach.refusal import refusal
 
 KEYWORD = "hdp_attention"
 PREFIX = "hdp_over_"

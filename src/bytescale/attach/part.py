@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.errors import refusal
 from bytescale.attach.head import Head, has_plain_head, hidden_states, loss_sum, row_log_probabilities
 from bytescale.attach.interface import KEYWORD, Attachment
+from bytescale.attach.long_rope import fix_rope
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.probe import ModelFacts, probe
-from bytescale.attach.rope import fix_rope
+from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.errors import refusal
 from bytescale.attach.interface import Call
 from bytescale.attach.probe import LayerAttention, ModelFacts
+from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
 from bytescale.common.errors import RankFailure, problem
 

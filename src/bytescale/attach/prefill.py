@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.errors import refusal
 from bytescale.attach.head import causal_model, last_logits
 from bytescale.attach.micro_batch import Micro
+from bytescale.attach.refusal import refusal
 from bytescale.common.errors import DataError, problem
 
 if TYPE_CHECKING:

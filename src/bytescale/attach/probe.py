@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bytescale.attach.errors import refusal
 from bytescale.attach.interface import KEYWORD, Call
+from bytescale.attach.refusal import refusal
 from bytescale.attention import AttentionRules
 
 NUM_ROWS = 8

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bytescale.attach.errors import refusal
 from bytescale.attach.probe import ModelFacts
+from bytescale.attach.refusal import refusal
 
 WIDEST_FLASH_HEAD = 256
 """Of FlashAttention 2, 3 and 4, and of PyTorch's own."""

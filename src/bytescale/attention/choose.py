@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from bytescale.attention.compiled import CompiledMerges
 from bytescale.attention.kernels import AttentionKernel, CpuFlashKernel, CudaFlashKernel, MathKernel
+from bytescale.attention.row_compiler import CompiledMerges
 from bytescale.attention.rules import AttentionRules
 from bytescale.attention.tiled import TiledKernel
 from bytescale.common.errors import ConfigError, problem

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import kernel_for
-from bytescale.attention.compiled import CompiledMerges
 from bytescale.attention.exchange import Exchange
 from bytescale.attention.grid import BlockWork, grid_backward, grid_forward
 from bytescale.attention.grid_messages import Grid
 from bytescale.attention.kernels import AttentionKernel, OfQueries, merge_rows
 from bytescale.attention.messages import RingBuffers
+from bytescale.attention.row_compiler import CompiledMerges
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
 from bytescale.attention.window import WindowLayout

@@ -118,7 +118,7 @@ def profile_command(options: ProfileOptions) -> int:
     """Measure on all ranks together. The first rank writes the files."""
     import torch
 
-    from bytescale.train.parts.kernels import open_kernels
+    from bytescale.train.parts.run_kernels import open_kernels
     from bytescale.train.ranks import open_ranks
 
     config = Config(

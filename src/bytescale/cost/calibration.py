@@ -15,7 +15,7 @@ the rows cannot tell apart keep the ratio that they have in the first cost model
 
 The speed of a rank is the median over some steps of its speed beside the middle rank of the step. So neither a step
 that was slow for all, nor two steps in which one rank was disturbed, change it. Differences below ``NOTICED`` are
-noise. Links have the rate of messages that somebody waited for; where nobody waited, the rate is at least what was seen.
+noise. Links have the rate of messages that somebody waited for; where nobody waited, the rate is at least that seen.
 
 The state after each step is a function of sums that all ranks have with the same bits, and of the state before. So all
 ranks have the same state, and plan alike. A plan made for step k uses the state after step ``k - lag`` (``lag_of``),

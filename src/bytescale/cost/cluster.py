@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
-from bytescale.cost.offload import OffloadRule
+from bytescale.cost.offload_rule import OffloadRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

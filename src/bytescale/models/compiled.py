@@ -11,8 +11,8 @@ SwiGLU                    silu(gate) * up                             the gradie
 final norm                norm                                        its gradient
 ========================  ==========================================  =============================================
 
-Each operation is an ``autograd.Function`` whose forward and backward are compiled functions (``attention.compiled``).
-Forward saves exactly the tensors that its code names, so a layer keeps no more memory than without compilation. SwiGLU
+Each operation is an ``autograd.Function`` whose forward and backward are compiled functions
+(``attention.row_compiler``). Forward saves exactly the tensors that its code names, so a layer keeps no more memory than without compilation. SwiGLU
 keeps less, because silu(gate) is computed again in backward. The plain model is the slow twin.
 
 Shape letters: T tokens, C hidden size, F feed-forward width, H heads, D head width.
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bytescale.attention.compiled import RowCompiler
+from bytescale.attention.row_compiler import RowCompiler
 from bytescale.models.llama import AttentionCallable, FeedForward, Layer, Llama
 from bytescale.models.moe import Experts
 from bytescale.models.rope import Rotation

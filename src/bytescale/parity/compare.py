@@ -15,7 +15,7 @@ from bytescale.attach.hdp import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.parity.plans import random_plan
-from bytescale.parity.ranks import run_ranks
+from bytescale.parity.thread_ranks import run_ranks
 from bytescale.plan import Plan
 
 Document = dict[str, Tensor]

@@ -9,7 +9,7 @@ phase.
 """
 
 from bytescale.cost.memory.capacity import fitting_capacity
-from bytescale.cost.memory.kernels import (
+from bytescale.cost.memory.device_kernels import (
     HEAD_NUMBERS_PER_CHUNK,
     LOGITS_PER_CHUNK,
     ROWS_PER_CHUNK,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bytescale.cost.memory.kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
+from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
 from bytescale.cost.memory.states import States
 from bytescale.plan.limits import MemoryLimits, Phase
 

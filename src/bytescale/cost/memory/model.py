@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from bytescale.config import RingGradients
-from bytescale.cost.memory.kernels import DeviceKind, Kernels
+from bytescale.cost.memory.device_kernels import DeviceKind, Kernels
 from bytescale.cost.memory.nccl import nccl_reserve_bytes
 from bytescale.cost.memory.phases import Phases
 from bytescale.cost.memory.rows import Checkpointing, RowBytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from bytescale.config import RingGradients
 from bytescale.cost import flops
-from bytescale.cost.memory.kernels import Kernels
+from bytescale.cost.memory.device_kernels import Kernels
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
 from bytescale.plan.limits import Phase

@@ -7,7 +7,7 @@ from typing import Literal
 
 from bytescale.config import Architecture
 from bytescale.cost import flops
-from bytescale.cost.memory.kernels import Kernels
+from bytescale.cost.memory.device_kernels import Kernels
 from bytescale.cost.memory.share import ModelShare
 
 Checkpointing = Literal["none", "full", "attention"]

@@ -19,7 +19,7 @@ from bytescale.plan.summary import gist
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.job import measured_profile, planning_cost, verified_planner
-from bytescale.train.parts.kernels import open_kernels
+from bytescale.train.parts.run_kernels import open_kernels
 from bytescale.train.profiling.peak import device_name
 from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.reporting.run_log import describe_corpus

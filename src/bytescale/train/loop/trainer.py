@@ -16,7 +16,7 @@ from bytescale.train.loop.evaluation import Evaluation
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.feed import open_feed
 from bytescale.train.parts.job import Job, build_job
-from bytescale.train.parts.kernels import open_kernels
+from bytescale.train.parts.run_kernels import open_kernels
 from bytescale.train.ranks import open_ranks, ranks_of_torchrun
 from bytescale.train.reporting.run_log import RunLog
 from bytescale.train.reporting.screen import PlainScreen, screen_of_stdout

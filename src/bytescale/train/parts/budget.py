@@ -19,7 +19,7 @@ from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
-from bytescale.cost.offload import OffloadRule
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
 from bytescale.train.parts.devices import Devices, RankDevice

@@ -31,8 +31,8 @@ from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAd
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices
-from bytescale.train.parts.kernels import Kernels
 from bytescale.train.parts.own_model import OwnModel, build_own_model
+from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
 from bytescale.train.stop import StopRequest

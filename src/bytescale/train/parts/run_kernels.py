@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from bytescale.attention import AttentionKernel
-from bytescale.attention.compiled import CompiledMerges, RowCompiler
 from bytescale.attention.flash import AttentionChoice, Heads, open_attention
+from bytescale.attention.row_compiler import CompiledMerges, RowCompiler
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.models import Llama
 from bytescale.models.compiled import apply_compiled

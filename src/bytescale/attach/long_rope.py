@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bytescale.attach.errors import refusal
+from bytescale.attach.refusal import refusal
 
 _DEPENDING = ("dynamic", "longrope")
 
