@@ -12,8 +12,9 @@ final norm                norm                                        its gradie
 ========================  ==========================================  =============================================
 
 Each operation is an ``autograd.Function`` whose forward and backward are compiled functions
-(``attention.row_compiler``). Forward saves exactly the tensors that its code names, so a layer keeps no more memory than
-without compilation. SwiGLU keeps less, because silu(gate) is computed again in backward. The plain model is the slow twin.
+(``attention.row_compiler``). Forward saves exactly the tensors that its code names, so a layer keeps no more memory
+than without compilation. SwiGLU keeps less, because silu(gate) is computed again in backward. The plain model is the
+slow twin.
 
 Shape letters: T tokens, C hidden size, F feed-forward width, H heads, D head width.
 """
