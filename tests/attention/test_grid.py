@@ -61,9 +61,9 @@ def slow_twin(data: list[dict[str, Tensor]], shared: SharedGroup) -> Tensor:
     """The output of one member's rows, from everybody's tensors: all tiles are computed here, and then merged."""
     kernel = MathKernel()
     names = ("q", "k", "v")
-    slices = []  # per member, its rows of every sequence, front chunk then back chunk
+    slices = []  # per member, its rows of every sequence, front segment then back segment
     for member in range(shared.size):
-        front, back = shared.chunks
+        front, back = shared.segments
         rows = []
         for index, tokens in enumerate(shared.lengths.tolist()):
             first, last = int(front[index, :member].sum()), tokens - int(back[index, :member].sum())
@@ -71,12 +71,12 @@ def slow_twin(data: list[dict[str, Tensor]], shared: SharedGroup) -> Tensor:
             rows.append((index, last - int(back[index, member]), last))
         slices.append([torch.cat([data[i][name][a:b] for i, a, b in rows]) for name in names])
     own = slices[shared.member]
-    lengths = (shared.chunks[0] + shared.chunks[1])[:, shared.member]
+    lengths = (shared.segments[0] + shared.segments[1])[:, shared.member]
     out, lse = kernel.forward(*own, causal_triangles(lengths), WIDTH**-0.5)
     for other in range(shared.size):
         if other == shared.member:
             continue
-        blocks: BlockSet = blocks_between(shared.chunks, shared.member, other)
+        blocks: BlockSet = blocks_between(shared.segments, shared.member, other)
         if blocks:
             part = kernel.forward(own[0], *slices[other][1:], blocks, WIDTH**-0.5)
             merge_rows(out, lse, blocks.query_rows(out.device), *part)

@@ -211,13 +211,13 @@ ROW_BYTES = 4 * (SMALL.width + SMALL.value_width)
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_window_sends_the_rows_in_its_reach_whatever_the_length(num_ranks: int) -> None:
-    """Each inner edge between members' chunks is crossed by ``w - 1`` rows: twice as keys, once as gradients."""
+    """Each inner edge between members' segments is crossed by ``w - 1`` rows: twice as keys, once as gradients."""
     window = 9
     for length in (200, 403):
         data = Data.of([length], SMALL, torch.float32)
         ours, sent = on_ranks(data, AttentionRules(window=window), over_all([length], num_ranks), "flash")
         assert_equal(ours, expected(data, AttentionRules(window=window)), 1e-5)
-        edges = 2 * num_ranks - 2  # the two chunks of the last member touch
+        edges = 2 * num_ranks - 2  # the two segments of the last member touch
         assert sum(sent) == edges * (window - 1) * 3 * ROW_BYTES
 
 
@@ -228,7 +228,7 @@ def test_a_window_of_one_key_sends_nothing() -> None:
 
 @pytest.mark.parametrize("window", one_in(3, [100, 2, 20, 49, 50, 51, 99, 101]))
 def test_no_window_sends_more_than_the_ring(window: int) -> None:
-    """Windows of more than a chunk, too: rows that both chunks of a member look at travel once."""
+    """Windows of more than a segment, too: rows that both segments of a member look at travel once."""
     data = Data.of([100, 3], SMALL, torch.float32)
     plan = over_all([100, 3], 3)
     full, ring = on_ranks(data, AttentionRules(), plan, "flash")

@@ -37,7 +37,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
 from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
-from bytescale.plan import MicroBatch, Plan, RankPlan, member_chunks
+from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedAdamW, TokenShards, zero
 from bytescale.runtime.activations import Activations
@@ -312,12 +312,12 @@ def empty(*size: int, dtype: torch.dtype = BF16) -> Tensor:
 def block_sets() -> list[tuple[BlockSet, int, int]]:
     """Triangles of a pack, what a ring member sees of members before and after it, nothing; rows of q and of k."""
     lengths = np.array(LENGTHS)
-    chunks = member_chunks(lengths, np.ones(5, dtype=np.int64))
-    tokens = (chunks[0] + chunks[1]).sum(axis=0)
+    segments = member_segments(lengths, np.ones(5, dtype=np.int64))
+    tokens = (segments[0] + segments[1]).sum(axis=0)
     return [
         (causal_triangles(LENGTHS), sum(LENGTHS), sum(LENGTHS)),
-        (blocks_between(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
-        (blocks_between(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
+        (blocks_between(segments, 3, 1), int(tokens[3]), int(tokens[1])),
+        (blocks_between(segments, 1, 3), int(tokens[1]), int(tokens[3])),
         (causal_triangles([]), 0, 0),
     ]
 

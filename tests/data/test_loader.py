@@ -97,7 +97,7 @@ def test_tokens_lie_in_the_order_of_the_segments() -> None:
 
     with LocalLoader(corpus, BatchSampler(corpus.index, 11, 0), planner, rank=0, prefetch_steps=1) as loader:
         (micro_batch,) = next(loader).micro_batches
-    # Member 1 of 2 holds chunks 1 and 2 of the 4 of the long document; then comes the short one, whole.
+    # Member 1 of 2 holds segments 1 and 2 of the 4 of the long document; then comes the short one, whole.
     assert micro_batch.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
     assert micro_batch.labels.tolist() == [3, 4, 5, 6, 9, 10, IGNORE_INDEX]
     assert micro_batch.position_ids.tolist() == [2, 3, 4, 5, 0, 1, 2]

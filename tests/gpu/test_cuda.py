@@ -18,7 +18,7 @@ from bytescale.config import PRESETS
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
-from bytescale.plan import member_chunks
+from bytescale.plan import member_segments
 from bytescale.runtime import RankGroup
 from tests.train.runs import losses, small_run, with_trainer, write_corpus
 
@@ -34,12 +34,12 @@ def rows(count: int, heads: int) -> torch.Tensor:
 def block_sets() -> list[tuple[str, BlockSet, int, int]]:
     """Triangles of a pack, and what a ring member sees of members before and after it; rows of q and of k."""
     lengths = np.array([300, 1, 77])
-    chunks = member_chunks(lengths, np.ones(5, dtype=np.int64))
-    tokens = (chunks[0] + chunks[1]).sum(axis=0)
+    segments = member_segments(lengths, np.ones(5, dtype=np.int64))
+    tokens = (segments[0] + segments[1]).sum(axis=0)
     return [
         ("triangles", causal_triangles(lengths), int(lengths.sum()), int(lengths.sum())),
-        ("source before", blocks_between(chunks, 3, 1), int(tokens[3]), int(tokens[1])),
-        ("source after", blocks_between(chunks, 1, 3), int(tokens[1]), int(tokens[3])),
+        ("source before", blocks_between(segments, 3, 1), int(tokens[3]), int(tokens[1])),
+        ("source after", blocks_between(segments, 1, 3), int(tokens[1]), int(tokens[3])),
         ("nothing", causal_triangles([]), 0, 0),
         ("window", causal_triangles(lengths, 65), int(lengths.sum()), int(lengths.sum())),
         ("window, more keys", more_keys_than_queries(), 64, 200),
@@ -47,7 +47,7 @@ def block_sets() -> list[tuple[str, BlockSet, int, int]]:
 
 
 def more_keys_than_queries() -> BlockSet:
-    """What a member computes of keys that a window reaches in others' chunks."""
+    """What a member computes of keys that a window reaches in others' segments."""
     return BlockSet.of(np.array([[0, 20], [20, 64]]), np.array([[0, 50], [60, 200]]), causal=True, window=31)
 
 

@@ -114,21 +114,23 @@ def causal_triangles(lengths: Sequence[int] | IntArray, window: int | None = Non
     return BlockSet.of(ranges, ranges, causal=True, window=window)
 
 
-def blocks_between(chunks: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
+def blocks_between(segments: tuple[IntArray, IntArray], member: int, source: int) -> BlockSet:
     """Return the blocks in which the queries of ``member`` see keys that ``source``, another member, holds.
 
-    The members' chunks follow one another in the sequence in the order 0, 1, .., N-1, N-1, .., 1, 0 (``plan.layout``).
-    Causality therefore allows the following.
+    In the sequence, the members' segments follow one another in the order 0, 1, .., N-1, N-1, .., 1, 0
+    (``plan.layout``). Causality therefore allows the following.
 
-    - ``source < member``: both chunks of ``member`` see the whole front chunk of ``source`` and none of its back chunk.
-    - ``source > member``: the back chunk of ``member`` sees both chunks of ``source``. The front chunk sees neither.
+    - ``source < member``: both segments of ``member`` see the front segment of ``source``, and neither sees its back
+      segment.
+    - ``source > member``: the back segment of ``member`` sees both segments of ``source``. The front segment sees
+      neither.
 
     Args:
-        chunks: the lengths in tokens of every member's front chunks and back chunks, each ``[K, N]`` for K sequences.
-            The rows of a sequence on a member are its front chunk, then its back chunk. Sequences lie one after the
+        segments: tokens of every member's front segments and back segments, each ``[K, N]`` for K sequences.
+            The rows of a sequence on a member are its front segment, then its back segment. Sequences lie one after the
             other.
     """
-    front, back = chunks
+    front, back = segments
     ours = np.concatenate([[0], np.cumsum(front[:, member] + back[:, member])])
     theirs = np.concatenate([[0], np.cumsum(front[:, source] + back[:, source])])
     if source < member:

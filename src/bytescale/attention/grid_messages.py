@@ -34,7 +34,7 @@ class Grid:
         self.last_step = self.num_rows - 1
         self.tokens_per_member: list[int] = shared.tokens_per_member.tolist()
         self.blocks: dict[tuple[int, int], BlockSet] = {
-            (a, b): blocks_between(shared.chunks, self.query_source(a), self.key_source(b))
+            (a, b): blocks_between(shared.segments, self.query_source(a), self.key_source(b))
             for a in range(self.num_columns)
             for b in range(self.num_rows)
             if a or b

@@ -67,7 +67,7 @@ class PackedAttention:
         self.merge_rows = kernel.merge_rows if isinstance(kernel, CompiledMerges) else merge_rows
         self.memory = memory
         self.num_tokens = micro_batch.num_tokens
-        slices = [] if shared is None else (shared.chunks[0] + shared.chunks[1])[:, shared.member].tolist()
+        slices = [] if shared is None else (shared.segments[0] + shared.segments[1])[:, shared.member].tolist()
         self.lengths: list[int] = slices + micro_batch.local_lengths.tolist()
         self.triangles = causal_triangles(self.lengths)
         self.grid = None if shared is None else Grid(shared, exchange, buffers or RingBuffers())

@@ -1,6 +1,6 @@
 """Which keys a sliding window needs from other members of a slice group, and in which blocks they are used.
 
-A member holds a front and a back chunk of every sequence (``plan.layout``); where they touch, both are one run of
+A member holds a front and a back segment of every sequence (``plan.layout``); where they touch, both are one run of
 tokens. With a window of ``w`` keys, the first ``w - 1`` queries of a run look at keys before the run, which other
 members hold; all other queries look at the run's own keys only::
 
@@ -10,8 +10,8 @@ members hold; all other queries look at the run's own keys only::
 
 So the inner queries, and all sequences that a rank holds whole, are computed while the keys of others are on their way.
 No query is in two blocks, and no partial results are merged. The keys of the outer queries are copied together from own
-rows and from rows that have arrived. Usually those come from the two members that hold the neighbouring chunks. If a
-window is longer than a chunk, they come from more; rows that both runs of a sequence look at travel once.
+rows and from rows that have arrived. Usually those come from the two members that hold the neighbouring segments. If a
+window is longer than a segment, they come from more; rows that both runs of a sequence look at travel once.
 
 Everything here follows from the plan, on every member alike. Shape letters: K sequences of the group, N members.
 """
@@ -83,7 +83,7 @@ class WindowLayout:
 
 @dataclass(frozen=True)
 class _Held:
-    """The two chunks of every sequence that a member holds, ``bounds [K, 2, 2]``, and their first rows ``[K, 2]``."""
+    """The two segments of every sequence that a member holds, ``bounds [K, 2, 2]``, and their first rows ``[K, 2]``."""
 
     bounds: IntArray
     first: IntArray
@@ -95,9 +95,9 @@ class _Held:
         return _Held(bounds, (np.cumsum(counts) - counts).reshape(-1, 2))
 
     def missing(self, window: int) -> IntArray:
-        """``[K, 2, 2]`` tokens ``[start, stop)`` before each chunk that its queries see and this member does not hold.
+        """``[K, 2, 2]`` tokens ``[start, stop)`` before each segment: its queries see them, and others hold them.
 
-        What is missing before the back chunk ends at the front chunk: before that, the front chunk misses it already.
+        What is missing before the back segment ends at the front segment: what comes before, the front one misses, too.
         """
         front, back = self.bounds[:, 0], self.bounds[:, 1]
         missing = np.empty_like(self.bounds)
@@ -108,7 +108,7 @@ class _Held:
         return missing
 
     def rows(self, starts: IntArray, stops: IntArray) -> list[tuple[int, int]]:
-        """Rows of tokens ``[starts, stops)``, both ``[K, 2, 2]`` with the chunk last, in rising order of tokens."""
+        """Rows of tokens ``[starts, stops)``, both ``[K, 2, 2]`` with the segment last, in rising order of tokens."""
         first = self.first[:, None, :] + starts - self.bounds[:, None, :, 0]
         kept = stops > starts
         return [
@@ -116,7 +116,7 @@ class _Held:
         ]
 
     def runs(self, sequence: int) -> list[_Piece]:
-        """A sequence's chunks, one piece where they touch, without empty ones."""
+        """A sequence's segments, one piece where they touch, without empty ones."""
         (start, middle), (again, stop) = self.bounds[sequence].tolist()
         row, back_row = self.first[sequence].tolist()
         pieces = (
@@ -128,7 +128,7 @@ class _Held:
 
 
 def _overlaps(wanted: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
-    """Starts and stops, each ``[K, 2, 2]``: of every wanted range (first 2) by every chunk that is held (second 2)."""
+    """Starts and stops, each ``[K, 2, 2]``: of every wanted range (first 2) by every held segment (second 2)."""
     starts = np.maximum(wanted[:, :, None, 0], bounds[:, None, :, 0])
     stops = np.minimum(wanted[:, :, None, 1], bounds[:, None, :, 1])
     return starts, np.maximum(starts, stops)
@@ -142,8 +142,8 @@ def _arrivals(missing: IntArray, sources: list[_Held]) -> tuple[list[list[_Piece
     for source in sources:
         starts, stops = _overlaps(missing, source.bounds)
         before = row
-        for sequence, wanted, chunk in np.argwhere(stops > starts).tolist():
-            start, stop = int(starts[sequence, wanted, chunk]), int(stops[sequence, wanted, chunk])
+        for sequence, wanted, segment in np.argwhere(stops > starts).tolist():
+            start, stop = int(starts[sequence, wanted, segment]), int(stops[sequence, wanted, segment])
             pieces[sequence].append(_Piece(start, stop, row))
             row += stop - start
         arriving.append(row - before)

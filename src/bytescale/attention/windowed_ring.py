@@ -3,15 +3,15 @@
 The steps of member ``i`` of ``N`` (``window`` says which rows and which blocks):
 
   exchange    for t = 1 .. N-1: send to member i + t the rows that its windows reach, receive such rows from i - t.
-              Most of these messages are empty and are not posted. With a window shorter than a chunk there are two,
-              to the members that hold the neighbouring chunks
+              Most of these messages are empty and are not posted. With a window shorter than a segment there are two,
+              to the members that hold the neighbouring segments
   inner       meanwhile, compute the queries whose windows lie within own rows, and all local sequences
   outer       wait; copy the keys of the other queries together; compute these queries
   backward    the same exchange again, inner and outer blocks, then the exchange in the other direction, in which the
               gradients of the rows that arrived travel back to their owners
 
 Bytes that one member sends per layer, with ``b`` bytes a row (K and V together) and a window of ``w`` keys: at most
-``2 (w - 1) b`` a sequence in forward, whatever its length, if chunks are at least that long; backward sends the same,
+``2 (w - 1) b`` a sequence in forward, whatever its length, if segments are at least that long; backward sends the same,
 and as many rows of gradients in their own dtype (``messages.RingBuffers``). In no case are more rows sent than in a
 ring.
 

@@ -1,14 +1,14 @@
 """How a sequence is cut over the members of its slice group (paper section 7, made exact for any length).
 
-A sequence of ``s`` tokens shared by ``N`` members is cut into ``2N`` chunks. Member ``i`` holds chunk ``i``, counted
-from the front, and chunk ``2N-1-i``, its mirror image counted from the back, so that every member has 1/N of the
-tokens and 1/N of the causal mask's area::
+A sequence of ``s`` tokens shared by ``N`` members is cut into ``2N`` segments. Member ``i`` holds segment ``i``,
+counted from the front, and segment ``2N-1-i``, its mirror image counted from the back, so that every member has 1/N of
+the tokens and 1/N of the causal mask's area::
 
-    N = 3      | 0 | 1 | 2 | 2 | 1 | 0 |     member that holds each chunk, front to back
+    N = 3      | 0 | 1 | 2 | 2 | 1 | 0 |     member that holds each segment, front to back
 
 Nothing has to divide anything. With weights ``w`` (all 1 unless members differ in speed) and ``W_i`` the sum of the
 first ``i`` of them, of ``W`` in all, member ``i`` holds ``n_i = floor(W_{i+1} s / W) - floor(W_i s / W)`` tokens, of
-which ``ceil(n_i / 2)`` are its front chunk and the rest its back chunk. With equal weights every ``n_i`` is
+which ``ceil(n_i / 2)`` are its front segment and the rest its back segment. With equal weights every ``n_i`` is
 ``floor(s/N)`` or ``ceil(s/N)``: a sequence never takes more than ``ceil(s/N)`` tokens of anybody's capacity, which
 cutting at ``floor(j s / 2N)`` does not promise (s = 25, N = 11 would give one member 4 tokens).
 
@@ -38,20 +38,20 @@ def member_tokens(lengths: IntArray, weights: IntArray) -> IntArray:
     return np.diff(cuts, axis=1)
 
 
-def member_chunks(lengths: IntArray, weights: IntArray) -> tuple[IntArray, IntArray]:
-    """Tokens in the front chunk and in the back chunk of each member, each ``[K, N]`` int64 (may be 0)."""
+def member_segments(lengths: IntArray, weights: IntArray) -> tuple[IntArray, IntArray]:
+    """Tokens in the front segment and in the back segment of each member, each ``[K, N]`` int64 (may be 0)."""
     tokens = member_tokens(lengths, weights)
     back = tokens // 2
     return tokens - back, back
 
 
 def segment_bounds(lengths: IntArray, weights: IntArray, member: int) -> IntArray:
-    """Where the two chunks of one member start and stop inside each sequence.
+    """Where the two segments of one member start and stop inside each sequence.
 
     Returns:
-        ``[K, 2, 2]`` int64: per sequence, front then back chunk, ``[start, stop)`` in tokens of the sequence.
+        ``[K, 2, 2]`` int64: per sequence, front then back segment, ``[start, stop)`` in tokens of the sequence.
     """
-    front, back = member_chunks(lengths, weights)
+    front, back = member_segments(lengths, weights)
     lengths = np.asarray(lengths, dtype=np.int64)
     front_start = front[:, :member].sum(axis=1)
     back_stop = lengths - back[:, :member].sum(axis=1)

@@ -1,7 +1,7 @@
 """One rank's part of a plan: the view that its runtime and its loader use.
 
 A rank's micro-batch is an ordered list of *segments*, which are token ranges of sequences. The segments of the shared
-group come first, if there is one: for each of its sequences the front chunk and then the back chunk of this member
+group come first, if there is one: for each of its sequences the front segment and then the back segment of this member
 (either may be empty). The local sequences follow, each as one segment. Tokens, labels, positions and activations are
 laid out in exactly this order on the rank.
 """
@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.plan.layout import member_chunks, segment_bounds
+from bytescale.plan.layout import member_segments, segment_bounds
 from bytescale.plan.plan import Plan
 
 
@@ -46,14 +46,14 @@ class SharedGroup:
         return tuple(range(self.member % self.columns, self.size, self.columns))
 
     @cached_property
-    def chunks(self) -> tuple[IntArray, IntArray]:
-        """Front and back chunk of every member, each ``[K, N]`` tokens: the shapes of every ring message."""
-        return member_chunks(self.lengths, self.weights)
+    def segments(self) -> tuple[IntArray, IntArray]:
+        """Front and back segment of every member, each ``[K, N]`` tokens: the shapes of every ring message."""
+        return member_segments(self.lengths, self.weights)
 
     @cached_property
     def tokens_per_member(self) -> IntArray:
         """``[N]`` tokens that each member holds, all sequences together."""
-        front, back = self.chunks
+        front, back = self.segments
         return (front + back).sum(axis=0)
 
 

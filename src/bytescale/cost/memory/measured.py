@@ -139,7 +139,7 @@ class MeasuredMemory:
         """Backward of attention over a shared group.
 
         Without a window there are two messages of keys and values and two of their gradients, sums of the queries'
-        gradients, and a block's gradients. With one there are the rows that it reaches before both chunks of a
+        gradients, and a block's gradients. With one there are the rows that it reaches before both segments of a
         sequence, and those that two other members reach.
         """
         messages = 2 * (ring.keys + ring.key_gradients)

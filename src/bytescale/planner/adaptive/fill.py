@@ -13,8 +13,8 @@ from bytescale.planner.adaptive.degrees import block_seconds
 from bytescale.planner.draft import consecutive
 from bytescale.planner.order import rising
 
-CHUNK_RATIO = 0.5
-"""Sequences are assigned in one chunk if their times differ by less than this factor.
+ROUND_RATIO = 0.5
+"""Sequences are assigned in one round if their times differ by less than this factor.
 
 A ratio of 0.8 gives no smaller makespan and takes 2.3 times as long.
 """
@@ -31,12 +31,12 @@ def deal(
     lengths: IntArray | None = None,
     capacity: IntArray | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """Assign sequences, longest first, to the ranks that are free first, in chunks.
+    """Assign sequences, longest first, to the ranks that are free first, in rounds.
 
-    A chunk consists of sequences whose times are within ``CHUNK_RATIO`` of each other. Its total time is poured over
+    A round consists of sequences whose times are within ``ROUND_RATIO`` of each other. Its total time is poured over
     the ranks like water. Each rank gets the whole number of sequences that fits under the surface; the remaining
-    sequences go to the ranks with the most room for one more. Within the chunk, the longest sequences go to the ranks
-    that end furthest below the surface and the shortest to those furthest above it. Later chunks, whose sequences are
+    sequences go to the ranks with the most room for one more. Within the round, the longest sequences go to the ranks
+    that end furthest below the surface and the shortest to those furthest above it. Later rounds, whose sequences are
     shorter, level out the differences.
 
     Args:
@@ -59,34 +59,34 @@ def deal(
     heights, widths = free_at[able], speeds[able]
     start = 0
     while start < len(seconds):
-        stop = int(falling.searchsorted(falling[start] * CHUNK_RATIO, side="right"))
+        stop = int(falling.searchsorted(falling[start] * ROUND_RATIO, side="right"))
         if lengths is not None and capacity is not None:
             able = np.flatnonzero(capacity >= lengths[start])
             heights, widths = ends[able], speeds[able]
-        chunk = seconds[start:stop]
-        places = _pour(chunk, heights, widths)
-        heights = heights + np.bincount(places, weights=chunk, minlength=len(able)) / widths
+        poured = seconds[start:stop]
+        places = _pour(poured, heights, widths)
+        heights = heights + np.bincount(places, weights=poured, minlength=len(able)) / widths
         ranks[start:stop], ends[able] = able[places], heights
         start = stop
     return ranks, ends
 
 
-def _pour(chunk: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntArray:
-    """The rank (place in ``heights`` ``[n]``) of each sequence of ``chunk`` ``[m]``. All take about equally long."""
-    volume = float(chunk.sum())
-    item = volume / len(chunk)
+def _pour(seconds: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntArray:
+    """The rank (place in ``heights`` ``[n]``) of each sequence of ``seconds`` ``[m]``. All take about equally long."""
+    volume = float(seconds.sum())
+    item = volume / len(seconds)
     room = np.maximum(_surface(volume, heights, speeds) - heights, 0.0) * (speeds / item)  # in sequences
     shares = room.astype(np.int64)
     # Ranks with the most room for one more come first, those without any last. Keys of 16 bits are sorted by radix.
     by_room = np.argsort(((1.0 - (room - shares)) * 0xFFFE + (room == 0)).astype(np.uint16), kind="stable")
-    odd = len(chunk) - int(shares.sum())
+    odd = len(seconds) - int(shares.sum())
     shares[by_room[:odd]] += 1
     lowest_first = np.concatenate((by_room[odd:], by_room[:odd]))  # ranks with an odd one end above the surface
     shares = shares[lowest_first]
     places = np.repeat(lowest_first, shares)
-    # Each round gives every rank one sequence, so that no rank gets all the long ones.
-    rounds = np.arange(len(chunk)) - np.repeat(np.cumsum(shares) - shares, shares)
-    return places[rising(rounds)]
+    # Each turn gives every rank one sequence, so that no rank gets all the long ones.
+    turns = np.arange(len(seconds)) - np.repeat(np.cumsum(shares) - shares, shares)
+    return places[rising(turns)]
 
 
 def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:

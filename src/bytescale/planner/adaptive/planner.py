@@ -171,7 +171,8 @@ def tried_in_pipeline(batch: Batch) -> list[Trial]:
 def search(batch: Batch) -> Trial:
     """The trial with the least traffic of those that are good enough, or else close to the best."""
     trials = tried(batch)
-    latest = max(_enough(batch), CLOSE * min(trial.end for trial in trials))
+    earliest = min(trial.end for trial in trials)
+    latest = _enough(batch) if earliest <= _enough(batch) else CLOSE * earliest
     return min((trial for trial in trials if trial.end <= latest), key=lambda trial: trial.traffic_tokens)
 
 

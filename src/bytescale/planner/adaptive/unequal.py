@@ -1,7 +1,7 @@
 """Ranks that differ in speed and capacity: each member of a group gets tokens in proportion to its speed.
 
 A member never gets more than its capacity. The remaining tokens go to the other members, again in proportion to speed.
-These shares are the group's weights, so the runtime's chunks are exactly these tokens.
+These shares are the group's weights, so the runtime's segments are exactly these tokens.
 """
 
 from __future__ import annotations
