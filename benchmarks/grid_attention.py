@@ -7,8 +7,10 @@ forward and the backward of one layer's attention on one sequence. Each round ru
 of the slowest rank, and medians of the rounds. Bytes are the payload that all ranks together hand to gloo, beside what
 the formula of ``attention.grid`` says.
 
-The links are slow enough that messages decide, not the cores that all ranks share. So "expected" is the ratio of the
-formula's bytes, and "measured" is the ratio of times, each to the ring with the same heads.
+"Predicted" is what the simulator says of the plan. It is given what the same processes have measured before: the rate
+and latency of a ring over all ranks, as ``bytescale profile`` measures them, and the seconds of a block of attention
+while all ranks compute. The last columns are ratios to the ring with the same heads: of the formula's bytes, of
+predicted seconds, and of measured ones.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +32,21 @@ from benchmarks.cluster.network import Link, Network, Node
 from rich.console import Console
 from rich.table import Table
 
-from bytescale.attention import PackedAttention, RingBuffers, select_kernel
+from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
+from bytescale.attention.kernels import OfQueries
+from bytescale.config import PRESETS
+from bytescale.cost import Links, Profile, flops
+from bytescale.cost.curve import Curve
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import RankGroup
+from bytescale.simulator import ClusterConfig, simulate
+from bytescale.train.profiling.links import ring_rate
 
 PORT = 29577
 QUERY_HEADS, WIDTH = 8, 64
+KEY_HEADS = (8, 4, 2)
+BLOCK_ROUNDS = 10
 LIMIT_SECONDS = 900
 
 
@@ -50,7 +61,7 @@ class Case:
 def cases(num_ranks: int) -> list[Case]:
     """All shapes, for H = G, 2G and 4G."""
     shapes = [columns for columns in range(1, num_ranks) if num_ranks % columns == 0]
-    return [Case(key_heads, columns) for key_heads in (8, 4, 2) for columns in shapes]
+    return [Case(key_heads, columns) for key_heads in KEY_HEADS for columns in shapes]
 
 
 def formula_bytes(case: Case, num_ranks: int, num_tokens: int) -> int:
@@ -61,8 +72,18 @@ def formula_bytes(case: Case, num_ranks: int, num_tokens: int) -> int:
     return num_tokens * (forward + backward)
 
 
+def plan_of(columns: int, num_ranks: int, num_tokens: int) -> Plan:
+    """One sequence that all ranks share."""
+    return Plan.build(
+        lengths=[num_tokens],
+        capacity_tokens=[num_tokens] * num_ranks,
+        groups=[GroupSpec(sequences=[0], ranks=range(num_ranks), columns=columns)],
+        schedule=[[[0]]] * num_ranks,
+    )
+
+
 def worker(arguments: argparse.Namespace) -> None:
-    """One rank. The first one writes the seconds and bytes of every case to a file."""
+    """One rank. The first one writes predicted seconds, and measured seconds and bytes, of every case to a file."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{arguments.master}:{PORT}",
@@ -71,6 +92,13 @@ def worker(arguments: argparse.Namespace) -> None:
     )
     group = RankGroup(dist.group.WORLD, device=torch.device("cpu"), name="HDP")
     kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
+    rate, latency = ring_rate(group, [range(arguments.ranks)])
+    links = Links(
+        intra_node_bytes_per_second=rate,
+        inter_node_bytes_per_second=rate,
+        latency_seconds=latency,
+    )
+    blocks = {heads: block_seconds(heads, arguments, group, kernel) for heads in KEY_HEADS}
     results: dict[str, list[tuple[float, float]]] = {}
     for repetition in range(arguments.rounds + 1):
         for case in cases(arguments.ranks):
@@ -81,24 +109,91 @@ def worker(arguments: argparse.Namespace) -> None:
             if repetition:  # the first round connects the ranks
                 results.setdefault(json.dumps(asdict(case)), []).append((float(numbers[0]), float(numbers[2])))
     if arguments.rank == 0:
-        Path(arguments.out).write_text(json.dumps(results), encoding="utf-8")
+        predicted = {
+            json.dumps(asdict(case)): predicted_seconds(case, arguments, links, blocks[case.key_heads])
+            for case in cases(arguments.ranks)
+        }
+        content = {"bytes_per_second": rate, "latency": latency, "block_seconds": blocks}
+        content |= {"predicted": predicted, "runs": results}
+        Path(arguments.out).write_text(json.dumps(content), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def one_run(case: Case, arguments: argparse.Namespace, group: RankGroup, kernel: object) -> tuple[float, int]:
-    """Seconds and bytes of this rank, for a forward and a backward."""
-    length = arguments.tokens * arguments.ranks
-    plan = Plan.build(
-        lengths=[length],
-        capacity_tokens=[length] * arguments.ranks,
-        groups=[GroupSpec(sequences=[0], ranks=range(arguments.ranks), columns=case.columns)],
-        schedule=[[[0]]] * arguments.ranks,
+def predicted_seconds(case: Case, arguments: argparse.Namespace, links: Links, blocks: tuple[float, float]) -> float:
+    """What the simulator says of one layer's attention. ``blocks``: seconds of a block, forward and backward."""
+    shape = replace(PRESETS["tiny"], num_layers=1, num_heads=QUERY_HEADS, num_kv_heads=case.key_heads, head_dim=WIDTH)
+    keys = flops.ring_bytes_per_token(shape, bytes_per_element=4)
+    profile = Profile(
+        name="measured",
+        architecture=shape,
+        attention_forward=Curve(blocks[0] / arguments.tokens**2),
+        attention_backward=Curve(blocks[1] / arguments.tokens**2),
+        rest_forward=Curve(),
+        rest_backward=Curve(),
+        activation_bytes=Curve(),
+        ring_forward_bytes_per_token=keys[0],
+        ring_backward_bytes_per_token=keys[1],
+        links=links,
+        layer_parameters=0,
     )
+    plan = plan_of(case.columns, arguments.ranks, arguments.tokens * arguments.ranks)
+    devices = ClusterConfig(num_gpus=arguments.ranks, gpus_per_node=1)
+    return float(simulate(plan, profile, devices).rank_seconds.max())
+
+
+def attention_of(
+    case: Case, arguments: argparse.Namespace, group: RankGroup, kernel: AttentionKernel
+) -> PackedAttention:
+    """This rank's attention of a case."""
+    plan = plan_of(case.columns, arguments.ranks, arguments.tokens * arguments.ranks)
     (micro_batch,) = RankPlan.of(plan, arguments.rank).micro_batches
-    attention = PackedAttention(micro_batch, kernel, group.exchange, buffers=RingBuffers())  # type: ignore[arg-type]
+    return PackedAttention(micro_batch, kernel, group.exchange, buffers=RingBuffers())
+
+
+def inputs(key_heads: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's queries, keys and values."""
     torch.manual_seed(arguments.rank)
-    q = torch.randn(micro_batch.num_tokens, QUERY_HEADS, WIDTH)
-    k, v = (torch.randn(micro_batch.num_tokens, case.key_heads, WIDTH) for _ in range(2))
+    q = torch.randn(arguments.tokens, QUERY_HEADS, WIDTH)
+    k, v = (torch.randn(arguments.tokens, key_heads, WIDTH) for _ in range(2))
+    return q, k, v
+
+
+def block_seconds(
+    key_heads: int, arguments: argparse.Namespace, group: RankGroup, kernel: AttentionKernel
+) -> tuple[float, float]:
+    """Seconds of a block of attention, forward and backward, while all ranks compute: means of all ranks' blocks."""
+    attention = attention_of(Case(key_heads, 1), arguments, group, kernel)
+    assert attention.grid is not None, "the only sequence is shared"
+    parts = [attention.triangles, *attention.grid.blocks.values()]
+    q, k, v = inputs(key_heads, arguments)
+    scale = WIDTH**-0.5
+    out, lse = kernel.forward(q, k, v, attention.triangles, scale)
+
+    def forward() -> None:
+        for part in parts:
+            kernel.forward(q, k, v, part, scale)
+
+    def backward() -> None:
+        for part in parts:
+            kernel.backward(OfQueries(out, q, out, lse), k, v, part, scale)
+
+    means = []
+    for work in (forward, backward):
+        work()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(BLOCK_ROUNDS):
+            work()
+        total = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+        dist.all_reduce(total)
+        means.append(float(total) / (arguments.ranks * BLOCK_ROUNDS * len(parts)))
+    return means[0], means[1]
+
+
+def one_run(case: Case, arguments: argparse.Namespace, group: RankGroup, kernel: AttentionKernel) -> tuple[float, int]:
+    """Seconds and bytes of this rank, for a forward and a backward."""
+    attention = attention_of(case, arguments, group, kernel)
+    q, k, v = inputs(case.key_heads, arguments)
     sent = group.exchange.bytes_sent
     dist.barrier()
     started = time.perf_counter()
@@ -107,7 +202,7 @@ def one_run(case: Case, arguments: argparse.Namespace, group: RankGroup, kernel:
     return time.perf_counter() - started, group.exchange.bytes_sent - sent
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks on nodes of their own."""
     link = Link(bytes_per_second=arguments.mbit * 1e6 / 8)
     with tempfile.TemporaryDirectory() as folder, Network([Node(link=link)] * arguments.ranks) as network:
@@ -134,43 +229,51 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]
         for rank, process in enumerate(processes):
             if process.wait(timeout=max(1.0, deadline - time.monotonic())):
                 raise SystemExit((Path(folder) / f"{rank}.log").read_text(encoding="utf-8"))
-        result: dict[str, list[tuple[float, float]]] = json.loads(out.read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return result
 
 
-def report(results: dict[str, list[tuple[float, float]]], arguments: argparse.Namespace) -> list[dict[str, object]]:
+def report(content: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Print one row per shape, beside the ring with the same heads."""
+    console = Console(width=140)
+    console.print(
+        f"measured: {content['bytes_per_second'] / 1e6:.3f} MB/s, latency {1e3 * content['latency']:.2f} ms, blocks of "
+        + ", ".join(
+            f"{1e3 * forward:.2f} + {1e3 * backward:.2f} ms ({heads} key heads)"
+            for heads, (forward, backward) in content["block_seconds"].items()
+        )
+    )
     table = Table(
         title=f"{arguments.tokens * arguments.ranks} tokens on {arguments.ranks} ranks, {arguments.mbit} Mbit/s"
     )
-    for heading in ("heads H/G", "grid P x Q", "MB sent", "formula", "seconds", "expected", "measured"):
+    for heading in (
+        *("heads H/G", "grid P x Q", "MB sent", "formula", "predicted, s", "measured, s", "measured / predicted"),
+        *("ring / grid: bytes", "predicted", "measured"),
+    ):
         table.add_column(heading, justify="right")
-    rows: list[dict[str, object]] = []
-    rings: dict[int, tuple[float, int]] = {}
-    for text, runs in results.items():
+    rows: list[dict[str, Any]] = []
+    for text, runs in content["runs"].items():
         case = Case(**json.loads(text))
-        seconds = statistics.median(run[0] for run in runs)
-        formula = formula_bytes(case, arguments.ranks, arguments.tokens * arguments.ranks)
-        ring = rings.setdefault(case.key_heads, (seconds, formula))
-        row = {
+        row: dict[str, Any] = {
             **asdict(case),
             "bytes": runs[-1][1],
-            "formula_bytes": formula,
-            "seconds": seconds,
-            "expected": ring[1] / formula,
-            "measured": ring[0] / seconds,
+            "formula_bytes": formula_bytes(case, arguments.ranks, arguments.tokens * arguments.ranks),
+            "predicted": content["predicted"][text],
+            "seconds": statistics.median(run[0] for run in runs),
         }
         rows.append(row)
+        ring = next(other for other in rows if other["key_heads"] == case.key_heads)
         table.add_row(
             f"{QUERY_HEADS}/{case.key_heads}",
             f"{arguments.ranks // case.columns} x {case.columns}",
-            f"{runs[-1][1] / 1e6:.2f}",
-            f"{formula / 1e6:.2f}",
-            f"{seconds:.3f}",
-            f"{ring[1] / formula:.2f}",
-            f"{ring[0] / seconds:.2f}",
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['formula_bytes'] / 1e6:.2f}",
+            f"{row['predicted']:.2f}",
+            f"{row['seconds']:.2f}",
+            f"{row['seconds'] / row['predicted']:.2f}",
+            *(f"{ring[name] / row[name]:.2f}" for name in ("formula_bytes", "predicted", "seconds")),
         )
-    Console().print(table)
+    console.print(table)
     return rows
 
 

@@ -62,18 +62,20 @@ class Block:
 
 
 def draw_block(random: np.random.Generator, number: int) -> Block:
-    """Half of the blocks are HDP alone, on up to 16 ranks."""
+    """Half of the blocks are HDP alone, on up to 16 ranks, and more often on few."""
 
     def of(*sizes: int) -> int:
         return int(random.choice(sizes))
 
+    alone = MeshShape(hdp=int(random.integers(1, 17, 2).min()))
+    tp = of(2, 4)
     kind, mesh = [
-        ("HDP alone", MeshShape(hdp=int(random.integers(1, 17)))),
-        ("tensor parallel", MeshShape(hdp=of(2, 3, 4), tp=of(2, 4))),
-        ("HDP alone", MeshShape(hdp=int(random.integers(9, 17)))),
-        ("pipeline", MeshShape(pp=of(2, 3, 4), hdp=of(2, 3, 4))),
-        ("HDP alone", MeshShape(hdp=int(random.integers(2, 9)))),
-        ("pipeline and tensor parallel", MeshShape(pp=of(2, 3), hdp=of(2, 3), tp=2)),
+        ("HDP alone", alone),
+        ("tensor parallel", MeshShape(hdp=of(2, 3) if tp == 2 else 2, tp=tp)),
+        ("HDP alone", alone),
+        ("pipeline", MeshShape(pp=of(2, 3), hdp=of(2, 3, 4))),
+        ("HDP alone", alone),
+        ("pipeline and tensor parallel", MeshShape(pp=2, hdp=2, tp=2)),
     ][number % 6]
     heads = (4, 4 // of(1, 2, 4))
     shape = mesh_shape(num_layers=mesh.pp, num_heads=heads[0], num_kv_heads=heads[1], tie_embeddings=of(0, 1) == 1)
@@ -89,7 +91,7 @@ def draw_block(random: np.random.Generator, number: int) -> Block:
 def draw_case(block: Block, seed: int) -> tuple[Plan, Batch]:
     """Return a verified plan and its tokens."""
     random = np.random.default_rng(seed)
-    lengths = random.integers(1, 1 + int(random.choice([2, 12, 60])), int(random.integers(1, 9))).tolist()
+    lengths = random.integers(1, 1 + int(random.choice([2, 12, 60])), int(random.integers(1, 7))).tolist()
     plan = random_plan(lengths, block.mesh.hdp, seed, weighted=block.mesh.pp == 1 and seed % 2 == 1)
     if block.mesh.pp > 1:
         plan = align(plan, cluster=Cluster.uniform(block.mesh.hdp, int(np.sum(lengths))), cost=COST)

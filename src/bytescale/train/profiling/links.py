@@ -61,11 +61,11 @@ def measure_links(hdp: RankGroup, measurer: Measurer, nodes: Sequence[int] | Non
     fewest = min(len(ranks) for ranks in members)
     inside = across = shared = None
     if max(len(ranks) for ranks in members) > 1:
-        inside = _ring_rate(hdp, [ranks for ranks in members if len(ranks) > 1])
+        inside = ring_rate(hdp, [ranks for ranks in members if len(ranks) > 1])
     if len(members) > 1:
-        across = _ring_rate(hdp, [[ranks[0] for ranks in members]])
+        across = ring_rate(hdp, [[ranks[0] for ranks in members]])
         if fewest > 1:
-            rate, _ = _ring_rate(hdp, [[ranks[place] for ranks in members] for place in range(fewest)])
+            rate, _ = ring_rate(hdp, [[ranks[place] for ranks in members] for place in range(fewest)])
             shared = fewest * rate
     near, far = inside or across, across or inside
     assert near is not None, "two ranks either share a node or do not"
@@ -108,7 +108,7 @@ def _whole(size: int, ranks: int) -> int:
     return max(1, size // 4 // ranks) * ranks
 
 
-def _ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, float]:
+def ring_rate(hdp: RankGroup, rings: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Bytes per second and latency of each rank's link while all ``rings`` of ranks run at the same time."""
     mine = [ring for ring in rings if hdp.rank in ring]
 
