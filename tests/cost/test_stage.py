@@ -62,6 +62,7 @@ def loads(**values: float | bool) -> Loads:
         "offload_ratio": 0.0,
         "speed": 1.0,
     }
+    values = {"tile": values.get("share", 0.0)} | values
     return Loads(**{name: np.array([value]) for name, value in (defaults | values).items()})
 
 

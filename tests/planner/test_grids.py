@@ -15,10 +15,13 @@ from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.model import Pass
 from bytescale.cost.stage import stage_times
 from bytescale.data.length_distributions import sample_lengths
+from bytescale.plan import RankPlan
 from bytescale.plan.limits import MemoryLimits, Phase
-from bytescale.plan.nodes import crossings
+from bytescale.plan.nodes import alignment, crossings
+from bytescale.plan.tiles import shares_of
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate
+from bytescale.planner.evaluate import evaluate_slowly
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.events import events_of
@@ -80,6 +83,19 @@ def test_exposed_time_by_hand() -> None:
     assert cost.exposed_seconds(tokens, tokens**2, 12, True, 2) == pytest.approx(expected)
 
 
+def test_which_runs_of_members_lie_in_a_node() -> None:
+    """Of 8 ranks: from a node's begin, from its middle, from an odd rank, and scattered."""
+    groups = [range(8, 24), range(4, 20), range(3, 9), [0, 1, 2, 4]]
+    ranks, sizes = np.concatenate([list(group) for group in groups]), np.array([len(group) for group in groups])
+    assert alignment(ranks, sizes, ranks_per_node=8).tolist() == [8, 4, 1, 1]
+    # Rows of 8 leave a node from rank 4 on, and rows of 4 do not.
+    cost = replace(GRIDS, attention_seconds_per_pair=1e-12)
+    assert cost.shape_seconds(1e5, 1e10, 16, 8, True, 4).seconds > cost.shape_seconds(1e5, 1e10, 16, 8, True, 8).seconds
+    assert (
+        cost.shape_seconds(1e5, 1e10, 16, 4, True, 4).seconds == cost.shape_seconds(1e5, 1e10, 16, 4, True, 8).seconds
+    )
+
+
 def test_forward_does_not_hide_the_messages_of_backward() -> None:
     """Forward computes for 6 s beside messages of 2 s, backward for 12 s beside messages of 14 s."""
     whole = CostModel(
@@ -105,7 +121,8 @@ def test_forward_does_not_hide_the_messages_of_backward() -> None:
 )
 def test_one_group_in_plain_floats_takes_as_long(length: int, rows: int, columns: int, name: str) -> None:
     cost, degree = COSTS[name], rows * columns
-    slow = cost.shape_seconds(length, length**2, degree, columns, degree > cost.ranks_per_node).seconds
+    node = cost.ranks_per_node
+    slow = cost.shape_seconds(length, length**2, degree, columns, degree > node, node).seconds
     assert cost.exposed_of_one(length, degree, columns) == pytest.approx(float(slow), rel=1e-9)
 
 
@@ -190,16 +207,66 @@ def test_no_batch_ends_later_than_with_rings(seed: int, num_ranks: int) -> None:
     assert ends[0] <= ends[1] * (1 + 1e-9)
 
 
-def test_unequal_ranks_and_the_setting_keep_rings() -> None:
+def test_the_setting_keeps_rings() -> None:
     lengths = sample_lengths("github", 4 << 20, 0, 1 << 20)
     cost = load_profile("case-study").cost_model(ranks_per_node=4)
-    speeds = np.where(np.arange(512) < 256, 1.0, 0.5)
-    mixed = Cluster(capacity_tokens=np.full(512, 8192), speeds=speeds)
-    assert (adaptive_plan(lengths, cluster=mixed, cost=cost).group_columns == 1).all()
     equal = Cluster.uniform(2048, 8192)
     for grids in (True, False):
         planned = VerifiedPlanner(PlannerConfig(grids=grids), equal, cost)(lengths)
         assert (planned.group_columns > 1).any() == grids
+
+
+def test_unequal_ranks_have_grids_whose_rows_are_alike() -> None:
+    """Half of the ranks have half the speed: rows hold members of one speed, and all members end together."""
+    cost = replace(CASE_STUDY.cost_model(ranks_per_node=4), inter_node_bytes_per_second=1e9)
+    speeds = np.where(np.arange(64) < 32, 1.0, 0.5)
+    mixed = Cluster(capacity_tokens=np.full(64, 8192), speeds=speeds)
+    ends = {}
+    for name, known in (("grids", cost), ("rings", replace(cost, row_bytes_per_token=None))):
+        plan = adaptive_plan([300_000], cluster=mixed, cost=known)
+        verify(plan)
+        ends[name] = evaluate(plan, cluster=mixed, cost=cost).end_seconds
+        if name == "grids":
+            (columns,) = plan.group_columns.tolist()
+            assert columns > 1
+            rows = speeds[plan.group_ranks].reshape(-1, columns)
+            assert (rows == rows[:, :1]).all()
+            assert evaluate_slowly(plan, cluster=mixed, cost=cost) == pytest.approx(ends["grids"], rel=1e-9)
+    assert ends["grids"] < 0.9 * ends["rings"]
+
+
+@examples(20, 150)
+@given(
+    shape=st.sampled_from([(2, 1), (1, 2), (3, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 3), (3, 4), (4, 4)]),
+    seed=st.integers(0, 1000),
+)
+def test_a_members_tile_is_what_its_blocks_compute(shape: tuple[int, int], seed: int) -> None:
+    """Pairs of query and key, counted block by block, against the product of the row's and the column's shares."""
+    columns, size = shape[1], shape[0] * shape[1]
+    weights = np.random.default_rng(seed).integers(1, 5, size)
+    plan = grid_plan([2 * 60 * int(weights.sum())], size, columns, tuple(weights.tolist()))
+    shares = shares_of(plan.group_weights, plan.group_sizes, plan.group_columns)
+    for rank in range(size):
+        (micro_batch,) = RankPlan.of(plan, rank).micro_batches
+        shared = micro_batch.shared
+        assert shared is not None
+        tokens = shared.tokens_per_member.astype(float)
+        row, column = tokens[list(shared.row)].sum(), tokens[list(shared.column)].sum()
+        assert row * column / tokens.sum() ** 2 == pytest.approx(shares.tile[rank], rel=1e-2)
+        pairs = 0
+        for query in shared.row:
+            for key in shared.column:
+                pairs += 2 * visible_pairs(shared.chunks, query, key)
+        assert pairs / tokens.sum() ** 2 == pytest.approx(shares.tile[rank], rel=2e-2)
+
+
+def visible_pairs(chunks: tuple[np.ndarray, np.ndarray], query: int, key: int) -> float:
+    """Pairs that one member's queries of the only sequence see of another's keys; half of a triangle's square."""
+    front, back = (part[0].astype(float) for part in chunks)
+    if query == key:
+        return (front[query] ** 2 + back[query] ** 2) / 2 + front[query] * back[query]
+    same_side = front[query] * front[key] if query > key else back[query] * back[key]
+    return float(same_side + back[query] * front[key])
 
 
 def test_a_grid_without_memory_becomes_a_ring() -> None:

@@ -170,14 +170,20 @@ class CostModel:
         return np.asarray(self._exposed(load, np.asarray(columns), far, rows_far))
 
     def best_shape(
-        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, inter_node: ArrayLike = False
+        self,
+        tokens: ArrayLike,
+        squares: ArrayLike,
+        degree: ArrayLike,
+        inter_node: ArrayLike = False,
+        aligned: ArrayLike | None = None,
     ) -> Shape:
         """The shape with the least exposed seconds, and of equal ones that with the fewest columns. Broadcasts.
 
-        Groups that leave a node have consecutive ranks and begin at a node.
+        ``aligned``: runs of so many members lie in a node (``plan.nodes.alignment``); None: as many as a node has.
         """
         members = np.asarray(degree)
-        best = self.shape_seconds(tokens, squares, members, 1, inter_node)
+        aligned = self.ranks_per_node if aligned is None else aligned
+        best = self.shape_seconds(tokens, squares, members, 1, inter_node, aligned)
         widest = int(members.max(initial=1)) // 2
         for tried in self.shapes[1:]:
             if tried > widest:
@@ -185,7 +191,7 @@ class CostModel:
             fits = (members % tried == 0) & (members >= 2 * tried)
             if not fits.any():
                 continue
-            shape = self.shape_seconds(tokens, squares, np.where(fits, members, tried), tried, inter_node)
+            shape = self.shape_seconds(tokens, squares, np.where(fits, members, tried), tried, inter_node, aligned)
             better = fits & (shape.seconds < best.seconds)
             best = Shape(*(np.where(better, new, old) for new, old in zip(shape, best, strict=True)))
         return best
@@ -196,17 +202,23 @@ class CostModel:
         return (1,) if self.row_bytes_per_token is None else (1, *COLUMNS)
 
     def shape_seconds(
-        self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike, columns: ArrayLike, inter_node: ArrayLike
+        self,
+        tokens: ArrayLike,
+        squares: ArrayLike,
+        degree: ArrayLike,
+        columns: ArrayLike,
+        inter_node: ArrayLike,
+        aligned: ArrayLike,
     ) -> Shape:
         """Groups of so many ``columns``, which divide ``degree``, in the better one of two orders. Broadcasts.
 
         Neighbours stand side by side in a row, or below each other in a column: one of them may lie inside a node.
         """
         load, far = _Load.of(self, tokens, squares, degree), np.asarray(inter_node, dtype=bool)
-        columns, members = np.asarray(columns), np.asarray(degree)
-        seconds = self._exposed(load, columns, far, far & (self.ranks_per_node % columns != 0))
+        columns, members, aligned = np.asarray(columns), np.asarray(degree), np.asarray(aligned)
+        seconds = self._exposed(load, columns, far, far & (aligned % columns != 0))
         down = np.zeros(seconds.shape, dtype=bool)
-        near = far & (columns > 1) & (self.ranks_per_node % (members // columns) == 0)
+        near = far & (columns > 1) & (aligned % (members // columns) == 0)
         if near.any():
             other = self._exposed(load, columns, far & ~near, far)
             down = near & (other < seconds)

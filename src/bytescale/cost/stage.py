@@ -52,6 +52,7 @@ class Loads:
     degree: FloatArray  # members, 1 without a shared group
     columns: FloatArray  # of the group's grid; 1: a ring
     share: FloatArray  # of the group's tokens that this member holds
+    tile: FloatArray  # of the group's pairs of tokens that it computes; of a ring, as much as of the tokens
     largest_share: FloatArray  # of any member: it sets the pace of the ring
     inter_node: NDArray[np.bool_]  # whether a column of the grid leaves a node; of a ring: the group
     row_leaves_node: NDArray[np.bool_]  # whether a row does
@@ -125,7 +126,7 @@ def _transfer_seconds(
 
 
 def _attention_seconds(attention: Curve, loads: Loads) -> FloatArray:
-    squares = loads.share * loads.shared_squares + loads.local_squares
+    squares = loads.tile * loads.shared_squares + loads.local_squares
     return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant
 
 
@@ -135,7 +136,7 @@ def _exposed_ring(
     columns, rows = loads.columns, loads.degree / loads.columns
     keys = _transfer_seconds(profile, ring_bytes, loads, loads.inter_node)
     there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)
-    block = attention.quadratic * loads.share * loads.shared_squares / loads.degree / loads.speed
+    block = attention.quadratic * loads.tile * loads.shared_squares / loads.degree / loads.speed
     local = attention.quadratic * loads.local_squares / loads.speed
     visible = visible_seconds(rows, columns, block, keys, there, home, np.maximum)
     first = np.where(columns > 1, there, keys)

@@ -17,6 +17,19 @@ class Crossings(NamedTuple):
     rows: NDArray[np.bool_]  # whether any row does
 
 
+def alignment(ranks: IntArray, sizes: IntArray, *, ranks_per_node: int) -> IntArray:
+    """``[G]`` the largest runs of a group's members of which every one lies in a node, for members in rising order.
+
+    It divides ``ranks_per_node``: the whole node for consecutive ranks that begin at a node, and 1 for scattered ranks.
+    Runs of any divisor of it lie in nodes as well. ``ranks`` and ``sizes`` are those of ``crossings``.
+    """
+    starts = np.cumsum(sizes) - sizes
+    steps = np.diff(ranks, prepend=0) == 1
+    steps[starts] = True
+    consecutive = np.logical_and.reduceat(steps, starts) if len(sizes) else np.zeros(0, dtype=bool)
+    return np.where(consecutive, np.gcd(ranks[starts], ranks_per_node), 1)
+
+
 def crossings(ranks: IntArray, sizes: IntArray, columns: IntArray, *, ranks_per_node: int) -> Crossings:
     """What leaves a node.
 

@@ -34,6 +34,7 @@ from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
 from bytescale.plan.plan import offsets_of, segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
+from bytescale.plan.tiles import shares_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,9 +92,14 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     sizes, columns = plan.group_sizes, plan.group_columns
     far = crossings(plan.group_ranks, sizes, columns, ranks_per_node=cost.ranks_per_node)
     exposed = cost.exposed_seconds(plan.group_tokens, squares, sizes, far.columns, columns, far.rows)
-    share = plan.group_weights / np.repeat(segment_sums(plan.group_weights, plan.group_rank_offsets), plan.group_sizes)
-    ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
-    compute = work[plan.micro_batch_groups] * share[_member_places(plan, ranks)] / cluster.speeds[ranks]
+    shares = shares_of(plan.group_weights, sizes, columns)
+    ranks, groups = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets)), plan.micro_batch_groups
+    places = _member_places(plan, ranks)
+    compute = work[groups] * shares.own[places]
+    if (plan.group_weights != 1).any():
+        pairs = (shares.tile - shares.own)[places]
+        compute += cost.compute_seconds(0.0, squares)[groups] * pairs
+    compute /= cluster.speeds[ranks]
     per_entry = compute + exposed[plan.micro_batch_groups]
     return segment_sums(per_entry, plan.micro_batch_group_offsets) + cost.micro_batch_seconds
 
@@ -208,6 +214,10 @@ def _one_member_seconds(plan: Plan, micro_batch: int, rank: int, cluster: Cluste
         nodes = [member // cost.ranks_per_node for member in ranks]
         column_far = any(len(set(nodes[column::columns])) > 1 for column in range(columns))
         row_far = any(len(set(nodes[row : row + columns])) > 1 for row in range(0, degree, columns))
-        seconds += float(cost.compute_seconds(tokens, squares)) * share / cluster.speeds[rank]
+        member = ranks.index(rank)
+        row, column = member - member % columns, member % columns
+        tile = weights[row : row + columns].sum() * weights[column::columns].sum() / weights.sum() ** 2
+        compute = float(cost.compute_seconds(tokens, 0.0)) * share + float(cost.compute_seconds(0.0, squares)) * tile
+        seconds += compute / cluster.speeds[rank]
         seconds += float(cost.exposed_seconds(tokens, squares, degree, column_far, columns, row_far))
     return seconds

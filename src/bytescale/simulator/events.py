@@ -20,6 +20,7 @@ from bytescale.cost.stage import Loads
 from bytescale.plan import Plan
 from bytescale.plan.nodes import crossings
 from bytescale.plan.plan import segment_sums
+from bytescale.plan.tiles import shares_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,16 +114,14 @@ class _Members:
     @staticmethod
     def of(plan: Plan, group: IntArray, ranks_per_node: int) -> _Members:
         starts, sizes = plan.group_rank_offsets[:-1], plan.group_sizes
-        share = plan.group_weights / np.repeat(np.add.reduceat(plan.group_weights, starts), sizes)
+        shares = shares_of(plan.group_weights, sizes, plan.group_columns)
+        share = shares.own
         # Member p Q + q of a group is in row p and column q.
-        member = np.arange(len(share)) - np.repeat(starts, sizes)
         first, size, columns = (np.repeat(values, sizes) for values in (starts, sizes, plan.group_columns))
+        member = np.arange(len(share)) - first
         following = first + (member + columns) % size
         row_head = first + member - member % columns
         next_in_row = row_head + (member + 1) % columns
-        column_head = first + member % columns
-        row_share = _sums(row_head, share)
-        column_share = _sums(column_head, share)
         node = plan.group_ranks // ranks_per_node
         far = crossings(plan.group_ranks, sizes, plan.group_columns, ranks_per_node=ranks_per_node)
         shared = group >= 0
@@ -132,20 +131,15 @@ class _Members:
             group=group,
             share=share[place] * shared,
             largest_share=np.maximum.reduceat(share, starts)[group] * shared,
-            column_share=column_share[place] * shared,
+            column_share=shares.column[place] * shared,
             next_share=share[following][place] * shared,
             next_is_near=(node == node[following])[place] & shared,
-            row_share=row_share[place] * shared,
+            row_share=shares.row[place] * shared,
             next_in_row_share=share[next_in_row][place] * shared,
-            row_is_near=(_sums(row_head, node != node[row_head]) == 0)[place] & shared,
+            row_is_near=(np.bincount(row_head, weights=node != node[row_head]) == 0)[row_head[place]] & shared,
             columns_leave_node=far.columns[group] & shared,
             rows_leave_node=far.rows[group] & shared,
         )
-
-
-def _sums(heads: IntArray, values: NDArray) -> FloatArray:
-    """For each member, the sum of ``values`` over all members with the same head."""
-    return np.bincount(heads, weights=values, minlength=len(values)).astype(np.float64)[heads]
 
 
 def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[tuple[int, float]]) -> Loads:
@@ -169,6 +163,7 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[
         degree=members.of_group(plan.group_sizes, otherwise=1.0),
         columns=members.of_group(plan.group_columns, otherwise=1.0),
         share=members.share,
+        tile=members.row_share * members.column_share,
         largest_share=members.largest_share,
         inter_node=members.columns_leave_node,
         row_leaves_node=members.rows_leave_node,

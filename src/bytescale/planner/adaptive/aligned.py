@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.plan.nodes import alignment
 from bytescale.plan.plan import segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, is_ideal
@@ -81,8 +82,9 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     groups = np.concatenate((shared, local))
     offsets = plan.group_sequence_offsets
     columns = plan.group_columns[shared]
+    runs = alignment(placed.ranks, degrees, ranks_per_node=cost.ranks_per_node)
     is_wide = degrees > cost.ranks_per_node
-    shape = cost.shape_seconds(plan.group_tokens[shared], squares[shared], degrees, columns, is_wide)
+    shape = cost.shape_seconds(plan.group_tokens[shared], squares[shared], degrees, columns, is_wide, runs)
     shared_ranks = in_member_order(placed.ranks, degrees, columns, shape.down)
     draft = Draft(
         sequences=plan.group_sequences[concatenated_ranges(offsets[groups], offsets[groups + 1])],

@@ -57,7 +57,8 @@ def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> Floa
 def _shaped_seconds(cost: CostModel, lengths: FloatArray, degrees: IntArray, columns: ArrayLike) -> FloatArray:
     """Seconds of sequences on ``degrees`` ranks in so many ``columns``, which divide them. Broadcasts."""
     squares = cost.squares_of(lengths)
-    exposed = cost.shape_seconds(lengths, squares, degrees, columns, degrees > cost.ranks_per_node).seconds
+    node = cost.ranks_per_node
+    exposed = cost.shape_seconds(lengths, squares, degrees, columns, degrees > node, node).seconds
     return cost.compute_seconds(lengths, squares, degrees) + exposed + cost.micro_batch_seconds
 
 

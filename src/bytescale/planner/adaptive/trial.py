@@ -11,9 +11,10 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.plan import Plan
-from bytescale.plan.nodes import crossings
+from bytescale.plan.nodes import alignment, crossings
 from bytescale.planner.adaptive.place import Placement
 from bytescale.planner.adaptive.target import Batch
+from bytescale.planner.adaptive.unequal import grids
 from bytescale.planner.draft import Draft, assemble, in_member_order
 from bytescale.planner.order import rising
 from bytescale.planner.packing import micro_batches
@@ -63,14 +64,14 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     pack_berths, pack_index = packs[heads] % len(berth_ranks), packs[heads] // len(berth_ranks)
     before = berth_before[pack_berths]
     width = 1 + int((pack_index + 1)[before < count].max(initial=0))  # slots: a shared group, packs before it
-    columns, ranks = _shapes(batch, trial)
+    columns, ranks, weights = _shapes(batch, trial)
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
         ranks=np.concatenate((ranks, berth_ranks[pack_berths])),
         degrees=np.concatenate((trial.placed.degrees, np.ones(len(heads), np.int64))),
         slots=np.concatenate((np.arange(count) * width + width - 1, before * width + pack_index)),
-        weights=None if trial.weights is None else np.append(trial.weights, np.ones(len(heads), np.int64)),
+        weights=None if weights is None else np.append(weights, np.ones(len(heads), np.int64)),
         columns=np.append(columns, np.ones(len(heads), np.int64)),
     )
     return assemble(draft, lengths=lengths, cluster=batch.cluster, planner=planner)
@@ -113,18 +114,16 @@ def longest_first(
     return np.argsort(order, axis=0)[index, berths], np.sort(seconds, axis=0)[::-1]
 
 
-def _shapes(batch: Batch, trial: Trial) -> tuple[IntArray, IntArray]:
-    """``[G]`` columns of the shared groups, and ``[E]`` their ranks in member order, group by group.
-
-    Groups have the best shape on equal ranks, and are rings on unequal ones. There the tiles of a grid would differ: a
-    tile's work is the product of its row's and its column's shares.
-    """
-    placed = trial.placed
-    degrees, ranks = placed.degrees, placed.ranks
-    if not batch.cluster.is_uniform or not len(degrees):
-        return np.ones(len(degrees), dtype=np.int64), ranks
-    rings = np.ones(len(degrees), dtype=np.int64)
-    far = crossings(ranks, degrees, rings, ranks_per_node=batch.cost.ranks_per_node).columns
+def _shapes(batch: Batch, trial: Trial) -> tuple[IntArray, IntArray, IntArray | None]:
+    """``[G]`` columns of the shared groups, and ``[E]`` their ranks and weights in member order, group by group."""
+    degrees, ranks = trial.placed.degrees, trial.placed.ranks
+    if not len(degrees):
+        return degrees, ranks, trial.weights
+    if trial.weights is not None:
+        return grids(batch.lengths[trial.shared], trial.placed, trial.weights, batch.cluster, batch.cost)
+    rings, node = np.ones(len(degrees), dtype=np.int64), batch.cost.ranks_per_node
+    far = crossings(ranks, degrees, rings, ranks_per_node=node).columns
+    runs = alignment(ranks, degrees, ranks_per_node=node)
     tokens = batch.lengths[trial.shared].astype(np.float64)
-    shape = batch.cost.best_shape(tokens, batch.cost.squares_of(tokens), degrees, far)
-    return shape.columns, in_member_order(ranks, degrees, shape.columns, shape.down)
+    shape = batch.cost.best_shape(tokens, batch.cost.squares_of(tokens), degrees, far, runs)
+    return shape.columns, in_member_order(ranks, degrees, shape.columns, shape.down), None

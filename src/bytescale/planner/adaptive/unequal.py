@@ -12,6 +12,8 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
+from bytescale.plan.nodes import crossings
+from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import Rectangles
 from bytescale.planner.adaptive.place import Placement
 
@@ -57,6 +59,48 @@ def weights(lengths: IntArray, placed: Placement, cluster: Cluster) -> IntArray:
         for length, ranks in zip(lengths[placed.groups].tolist(), members, strict=True)
     ]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def grids(
+    lengths: IntArray, placed: Placement, members: IntArray, cluster: Cluster, cost: CostModel
+) -> tuple[IntArray, IntArray, IntArray]:
+    """``[G]`` columns, ``[E]`` ranks and ``[E]`` weights of groups of unequal members, in their best shapes.
+
+    A member's tile is the product of its row's and its column's shares. So members of like speed stand in one row, and
+    then all columns have about the same share. Every second row is turned around, which levels out the columns.
+
+    Args:
+        lengths: ``[G]`` tokens of the groups' sequences, in the order of ``placed``.
+        placed: the groups.
+        members: ``[E]`` weights, in the order of ``placed.ranks``.
+        cluster: the ranks.
+        cost: tells the time of a group.
+    """
+    columns, ranks, weighted = np.ones(len(lengths), dtype=np.int64), placed.ranks.copy(), members.copy()
+    starts, squares = np.cumsum(placed.degrees) - placed.degrees, cost.squares_of(lengths)
+    for group, degree in enumerate(placed.degrees.tolist()):
+        span = slice(int(starts[group]), int(starts[group]) + degree)
+        tokens, pairs = float(lengths[group]), float(squares[group])
+        own_ranks, own = placed.ranks[span], members[span]
+        fastest_first = np.argsort(-own, kind="stable")
+        best = np.inf
+        for tried in cost.shapes:
+            if degree % tried or (tried > 1 and 2 * tried > degree):
+                continue
+            grid = (fastest_first if tried > 1 else np.arange(degree)).reshape(-1, tried)
+            grid[1::2] = grid[1::2, ::-1].copy()
+            order, size = grid.ravel(), np.array([degree])
+            shape = own_ranks[order], size, np.array([tried])
+            part, far = shares_of(own[order], *shape[1:]), crossings(*shape, ranks_per_node=cost.ranks_per_node)
+            compute = cost.compute_seconds(tokens, 0.0) * part.own + cost.compute_seconds(0.0, pairs) * part.tile
+            exposed = float(cost.exposed_seconds(tokens, pairs, degree, far.columns[0], tried, far.rows[0]))
+            seconds = float((compute / cluster.speeds[own_ranks[order]]).max()) + exposed
+            if seconds < best:
+                best, columns[group] = seconds, tried
+                ranks[span], weighted[span] = own_ranks[order], own[order]
+            if exposed == 0.0:
+                break
+    return columns, ranks, weighted
 
 
 def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
