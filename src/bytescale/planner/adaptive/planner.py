@@ -84,9 +84,8 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     flat = Batch.of(lengths[order], cluster, cost)
     planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
     if num_stages == 1:
-        if not cluster.is_uniform:
-            return planned(flat, search(flat))
-        return _best_of_rivals(_with_or_without_grids(flat, partial(planned, flat)), flat)
+        plan = _with_or_without_grids(flat, partial(planned, flat))
+        return _best_of_rivals(plan, flat) if cluster.is_uniform else plan
     if not cluster.is_uniform:
         plan = planned(flat, search(flat))
         if is_aligned(plan):
@@ -115,10 +114,11 @@ def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Pla
     if flat.cost.row_bytes_per_token is None or is_ideal(flat.cost):
         return planned(search(flat))
     rings = replace(flat, cost=replace(flat.cost, row_bytes_per_token=None))
-    if rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
+    is_uniform = flat.cluster.is_uniform
+    if is_uniform and rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
         return planned(search(rings))
     plan = planned(search(flat))
-    if _end(flat, plan) <= rings.fastest:
+    if _end(flat, plan) <= rings.fastest if is_uniform else (plan.group_columns == 1).all():
         return plan
     return min((plan, planned(search(rings))), key=partial(_end, flat))
 

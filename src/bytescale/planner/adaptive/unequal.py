@@ -17,6 +17,8 @@ from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import Rectangles
 from bytescale.planner.adaptive.place import Placement
 
+WIDE, MULTIPLE = 16, 8
+"""Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
 SHORT = 1e-9
 """Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
 
@@ -40,13 +42,21 @@ def unequal_blocks(
             return 0, float("inf")
         room = max(min(room or 0.0, longest) - cost.micro_batch_seconds, SHORT * longest)
         in_time = bisect_left(speed, (speed[first] + work / room) * (1 - 1e-12))
-        end = min(max(holding, in_time), stop, first + length)  # every member gets a token
+        end = max(holding, in_time)
+        if end - first >= WIDE and cost.row_bytes_per_token is not None:
+            end = first - (first - end) // MULTIPLE * MULTIPLE
+        end = min(end, stop, first + length)  # every member gets a token
         ranks = slice(first, end)
         part = shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
         compute = work * float((part / cluster.speeds[ranks]).max()) / length
-        leaves_node = cost.leaves_node(first, end - first)
-        exposed = float(cost.exposed_seconds(length, float(cost.squares_of(length)), end - first, leaves_node))
-        return end - first, compute + exposed + cost.micro_batch_seconds
+        return end - first, compute + exposed(first, end - first, length) + cost.micro_batch_seconds
+
+    def exposed(first: int, degree: int, length: int) -> float:
+        if degree < WIDE:
+            far = cost.leaves_node(first, degree)
+            return float(cost.exposed_seconds(length, float(cost.squares_of(length)), degree, far))
+        shapes = (columns for columns in cost.shapes if degree % columns == 0)
+        return min(cost.exposed_of_one(length, degree, columns) for columns in shapes)
 
     return Rectangles(np.arange(len(lengths)), fewest, np.full(len(lengths), np.inf), grow, speed, node=1)
 
