@@ -256,13 +256,13 @@ def test_a_members_tile_is_what_its_blocks_compute(shape: tuple[int, int], seed:
         pairs = 0
         for query in shared.row:
             for key in shared.column:
-                pairs += 2 * visible_pairs(shared.chunks, query, key)
+                pairs += 2 * visible_pairs(shared.segments, query, key)
         assert pairs / tokens.sum() ** 2 == pytest.approx(shares.tile[rank], rel=2e-2)
 
 
-def visible_pairs(chunks: tuple[np.ndarray, np.ndarray], query: int, key: int) -> float:
+def visible_pairs(segments: tuple[np.ndarray, np.ndarray], query: int, key: int) -> float:
     """Pairs that one member's queries of the only sequence see of another's keys; half of a triangle's square."""
-    front, back = (part[0].astype(float) for part in chunks)
+    front, back = (part[0].astype(float) for part in segments)
     if query == key:
         return (front[query] ** 2 + back[query] ** 2) / 2 + front[query] * back[query]
     same_side = front[query] * front[key] if query > key else back[query] * back[key]
