@@ -51,11 +51,14 @@ def torchrun(network: Network, ranks_per_node: int, arguments: Sequence[str], lo
         path.unlink(missing_ok=True)
         processes.append(network.start(node, command, environment=environment, output=path))
     deadline = time.monotonic() + seconds
-    for process, path in zip(processes, logs, strict=True):
-        try:
-            code: int | None = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
+    while any(process.poll() is None for process in processes):
+        failed = [place for place, process in enumerate(processes) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    # The first that failed says why; the others would only say that it is gone.
+    for process, path in sorted(zip(processes, logs, strict=True), key=lambda pair: pair[0].poll() is None):
+        code = process.poll()
         if code != 0:
             for other in processes:
                 other.kill()

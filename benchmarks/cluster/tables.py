@@ -71,6 +71,12 @@ class Setting:
     def profile(self) -> Path:
         return self.out / "profile.toml"
 
+    @property
+    def corpus(self) -> Path:
+        """Documents of these lengths, for this context and so many tokens."""
+        context = self.capacity * self.num_ranks
+        return self.out / f"{self.lengths}-{context}-{self.batch_tokens * self.batches}.jsonl"
+
     def network(self, rate: float) -> Network:
         link = Link(bytes_per_second=rate, burst_bytes=max(Link.burst_bytes, round(rate / 500)))
         return Network([Node(link=link, cpus=self.cpus)] * self.nodes)
@@ -150,7 +156,7 @@ def take_profiles(setting: Setting) -> None:
 
 def write_corpus(setting: Setting) -> None:
     """Documents of Python's standard library: whole, or cut to lengths of a distribution scaled to the context."""
-    path = setting.out / "corpus.jsonl"
+    path = setting.corpus
     if setting.lengths == "code" or path.exists():
         return
     scale = FULL_CONTEXT // (setting.capacity * setting.num_ranks)
@@ -172,7 +178,7 @@ def train(
     """Train with one planner. ``extra``: more options of ``bytescale train``."""
     folder = setting.out / planner
     shutil.rmtree(folder, ignore_errors=True)
-    source = "python:stdlib" if setting.lengths == "code" else str(setting.out / "corpus.jsonl")
+    source = "python:stdlib" if setting.lengths == "code" else str(setting.corpus)
     config = setting.out / "config.toml"
     config.write_text(f'[data]\nsources = ["{source}"]\n', encoding="utf-8")
     context = setting.capacity * setting.num_ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -201,6 +203,23 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "At step 4 its loss is 5.0000, and 7.0000 in first." in page.text
     assert "planner.name balanced static" in page.text
     assert "All settings" in page.text
+
+
+def test_what_calibration_has_learned(tmp_path: Path) -> None:
+    def calibrated(step: int, seconds: float, slow: float) -> str:
+        cost = {"attention_seconds_per_pair": seconds, "token_seconds": 1e-6, "inter_node_bytes_per_second": math.inf}
+        return json.dumps({"step": step, "cost": cost, "speeds": [1.0, slow]}) + "\n"
+
+    few = [line | {"predicted_seconds": 2.0} for line in lines(6)]
+    path = write_run(tmp_path / "run", few)
+    told = [calibrated(1, 1e-9, 1.0), calibrated(2, 2e-9, 0.5), calibrated(3, 3e-9, 0.45), calibrated(4, 4e-9, 1.0)]
+    RunFolder(path).calibration.write_text("".join(told) + '{"step": 5, "cost', encoding="utf-8")
+    text = page_of(*read_runs([path])).text
+    assert "attention, a million pairs 1 ms 4 ms" in text
+    assert "Rank 1 had 0.45 to 0.50 of the middle rank's speed after 2 of 4 steps (2 to 3)." in text
+    assert "last line of calibration.jsonl is cut off" in text
+    RunFolder(path).calibration.write_text(told[0], encoding="utf-8")
+    assert "Calibration has changed no cost in 1 steps" in page_of(*read_runs([path])).text
 
 
 def test_evaluations_stand_beside_the_loss(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def one_rank_computes_longer(run: RunRecord) -> Advice | None:
     remedy = (
         "Measure this machine with `bytescale profile` and set `cost.profile`, so that equal plans take equal times."
     )
+    if not run.settings["cost.calibrate"]:
+        remedy = "Set `cost.calibrate = true`: ranks that are slower then get less work."
     if run.settings["planner.name"] != "balanced":
         remedy = f'Use `planner.name = "balanced"` instead of "{run.settings["planner.name"]}".'
     return Advice(

@@ -51,6 +51,7 @@ class RunRecord:
         notes: what could not be read, in sentences.
         log: log.txt, line by line.
         evaluations: the lines of evaluations.jsonl in the order of steps.
+        calibration: the lines of calibration.jsonl in the order of steps.
     """
 
     name: str
@@ -62,6 +63,7 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    calibration: list[dict[str, Any]] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     batches: Batches | None = None
 
@@ -110,6 +112,7 @@ def read_run(path: Path, name: str) -> RunRecord:
         notes=notes,
         log=log,
         evaluations=_lines(folder.evaluations, ("step", "loss"), notes),
+        calibration=[line for line in _lines(folder.calibration, ("step",), notes) if _is_calibration(line)],
         traces=_traces(folder, notes),
         batches=_batches(folder, [int(line["step"]) for line in steps], notes),
     )
@@ -165,6 +168,10 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
             else:
                 notes.append(f"Line {place} of {path.name} is damaged; it is left out.")
     return [steps[step] for step in sorted(steps)]
+
+
+def _is_calibration(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("cost"), dict) and isinstance(line.get("speeds"), list)
 
 
 def _state(folder: RunFolder, settings: dict[str, Any], steps: list[dict[str, Any]], log: list[str]) -> tuple[str, str]:

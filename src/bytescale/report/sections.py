@@ -18,6 +18,7 @@ from bytescale.report.charts import (
     stacked_columns,
 )
 from bytescale.report.html import details, note, per_run, table
+from bytescale.report.learned import learned
 from bytescale.report.parts import (
     PARTS,
     Forecast,
@@ -191,7 +192,7 @@ def memory_section(runs: Sequence[RunRecord]) -> str:
 
 
 def calibration_section(runs: Sequence[RunRecord]) -> str:
-    """Predicted step times beside measured ones."""
+    """Predicted step times beside measured ones, and what was learned of costs and speeds."""
     blocks = []
     for run in runs:
         found = forecasts(run)
@@ -203,7 +204,7 @@ def calibration_section(runs: Sequence[RunRecord]) -> str:
             Series(name="predicted", css="s-predicted", xs=steps, ys=[one.predicted for one in found]),
         ]
         chart = line_chart(lines, label=format_seconds, from_zero=True) if len(found) > 2 else ""
-        blocks.append((run.name, chart + _errors(run, found)))
+        blocks.append((run.name, chart + _errors(run, found) + learned(run)))
     if not blocks:
         return note("Nothing was predicted for these runs: metrics.jsonl has no predictions, and no step was traced.")
     return per_run(blocks)

@@ -60,7 +60,7 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
             closing.callback(job.calibration.close)
             job.calibration.open(run.calibration, steps_done, ranks.checkpoint_group)
         traces = StepTraces(job, run, log.say)
-        evaluation = Evaluation.of(job)
+        evaluation, metrics = Evaluation.of(job), None
         with job.open_loader() as loader:
             for data in loader:
                 step = data.step + 1  # batches count from 0, people from 1
@@ -79,6 +79,9 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
         job.optimizer.wait_for_parameters()
         checkpoints.finish(config.parallel.stop_seconds / 2 if stop.agreed else None)
         traces.farewell()
+        unused = None if job.calibration is None or metrics is None else job.calibration.farewell(metrics.step)
+        if unused:
+            log.say(unused)
         log.farewell(stopped=stop.agreed)
     return run.path
 
