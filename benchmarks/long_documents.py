@@ -6,7 +6,7 @@
     python benchmarks/long_documents.py simulate                a prompt of a million tokens among short ones
 
 The first three run small models of transformers on this machine. Both sides take turns, and medians over the rounds are
-printed. ``simulate`` needs neither a GPU nor torch: 7B on H100, forward only, from counted operations.
+printed. ``simulate`` needs neither a GPU nor torch: 7B on H100, forward only, from counted operations, event by event.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.common.arrays import IntArray
+from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.config import ModelConfig, resolve_architecture
-from bytescale.cost import Cluster, CostModel, Links, Profile
-from bytescale.planner import adaptive_plan, evaluate, static_plan
+from bytescale.cost import Cluster, Links, Profile
+from bytescale.planner import adaptive_plan, static_plan
+from bytescale.planner.short_first import short_first
+from bytescale.simulator import ClusterConfig, simulate_forward
 
 VOCABULARY = 8192
 PADDED_DOCUMENTS = 8
@@ -171,18 +173,32 @@ def measured_prefill(rounds: int) -> None:
     found = {name: hdp.prefill(prompts).next_tokens for name, hdp in makers.items()}
     assert torch.equal(found["adaptive"], found["static"]), "both plans give the same next tokens"
     times: dict[str, list[float]] = {name: [] for name in makers}
+    first: dict[str, list[FloatArray]] = {name: [] for name in makers}  # of every prompt, a row a round
     for _ in range(rounds):
         for name, hdp in makers.items():
             dist.barrier()
-            own = torch.tensor(seconds_of(lambda hdp=hdp: hdp.prefill(prompts)))
+            at = torch.zeros(len(prompts), dtype=torch.float64)
+            started = time.perf_counter()
+
+            def note(number: int, _: Any, at: Any = at, started: float = started) -> None:
+                at[number] = time.perf_counter() - started
+
+            hdp.prefill(prompts, ready=note)
+            own = torch.tensor(time.perf_counter() - started)
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
+            dist.all_reduce(at)  # every prompt's first token comes from one rank
             times[name].append(float(own))
+            first[name].append(at.numpy())
     if dist.get_rank() == 0:
         print(
             f"{len(prompts)} prompts, {sum(lengths)} tokens, the longest {max(lengths)}, {dist.get_world_size()} ranks"
         )
         for name, held in times.items():
-            print(f"{name:9} {statistics.median(held):.2f} s ({min(held):.2f} to {max(held):.2f})")
+            short = np.median(first[name], axis=0)[1:]
+            print(
+                f"{name:9} {statistics.median(held):.2f} s ({min(held):.2f} to {max(held):.2f}); first tokens of short "
+                f"prompts: half after {np.median(short):.2f} s, 90 % after {np.quantile(short, 0.9):.2f} s"
+            )
         ratios = [a / b for a, b in zip(times["static"], times["adaptive"], strict=True)]
         print(f"static over adaptive: {statistics.median(ratios):.2f}")
     dist.destroy_process_group()
@@ -190,42 +206,37 @@ def measured_prefill(rounds: int) -> None:
 
 def simulated_prefill() -> None:
     lengths = np.concatenate([[MILLION], mixed_lengths(4096, 3, 8192, middle=512)])
-    cost = forward_cost()
+    profile = assumed_profile()
+    cost = profile.cost_model(ranks_per_node=8).forward_only(bytes_per_element=2)
     print(f"{len(lengths) - 1} prompts of {lengths[1:].min()} to {lengths[1:].max()} tokens and one of {MILLION}")
-    print(
-        f"{'ranks':>5} {'ideal':>7} {'ours':>7} {'static':>14} {'best static':>16}   short prompts done at, ours/static"
-    )
+    print("seconds until all are done; in brackets: until half, and 90 %, of the short prompts have their first token")
+    print(f"{'ranks':>5} {'ideal':>7}  {'ours':24} {'long ones first':24} {'static, fewest ranks':30} best static")
     for num_ranks in (64, 256, 1024, 4096):
-        cluster = Cluster.uniform(num_ranks, CAPACITY)
+        cluster, devices = Cluster.uniform(num_ranks, CAPACITY), ClusterConfig(num_gpus=num_ranks)
         least = MILLION // CAPACITY
-        plans = {least * 2**power: None for power in range(8) if least * 2**power <= num_ranks}
-        static = {cp: static_plan(lengths, cluster=cluster, cost=cost, cp=cp) for cp in plans}
-        ends = {cp: evaluate(plan, cluster=cluster, cost=cost).end_seconds for cp, plan in static.items()}
-        best = min(ends, key=lambda cp: ends[cp])
-        ours = adaptive_plan(lengths, cluster=cluster, cost=cost)
-        outcome = evaluate(ours, cluster=cluster, cost=cost)
-        waits = [median_end(plan, cluster, cost) for plan in (ours, static[best])]
+        degrees = [least * 2**power for power in range(8) if least * 2**power <= num_ranks]
+        static = {
+            cp: simulate_forward(short_first(static_plan(lengths, cluster=cluster, cp=cp), cost), profile, devices)
+            for cp in degrees
+        }
+        best = min(static, key=lambda cp: float(static[cp].max()))
+        plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
+        ours, unturned = (simulate_forward(each, profile, devices) for each in (short_first(plan, cost), plan))
+        ideal = float(cost.work_seconds(lengths).sum()) / num_ranks
         print(
-            f"{num_ranks:5} {outcome.ideal_seconds:6.2f}s {outcome.end_seconds:6.2f}s "
-            f"{ends[least]:7.2f}s cp {least:3} {ends[best]:7.2f}s cp {best:4}   {waits[0]:.2f} s / {waits[1]:.2f} s"
+            f"{num_ranks:5} {ideal:6.2f}s  {shown(ours):24} {shown(unturned):24} "
+            f"{f'cp {least}: {shown(static[least])}':30} cp {best}: {shown(static[best])}"
         )
 
 
-def median_end(plan: Any, cluster: Cluster, cost: CostModel) -> float:
-    """When half of the short prompts are done, in seconds."""
-    outcome = evaluate(plan, cluster=cluster, cost=cost)
-    ends = np.zeros(plan.num_sequences)
-    offsets = plan.micro_batch_group_offsets
-    for micro_batch, end in enumerate(outcome.micro_batch_end_seconds.tolist()):
-        for group in plan.micro_batch_groups[offsets[micro_batch] : offsets[micro_batch + 1]].tolist():
-            held = plan.group_sequences[plan.group_sequence_offsets[group] : plan.group_sequence_offsets[group + 1]]
-            ends[held] = np.maximum(ends[held], end)
-    return float(np.median(ends[1:]))
+def shown(ends: FloatArray) -> str:
+    """When all prompts are done, half of the short ones, and 90 % of them."""
+    return f"{ends.max():5.2f} ({np.median(ends[1:]):5.2f}, {np.quantile(ends[1:], 0.9):5.2f})"
 
 
-def forward_cost() -> CostModel:
+def assumed_profile() -> Profile:
     """7B in bf16 on H100: 400 TFLOP/s in matrix products, 300 in attention, 300 GB/s in a node, 40 between nodes."""
-    profile = Profile.from_flops(
+    return Profile.from_flops(
         resolve_architecture(ModelConfig(preset="7b")),
         flops_per_second=400e12,
         attention_flops_per_second=300e12,
@@ -238,7 +249,6 @@ def forward_cost() -> CostModel:
             host_to_device_bytes_per_second=25e9,
         ),
     )
-    return profile.cost_model(ranks_per_node=8).forward_only(bytes_per_element=2)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ def test_greedy_text_is_that_of_transformers(name: str, num_ranks: int) -> None:
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> list[torch.Tensor]:
         hdp = HDP(own.eval(), group, capacity_tokens=40 if num_ranks > 1 else 80, forward_only=True)
-        filled = hdp.prefill(prompts())
+        first = {}
+        filled = hdp.prefill(prompts(), ready=lambda number, own_logits: first.update({number: own_logits.argmax()}))
+        assert {number: int(token) for number, token in first.items()} == {n: filled.next_tokens[n] for n in first}
+        assert hdp.group.sum_of([float(len(first))]) == [len(LENGTHS)]
         torch.testing.assert_close(filled.next_logits(), torch.stack(logits), rtol=1e-10, atol=1e-10)
         texts = []
         for number, prompt in enumerate(prompts()):
@@ -69,6 +72,20 @@ def test_greedy_text_is_that_of_transformers(name: str, num_ranks: int) -> None:
 
     found = dict(pair for texts in on_ranks(num_ranks, model, work) for pair in texts)
     assert [found[number].tolist() for number in range(len(LENGTHS))] == [text.tolist() for text in expected]
+
+
+def test_short_prompts_come_before_the_long_one() -> None:
+    """A rank that has a part of the long prompt runs its short ones first."""
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> list[int]:
+        order: list[int] = []
+        hdp = HDP(own.eval(), group, capacity_tokens=40, forward_only=True)
+        hdp.prefill(prompts(), ready=lambda number, logits: order.append(number))
+        return order
+
+    orders = on_ranks(2, small_model("llama").eval(), work)
+    assert sorted(orders[0] + orders[1]) == list(range(len(LENGTHS)))
+    assert all(0 not in order[:-1] for order in orders)
 
 
 def test_a_cache_stays_where_it_was_computed() -> None:

@@ -40,7 +40,7 @@ from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch, check_plan
 from bytescale.attach.planning import PlannerName, make_planner
-from bytescale.attach.prefill import Prefill, prefill
+from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.saving import Savings
@@ -362,12 +362,12 @@ class HDP:
             raise PlanError(problem("nothing was collected", fix="call hdp.collect(micro, values) for every one"))
         return self._collected.of_all(self.group)
 
-    def prefill(self, prompts: Sequence[Sequence[int] | Tensor]) -> Prefill:
+    def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:
         """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
 
-        Every rank calls it. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
-        """
-        return prefill(self, prompts)
+        Every rank calls it. ``ready`` is called on the rank that has a prompt's last token as soon as its logits are
+        known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate."""
+        return prefill(self, prompts, ready)
 
     # -- internals -------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,19 @@
 """Prefill of prompts of very different lengths: their next tokens, and KV caches from which ``generate`` goes on.
 
-The planner spreads the prompts as it spreads documents in training. Keys and values stay where they were computed;
-``Prefill.cache`` gathers those of one prompt on one rank, as a cache of transformers.
+The planner spreads the prompts as it spreads documents in training, and short prompts come first, so that they do not
+wait for long ones (``planner.short_first``). Keys and values stay where they were computed; ``Prefill.cache`` gathers
+those of one prompt on one rank, as a cache of transformers.
 
 Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,9 +21,13 @@ from bytescale.attach.head import causal_model, last_logits
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.refusal import refusal
 from bytescale.common.errors import DataError, problem
+from bytescale.planner.short_first import short_first
 
 if TYPE_CHECKING:
     from bytescale.attach.hdp import HDP
+
+Ready = Callable[[int, Tensor], None]
+"""Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
 
 _MOST_PIECES = 8
 """Runs of one prompt's tokens that one rank may hold; a plan has two of them."""
@@ -153,7 +159,7 @@ class Prefill:
 
 
 @torch.no_grad()
-def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor]) -> Prefill:
+def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
     """Run the prompts forward; see ``HDP.prefill``."""
     require_generation(hdp.model)
     documents = [{"tokens": _tokens_of(prompt, number)} for number, prompt in enumerate(prompts)]
@@ -161,7 +167,10 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor]) -> Prefill:
     device = hdp.group.device
     result = Prefill(hdp, [document["tokens"] for document in documents], torch.zeros(len(prompts), dtype=torch.int64))
     next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    for micro in hdp.plan(documents):
+    plan = hdp.planner(np.array(lengths))
+    if not hdp.equal_counts:  # counts that are equal, backwards, would not meet at equal places
+        plan = short_first(plan, hdp.cost)
+    for micro in hdp.plan(documents, plan=plan):
         kept: list[tuple[Tensor, Tensor]] = []
         micro.target.keep = lambda keys, values, kept=kept: kept.append((keys, values))
         ends, row = {}, 0
@@ -174,6 +183,8 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor]) -> Prefill:
         result.add(micro, kept, rows)
         for prompt, values in rows.items():
             next_tokens[prompt] = values.argmax()
+            if ready is not None:
+                ready(prompt, values)
     result.next_tokens = hdp.group.all_reduce(next_tokens)
     return result
 

@@ -304,17 +304,20 @@ class CostModel:
         """The costs of the same model without backward.
 
         A third of the matrix products are forward, and ``1 / (1 + BACKWARD_ATTENTION_RATIO)`` of attention. A ring
-        carries K and V of ``bytes_per_element`` once, instead of twice and their gradients in fp32 or wider.
+        carries K and V of ``bytes_per_element`` once, instead of twice and their gradients in fp32 or wider. A row of a
+        grid carries queries and results, instead of twice that and the queries' gradients in fp32 or wider.
         """
         leaving = self.inter_node_ring_step_seconds
-        traffic = bytes_per_element / (2 * bytes_per_element + max(4, bytes_per_element))
+        wide = max(4, bytes_per_element)
+        traffic = bytes_per_element / (2 * bytes_per_element + wide)
+        rows = 2 * bytes_per_element / (4 * bytes_per_element + wide)
         return replace(
             self,
             attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
             token_seconds=self.token_seconds / 3,
             micro_batch_seconds=self.micro_batch_seconds / 2,
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
-            row_bytes_per_token=None,
+            row_bytes_per_token=None if self.row_bytes_per_token is None else self.row_bytes_per_token * rows,
             passes=(Pass(),),
             ring_step_seconds=self.ring_step_seconds / 2,
             inter_node_ring_step_seconds=None if leaving is None else leaving / 2,

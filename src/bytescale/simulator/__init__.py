@@ -2,6 +2,6 @@
 
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.result import LoaderConfig, SimulatedStep, Traffic
-from bytescale.simulator.simulate import simulate
+from bytescale.simulator.simulate import simulate, simulate_forward
 
-__all__ = ["ClusterConfig", "LoaderConfig", "SimulatedStep", "Traffic", "simulate"]
+__all__ = ["ClusterConfig", "LoaderConfig", "SimulatedStep", "Traffic", "simulate", "simulate_forward"]

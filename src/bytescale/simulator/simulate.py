@@ -65,13 +65,7 @@ def simulate(
     """
     _check(plan, profile, cluster, schedule)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
-    layers = split_layers(profile.architecture, cluster.num_parts)
-    parts = [
-        stage_times(
-            profile, events.loads, num_layers=len(own), has_head=part == cluster.num_parts - 1, recompute=recompute
-        )
-        for part, own in enumerate(layers)
-    ]
+    parts = _times_of_parts(profile, cluster, events, recompute)
     seconds = np.stack([events.longest_member(times.total) for times in parts])
     hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
     transfer = events.longest_member(hop + profile.links.ring_latency_seconds(True))
@@ -86,6 +80,38 @@ def simulate(
         timeline = run(schedule=used)
     done = _Executed(plan, profile, cluster, events, timeline)
     return _account(done, parts, schedule=used, num_forwards=2 if recompute else 1)
+
+
+def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> FloatArray:
+    """Execute ``plan`` event by event, forward only, on ranks without a pipeline, as scoring and prefill run it.
+
+    Arguments and errors are those of ``simulate``; ``cluster.pp`` must be 1.
+
+    Returns:
+        ``[S]`` the seconds after which the forward of each sequence has ended on all ranks that hold a part of it.
+    """
+    _check(plan, profile, cluster, "1f1b")
+    assert cluster.pp == 1, "only ranks without a pipeline run forward alone"
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, windows=profile.windows)
+    (times,) = _times_of_parts(profile, cluster, events, recompute=False)
+    seconds = events.longest_member(times.total)[None]
+    seconds[:, 1] = 0.0  # no backward
+    timeline = run_events(events, seconds, np.zeros(events.num_events), num_stages=1, schedule="1f1b")
+    ends = np.zeros(plan.num_groups)
+    counts = np.diff(plan.micro_batch_group_offsets)
+    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(timeline.end[events.micro_batch_events, 0, 0], counts))
+    of_sequences = np.empty(plan.num_sequences)
+    of_sequences[plan.group_sequences] = np.repeat(ends, np.diff(plan.group_sequence_offsets))
+    return of_sequences
+
+
+def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, recompute: bool) -> list[StageTimes]:
+    layers = split_layers(profile.architecture, cluster.num_parts)
+    last = cluster.num_parts - 1
+    return [
+        stage_times(profile, events.loads, num_layers=len(own), has_head=part == last, recompute=recompute)
+        for part, own in enumerate(layers)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
