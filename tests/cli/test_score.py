@@ -117,6 +117,45 @@ def test_the_command_scores_conversations(tmp_path: Path, folder: Path, capsys: 
         run(arguments)
 
 
+def test_labels_of_other_ids_and_weights_that_sum_to_zero(tmp_path: Path, folder: Path) -> None:
+    """Scores are of labels; weights are those of rewards that are centred."""
+    (record,) = token_records((9,))
+    labels = [7, -100, 8, *record["tokens"][3:]]
+    weights = [0.0, 1.0, 1.0, -1.0, 2.0, -2.0, 0.0, 0.0, 0.0]
+    source = write_jsonl(tmp_path / "a.jsonl", [{**record, "labels": labels, "weights": weights}])
+    wanted = options(folder, source, tmp_path / "out.parquet")
+    run_forked(1, lambda _: score_on_ranks(wanted))
+    (row,) = rows_of(wanted.out)
+    model = load_model(str(folder), torch.float64)
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([record["tokens"]])).logits[0, :-1].log_softmax(-1)
+    targets = [record["tokens"][1], *labels[2:]]
+    expected = [float(values[target]) for values, target in zip(logprobs, targets, strict=True)]
+    assert row["logprobs"] == pytest.approx(expected, abs=1e-10)
+    assert row["weights"] == [0.0, *weights[2:]]  # a label of -100 has weight 0
+    assert row["num_targets"] == 4
+    assert row["logprob"] == pytest.approx(sum(w * x for w, x in zip(row["weights"], expected, strict=True)), abs=1e-10)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path below a file is refused beforehand. A full disk costs the part that is being written."""
+    source = write_jsonl(tmp_path / "a.jsonl", token_records())
+    with pytest.raises(ConfigError, match=r"out\.parquet cannot be written \(.*a\.jsonl is no folder"):
+        check_options(options(folder, source, source / "out.parquet"))
+    output = ScoreFile(tmp_path / "out.parquet")
+    output.begin({})
+    output.write(0, {"document": [0]})
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", full)
+    with pytest.raises(DataError, match=r"000001\.parquet cannot be written .*No space left.* continues behind them"):
+        output.write(1, {"document": [1]})
+    assert sorted(path.name for path in output.parts.iterdir()) == ["000000.parquet", "settings.json"]
+    assert output.begin({}) == 1
+
+
 def test_scores_in_python(folder: Path) -> None:
     """Streamed: documents are taken from an iterator, batch by batch, and unequal numbers per rank are fine."""
     records = token_records((90, 3, 3, 3, 70, 2))

@@ -235,6 +235,9 @@ def test_further_fields(tmp_path: Path) -> None:
     assert [document["tokens"].tolist() for document in documents] == [[1, 2, 3], [4, 5]]
     assert [document["labels"].tolist() for document in documents] == [[2, 3, IGNORE_INDEX], [5, IGNORE_INDEX]]
     assert [document["advantages"].tolist() for document in documents] == [[0.5, -2, 0], [8, 0]]
+    without = write_jsonl(tmp_path / "b.jsonl", [*records, {"tokens": [1, 2]}])
+    with pytest.raises(DataError, match=r"b\.jsonl:3 has no key 'advantages', which data\.fields names"):
+        prepare_corpus(tokens_config(tmp_path, without, fields=("advantages",)))
     missing = tokens_config(tmp_path, pair_of(tmp_path, tmp_path / "a.jsonl"), fields=("advantages",))
     with pytest.raises(DataError, match=r"all\.bin has no field 'advantages', which data\.fields names"):
         prepare_corpus(missing)

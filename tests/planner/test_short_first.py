@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.cost import Cluster
@@ -14,12 +14,13 @@ from bytescale.parity.plans import random_plan
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate
 from bytescale.planner.short_first import LEAST_WORK, backwards, cut_packs, short_first
+from tests.helpers.effort import examples
 from tests.planner.helpers import GRIDS, LINKS, heavy_tailed
 
 FAST = replace(LINKS, micro_batch_seconds=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30, 500)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 9), st.integers(0, 2**31))
 def test_any_plan(lengths: list[int], num_ranks: int, seed: int) -> None:
     """Rules, makespan and work are kept, whatever the groups and their shapes; twice backwards is the plan itself."""

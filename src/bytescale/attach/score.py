@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bytescale.attach.documents import TOKEN_NAMES
 from bytescale.attach.hdp import HDP
+
+_NEEDED = (*TOKEN_NAMES, "labels")
 
 
 def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int = 2**18) -> Iterator[Tensor]:
     """Yield ``[length]`` log-probabilities of every document's labels, on every rank, in the order of ``documents``.
 
     At most ``batch_tokens`` tokens (or one longer document) are read ahead and planned together. The logits of a few
-    rows exist at a time, whatever the vocabulary. A label of -100 (a document's last token has one) gives 0.
+    rows exist at a time, whatever the vocabulary. A label of -100 (a document's last token has one) gives 0. Fields
+    besides tokens and labels are not read.
 
     Args:
         hdp: attached to the model, which is in evaluation mode, best with ``forward_only=True``.
@@ -41,6 +45,8 @@ def score(hdp: HDP, documents: Iterable[Mapping[str, Any]], *, batch_tokens: int
 @torch.no_grad()
 def score_batch(hdp: HDP, documents: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """The log-probabilities of one global batch; see ``score``."""
-    for micro in hdp.plan(documents):
+    # Other fields are not read: weights, for example, may sum to zero, which a loss could not be divided by.
+    needed = [{name: document[name] for name in _NEEDED if name in document} for document in documents]
+    for micro in hdp.plan(needed):
         hdp.collect(micro, micro.logprobs(hdp.model))
     return hdp.collected()

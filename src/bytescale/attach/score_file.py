@@ -8,8 +8,10 @@ depend on the corpus and ``batch_tokens`` alone, never on the ranks, so another 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,16 @@ class ScoreFile:
         return self.path.with_name(self.path.name + ".parts")
 
     def check_is_new(self) -> None:
-        """Raise ``ConfigError`` if the file exists."""
+        """Raise ``ConfigError`` if the file exists, or if there can be none."""
+        parent = next(folder for folder in self.path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ConfigError(
+                problem(
+                    f"{self.path} cannot be written ({parent} is no folder that you may write to)",
+                    so="the scores would be lost",
+                    fix="name another --out",
+                )
+            )
         if self.path.exists():
             raise ConfigError(
                 problem(f"{self.path} exists", so="its scores would be lost", fix="name another --out, or delete it")
@@ -83,21 +94,35 @@ class ScoreFile:
         import pyarrow
         import pyarrow.parquet
 
-        remove_stale_temporaries(self.part(number))
-        with whole_file(self.part(number)) as temporary:
+        with self._written(self.part(number)) as temporary:
             pyarrow.parquet.write_table(pyarrow.table(dict(rows)), temporary)
 
     def finish(self, num_parts: int) -> None:
         """Join the parts, one at a time, and delete them."""
         import pyarrow.parquet
 
-        remove_stale_temporaries(self.path)
-        with whole_file(self.path) as temporary:
+        with self._written(self.path) as temporary:
             schema = pyarrow.parquet.read_schema(self.part(0))
             with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
                 for number in range(num_parts):
                     writer.write_table(pyarrow.parquet.read_table(self.part(number)))
         shutil.rmtree(self.parts)
+
+    @contextmanager
+    def _written(self, path: Path) -> Iterator[Path]:
+        """``whole_file(path)``. Raises ``DataError`` if the disk is full or gone."""
+        try:
+            remove_stale_temporaries(path)
+            with whole_file(path) as temporary:
+                yield temporary
+        except OSError as error:
+            raise DataError(
+                problem(
+                    f"{path} cannot be written ({error})",
+                    so=f"the parts in {self.parts} are whole, and no score in them is lost",
+                    fix="make room, then repeat the command: it continues behind them",
+                )
+            ) from error
 
 
 def score_corpus(
@@ -113,7 +138,7 @@ def score_corpus(
     """Score every document of the corpus of ``data``. Every rank calls it; the first one writes, and ``say``s how far.
 
     The columns: ``document`` (from 0), ``num_tokens``, ``num_targets``, ``logprob`` (sum of weight x log-probability),
-    ``logprobs`` (of every token behind the first), and ``weights`` of the same tokens if the corpus has any.
+    ``logprobs`` (of every token behind the first, or of its label), and ``weights`` of the same tokens if there are any.
 
     Raises:
         ConfigError: the file exists, or was begun with other settings.

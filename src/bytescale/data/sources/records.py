@@ -37,6 +37,8 @@ class RecordKind:
     required: tuple[tuple[str, ...], ...]
     """Of each tuple, a record has exactly one key."""
     optional: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    """Those of the required keys that ``data.fields`` names."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ TOKENS = RecordKind("tokens", (("tokens", "input_ids"),), ("labels", "weights"))
 def kind_of(content: str, fields: Sequence[str]) -> RecordKind:
     """Return the kind of ``data.content``; records of tokens must also have the keys ``fields``."""
     if content == TOKENS.content:
-        return RecordKind(content, (*TOKENS.required, *((name,) for name in fields)), TOKENS.optional)
+        return RecordKind(content, (*TOKENS.required, *((name,) for name in fields)), TOKENS.optional, tuple(fields))
     return MESSAGES if content == MESSAGES.content else PROMPT
 
 
@@ -152,6 +154,14 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str) -
                     f"{place} has the {word}s {' and '.join(map(repr, held))}",
                     so="which of them holds its tokens cannot be told",
                     fix="leave one of them out",
+                )
+            )
+        if names[0] in kind.fields:
+            raise DataError(
+                problem(
+                    f"{place} has no {word} {names[0]!r}, which data.fields names",
+                    so="its tokens would lack it",
+                    fix="write a number per token, or leave the field out",
                 )
             )
         close = difflib.get_close_matches(names[0], known, n=1, cutoff=0.5)

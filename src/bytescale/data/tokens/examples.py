@@ -78,7 +78,7 @@ class ExampleEncoder:
                     problem(
                         "there is nothing to train on: no token behind the first one has a weight",
                         so="the record would only take time",
-                        fix="delete it, or set data.max_corrupt_records to leave such records out",
+                        fix="delete it; a run may leave such records out (data.max_corrupt_records)",
                     )
                 )
         except UnicodeEncodeError as error:
