@@ -138,7 +138,7 @@ def score_corpus(
     """Score every document of the corpus of ``data``. Every rank calls it; the first one writes, and ``say``s how far.
 
     The columns: ``document`` (from 0), ``num_tokens``, ``num_targets``, ``logprob`` (sum of weight x log-probability),
-    ``logprobs`` (of every token behind the first, or of its label), and ``weights`` of the same tokens if there are any.
+    ``logprobs`` (of every token behind the first, or of its label), and ``weights`` of the same tokens if any exist.
 
     Raises:
         ConfigError: the file exists, or was begun with other settings.
