@@ -186,7 +186,7 @@ def main() -> None:
             shared[block.kind] += int(wide.sum())
             degrees.update(plan.group_sizes[wide].tolist())
             shapes.update(zip(plan.group_sizes[wide].tolist(), plan.group_columns[wide].tolist(), strict=True))
-        if (first // BLOCK) % 20 == 19:
+        if (first // BLOCK) % 5 == 4:
             print(f"{seeds[-1] + 1 - arguments.first_seed} plans, {time.perf_counter() - started:.0f} s", flush=True)
     print(f"\n{'mesh':30} {'plans':>6} {'shared groups':>14} {'compared':>9} {'largest error':>14} {'seconds':>8}")
     for kind, count in plans.items():
