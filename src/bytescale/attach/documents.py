@@ -8,6 +8,7 @@ gets the rows of its slices of all of them.
 from __future__ import annotations
 
 import hashlib
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Documents:
 
         Raises:
             DataError: for documents without tokens, fields of other lengths, fields that only some documents have,
-                labels that are the tokens themselves, or weights that sum to zero.
+                labels that are the tokens themselves, or weights that sum to zero or are not numbers.
         """
         if (
             isinstance(batch, Mapping)
@@ -218,7 +219,17 @@ def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
         _refuse_unshifted(fields["labels"], tokens, next_tokens)
     if "weights" not in fields:
         fields["weights"] = [(labels != IGNORE_INDEX).to(torch.float32) for labels in fields["labels"]]
-    elif float(sum(weights.double().sum() for weights in fields["weights"])) == 0.0:
+        return
+    total = float(sum(weights.double().sum() for weights in fields["weights"]))
+    if not math.isfinite(total):
+        raise DataError(
+            problem(
+                f"the weights of the batch sum to {total}",
+                so="the loss and every gradient would not be numbers either",
+                fix="give finite weights; 0 leaves a token out",
+            )
+        )
+    if total == 0.0:
         raise DataError(
             problem(
                 "the weights of the batch sum to zero",

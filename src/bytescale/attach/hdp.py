@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from bytescale.attach.collected import Collected
 from bytescale.attach.costs import count_costs
 from bytescale.attach.documents import Batch, Documents
+from bytescale.attach.handed_out import HandedOut
 from bytescale.attach.interface import Attachment
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
 from bytescale.attach.long_rope import fix_rope
@@ -44,10 +45,11 @@ from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.saving import Savings
+from bytescale.attach.vocabulary import require_words
 from bytescale.attach.weight_sums import weight_sums
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
-from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, RankFailure, problem
+from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
 from bytescale.config import DataConfig
 from bytescale.cost import CostModel
 from bytescale.plan import MicroBatch, Plan, RankPlan
@@ -125,7 +127,7 @@ class HDP:
             self._attachment.detach()
             raise
         self._attached = AttachedModel.of(model, self.facts)
-        self._passes: list[MicroBatchPass] = []
+        self.handed_out = HandedOut()
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._saved: Savings | None = None
@@ -167,14 +169,18 @@ class HDP:
             RankFailure: if ranks have different documents or plans.
         """
         documents = Documents.of(batch, shift_labels=shift_labels)
+        require_words(documents.fields, self.model)
         plan = self.planner(np.array(documents.lengths)) if plan is None else plan
         check_plan(plan, documents.lengths, self.group.size)
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
-        return self.run(RankBatch.of(rank_plan, documents))
+        self._collected = None
+        return PlannedBatch(self, RankBatch.of(rank_plan, documents))
 
     def run(self, part: RankBatch) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``)."""
+        for rows in part.rows:
+            require_words({name: [values] for name, values in rows.items()}, self.model)
         self._collected = None
         return PlannedBatch(self, part)
 
@@ -210,7 +216,6 @@ class HDP:
             has_ring=plan.shared is not None,
             name=f"micro-batch {plan.index} of rank {self.group.rank}",
         )
-        self._passes.append(target)
         return Micro(plan, fields, target, self.group.device)
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -269,21 +274,12 @@ class HDP:
             lr: sets the learning rate of all parameters; None: it stays.
 
         Raises:
-            RankFailure: if a micro-batch has not been run backward.
+            RankFailure: if a micro-batch has not been run forward and backward.
             ConfigError: if parameters were moved, replaced, added or unfrozen since ``adamw`` or ``optimizer``.
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
         sharded = self._sharded()
-        missing = [target for target in self._passes if target.backward_is_missing]
-        if missing:
-            raise RankFailure(
-                problem(
-                    f"{missing[0].name}: its backward has not run before step()",
-                    so="the gradient would lack its tokens",
-                    fix="call backward on every micro-batch's loss, and run scoring under torch.no_grad()",
-                )
-            )
-        self._passes = []
+        self.handed_out.finish()
         sharded.require_parameters_of(self.model)
         grad_norm = sharded.reduce_gradients()
         if not math.isfinite(grad_norm):
@@ -371,8 +367,10 @@ class HDP:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def begin_batch(self, part: RankBatch) -> None:
+    def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
+        self._attachment.require_attached()
+        self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)
 
     def _sharded(self) -> ShardedOptimizer:

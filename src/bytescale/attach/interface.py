@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.attach.refusal import refusal
+from bytescale.common.errors import ConfigError, problem
 
 KEYWORD = "hdp_attention"
 PREFIX = "hdp_over_"
@@ -71,6 +72,14 @@ class Target(Protocol):
 _pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
 
 
+_bypass: ContextVar[Callable[[], None] | None] = ContextVar("bytescale_bypass", default=None)
+
+
+def note_bypass(call: Callable[[], None] | None) -> None:
+    """What is called from now on when an attached model of this thread runs outside of a plan; None: nothing."""
+    _bypass.set(call)
+
+
 class Attachment:
     """A model that is on our attention. ``detach`` undoes it."""
 
@@ -92,6 +101,7 @@ class Attachment:
                     so="it would attend to other documents' tokens",
                     fix="use another implementation of the model, or a newer version of transformers",
                 )
+        self._is_detached = False
         self._before = [(part, part.config._attn_implementation) for part in self.parts]
         for part, name in self._before:
             original = (name or "sdpa").removeprefix(PREFIX)
@@ -106,8 +116,20 @@ class Attachment:
             )
         ]
 
+    def require_attached(self) -> None:
+        """Raise ``ConfigError`` after ``detach``."""
+        if self._is_detached:
+            raise ConfigError(
+                problem(
+                    "this HDP was detached from its model",
+                    so="documents of a micro-batch would see each other",
+                    fix="attach again: bytescale.HDP(model, ...)",
+                )
+            )
+
     def detach(self) -> None:
         """Give the model back the attention that it had."""
+        self._is_detached = True
         for part, name in self._before:
             part.config._attn_implementation_internal = name
         for hook in self._hooks:
@@ -159,7 +181,16 @@ def _mask(original: str, *args: Any, mask_function: Callable[..., Any], **option
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     target = kwargs.get(KEYWORD)
+    if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
+        bypass()
     if target is not None and _pass.get() is None:
+        if kwargs.get("labels") is not None:
+            raise refusal(
+                type(module).__name__,
+                "it is given labels together with micro.inputs",
+                so="its own loss would shift them across documents, and be the mean of one micro-batch",
+                fix="leave labels out, and compute the loss from logits and micro.labels, or by micro.loss_sum(model)",
+            )
         target.begin()
         target.outermost = module
         _pass.set(target)

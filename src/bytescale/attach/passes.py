@@ -52,6 +52,10 @@ class MicroBatchPass:
         """Called for every layer, in order, with this rank's keys and values ``[T, Hkv, D]``."""
         self.model = model
         self._attention_of = attention_of
+        self.trained = False
+        """Whether the model has run it with gradients."""
+        self.bypassed = False
+        """Whether, while it was the loop's, the model ran with gradients and without it."""
         self._calls = 0
         self._in_forward = False
         self._backwards_to_come = 0
@@ -68,6 +72,7 @@ class MicroBatchPass:
                 "model.eval()",
             )
         self._calls, self._in_forward = 0, True
+        self.trained |= torch.is_grad_enabled()
 
     def end(self) -> None:
         """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
@@ -80,6 +85,10 @@ class MicroBatchPass:
                 so="members of a ring would wait for each other forever",
                 fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
             )
+
+    def bypass(self) -> None:
+        """The attached model was called without this pass among its inputs."""
+        self.bypassed |= torch.is_grad_enabled()
 
     def mask(self, mask_function: Callable[..., Any]) -> None:
         """No mask is made: the documents of a micro-batch are known."""

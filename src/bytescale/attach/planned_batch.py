@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bytescale.attach.interface import note_bypass
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attention import RingBuffers
@@ -22,6 +23,7 @@ class PlannedBatch:
 
     def __init__(self, hdp: HDP, part: RankBatch) -> None:
         self.hdp = hdp
+        self.number = hdp.handed_out.new_number()
         self.rank_plan = part.rank_plan
         self._part = part
         most = part.rank_plan.most_micro_batches
@@ -31,14 +33,19 @@ class PlannedBatch:
         return self._num_passes
 
     def __iter__(self) -> Iterator[Micro]:
-        self.hdp.begin_batch(self._part)
+        self.hdp.begin_batch(self, self._part)
         buffers = RingBuffers()
         for index in range(self._num_passes):
             if index < len(self._part.rows):
                 micro = self.hdp.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
             else:
                 micro = self.hdp.micro(local_documents(index, []), self._part.no_rows, buffers)
-            yield micro
+            self.hdp.handed_out.add(self.number, index, micro.target)
+            note_bypass(micro.target.bypass)
+            try:
+                yield micro
+            finally:
+                note_bypass(None)
             micro.target.require_finished()
             buffers.release()
 

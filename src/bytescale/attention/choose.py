@@ -31,6 +31,8 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Attent
 
     Raises ``ConfigError`` where flash attention does not exist. It never falls back to something slower.
     """
+    if name not in ("auto", "flash", "math"):
+        raise ConfigError(problem(f"there is no attention kernel {name!r}", fix="use auto, flash or math"))
     if name == "math":
         return MathKernel()
     if device.type == "cpu":

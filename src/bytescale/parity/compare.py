@@ -62,6 +62,7 @@ class Outcome:
 
 def compare(model: nn.Module, setup: Setup) -> Comparison:
     """Compare ``model``, which stays as it is, with itself under ``HDP``. Raises ``ConfigError`` if it is refused."""
+    HDP(copy.deepcopy(model), capacity_tokens=1).detach()  # a refusal says more than an error of the model's own
     documents = random_documents(model, setup)
     reference = plain_step(copy.deepcopy(model), documents)
     return difference(reference, planned_step(model, documents, setup))

@@ -1,0 +1,117 @@
+"""Loops that would train on something else than one process are told, before the weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bytescale
+from bytescale.common.errors import ConfigError, DataError, RankFailure
+from bytescale.parity import small_model
+
+from .support import documents, on_ranks
+
+Hdp = bytescale.HDP
+
+
+def attached(capacity: int = 30) -> tuple[nn.Module, Hdp]:
+    model = small_model("qwen3")
+    hdp = Hdp(model, capacity_tokens=capacity)
+    hdp.adamw(lr=1e-2)
+    return model, hdp
+
+
+def without_the_keyword(model: nn.Module, hdp: Hdp) -> None:
+    for micro in hdp.plan(documents([20, 9])):
+        model(input_ids=micro.inputs["input_ids"], position_ids=micro.inputs["position_ids"]).logits.sum().backward()
+
+
+def one_without_the_keyword(model: nn.Module, hdp: Hdp) -> None:
+    for micro in hdp.plan(documents([20, 19])):
+        inputs = micro.inputs if micro.index else {"input_ids": micro.inputs["input_ids"]}
+        model(**inputs).logits.sum().backward()
+
+
+def nothing_is_run(model: nn.Module, hdp: Hdp) -> None:
+    assert len(list(hdp.plan(documents([20, 19])))) == 2
+
+
+def one_is_skipped(model: nn.Module, hdp: Hdp) -> None:
+    for micro in hdp.plan(documents([20, 19])):
+        if micro.index:
+            micro.loss_sum(model).backward()
+
+
+def ends_early(model: nn.Module, hdp: Hdp) -> None:
+    for micro in hdp.plan(documents([20, 19])):
+        micro.loss_sum(model).backward()
+        break
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (without_the_keyword, "micro-batch 0 of rank 0: the model ran without micro.inputs.* called zero times"),
+        (one_without_the_keyword, "micro-batch 0 of rank 0: the model ran without micro.inputs"),
+        (nothing_is_run, "micro-batch 0 of rank 0 was not run by the model"),
+        (one_is_skipped, "micro-batch 0 of rank 0 was not run by the model"),
+        (ends_early, "ended after 1 of its 2 micro-batches"),
+    ],
+)
+def test_tokens_that_the_gradient_would_lack(loop: Callable[[nn.Module, Hdp], None], message: str) -> None:
+    model, hdp = attached()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loop(model, hdp)
+    with pytest.raises(RankFailure, match=message):
+        hdp.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_loop_may_look_at_a_batch_first_and_evaluate_between() -> None:
+    """Looking, scoring, and passes outside of the plan are no errors; nor is a rank without micro-batches."""
+
+    def work(group: Any, model: nn.Module) -> float:
+        hdp = Hdp(model, group, capacity_tokens=30)
+        hdp.adamw(lr=0.0)
+        planned = hdp.plan(documents([20]))  # on one of both ranks
+        assert sum(micro.num_rows for micro in planned) in (0, 20)
+        with torch.no_grad():
+            for micro in planned:
+                model(input_ids=micro.tokens[None])
+                micro.logprobs(model)
+        for micro in planned:
+            micro.loss_sum(model).backward()
+        return hdp.step().grad_norm
+
+    first, second = on_ranks(2, small_model("qwen3"), work)
+    assert first == second > 0
+
+
+def test_what_a_plan_cannot_run() -> None:
+    model, hdp = attached()
+    (micro,) = hdp.plan(documents([9]))
+    with pytest.raises(ConfigError, match=r"it is given labels together with micro\.inputs"):
+        model(**micro.inputs, labels=micro.inputs["input_ids"])
+    with pytest.raises(DataError, match="The tokens of document 1 have 67; the model has 67 words"):
+        hdp.plan([{"tokens": [5]}, {"tokens": [5, 67]}])
+    with pytest.raises(DataError, match="The labels of document 0 have -7"):
+        hdp.plan([{"tokens": [5, 6], "labels": [6, -7]}])
+    with pytest.raises(DataError, match="The weights of the batch sum to nan"):
+        hdp.plan([{"tokens": [5, 6], "weights": [1.0, float("nan")]}])
+    plan = bytescale.make_planner(num_ranks=1, capacity_tokens=30)([2])
+    with pytest.raises(DataError, match="The tokens of document 0 have 99"):
+        hdp.run(bytescale.cut(plan, 0, [{"tokens": [5, 99]}]))
+    hdp.detach()
+    with pytest.raises(ConfigError, match="This HDP was detached"):
+        list(hdp.plan(documents([9])))
+
+
+def test_a_kernel_that_does_not_exist() -> None:
+    model = small_model("qwen3")
+    (micro,) = Hdp(model, capacity_tokens=30, kernel="fast").plan(documents([9]))
+    with pytest.raises(ConfigError, match="There is no attention kernel 'fast'"):
+        model(**micro.inputs)
