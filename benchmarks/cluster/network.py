@@ -73,7 +73,8 @@ def missing() -> list[str]:
         found.append("this process is not root, so it may not make network namespaces (use sudo)")
     tools = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if tools:
-        found.append(f"{', '.join(tools)} is not installed (apt-get install iproute2 util-linux)")
+        verb = "is" if len(tools) == 1 else "are"
+        found.append(f"{', '.join(tools)} {verb} not installed (apt-get install iproute2 util-linux)")
     if found:
         return found
     probe = f"{PREFIX}{os.getpid()}-probe"

@@ -25,7 +25,6 @@ from bytescale.runtime import Mesh
 
 LEAST_BYTES = 2**14
 """Smaller messages say little of a link's rate."""
-FEWEST_MESSAGES = 4
 PREDICTED_STEPS = 4
 """Steps whose remaining time (sync, update, data) is taken to be that of the next step."""
 
@@ -156,12 +155,13 @@ def samples_of(messages: Sequence[TimedMessage]) -> LinkSamples:
 
     A message that the rank waited for most of its time took as long as the link needs, unless its sender was late. The
     last rank of a group to start its messages waits for no sender. One that was there already took at most as long.
+    A step of a small model has two or three; the median over steps (``cost.calibration``) makes up for that.
     """
     large = [message for message in messages if message.num_bytes >= LEAST_BYTES and message.seconds > 0]
     waited = [m.num_bytes / m.seconds for m in large if m.waited > 0.5 * m.seconds]
     there = [m.num_bytes / m.seconds for m in large if m.waited < 0.1 * m.seconds]
-    at_least = float(np.median(there)) if len(there) >= FEWEST_MESSAGES else 0.0
-    rate = float(np.median(waited)) if len(waited) >= FEWEST_MESSAGES else 0.0
+    at_least = float(np.median(there)) if there else 0.0
+    rate = float(np.median(waited)) if waited else 0.0
     return LinkSamples(
         bytes_per_second=max(rate, at_least) if rate else 0.0,
         at_least=at_least,
