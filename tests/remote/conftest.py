@@ -15,6 +15,9 @@ import bytescale.data.remote  # noqa: F401  sets what Ray reads when it is impor
 # test process is none, and reads it when it imports Ray.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
+OWN_PROCESS = "BYTESCALE_TESTS_RAY"
+"""Set in the process of a test that forks ranks: the address of the Ray that it joins."""
+
 HOLD_RAY = """
 import sys
 from bytescale.data.remote.ray_cluster import ray_cluster
@@ -28,6 +31,9 @@ with ray_cluster("", 8) as address:
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """host:port of a Ray on loopback; it ends when the holder's input does."""
+    if OWN_PROCESS in os.environ:
+        yield os.environ[OWN_PROCESS]
+        return
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD_RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -52,3 +58,24 @@ def ray_joined(ray_address: str) -> Iterator[str]:
         yield ray_address
     finally:
         disconnect()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked ``forks_ranks`` in a pytest of its own.
+
+    A process that has joined Ray once keeps gRPC's state after it has left. Ranks that it forks would wait for Ray for
+    ever.
+    """
+    if "forks_ranks" not in pyfuncitem.keywords or OWN_PROCESS in os.environ:
+        return None
+    address = pyfuncitem.funcargs.get("ray_address", "")  # without: the ranks start a Ray of their own
+    told = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid],
+        cwd=pyfuncitem.config.rootpath,
+        env={**os.environ, OWN_PROCESS: address},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    return True

@@ -51,6 +51,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "calibration.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.forks_ranks
 def test_plans_of_both_loaders_are_equal(measured: None, tmp_path: Path) -> None:
     local = run(config_of(tmp_path, "local", "local"))
     assert run(config_of(tmp_path, "ray", "ray")) == local
@@ -65,6 +66,7 @@ def test_plans_of_both_loaders_are_equal(measured: None, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.forks_ranks
 def test_plans_after_a_kill_are_equal(measured: None, tmp_path: Path) -> None:
     """The other loader goes on from the states that the killed run has written."""
     for loader, other in (("local", "ray"), ("ray", "local")):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bytescale.config import Config
-from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, on_ranks, run, with_trainer
 from tests.train.test_fine_tuning import chat_run, tokens_run
 
@@ -21,7 +20,9 @@ def weighted_run(tmp_path: Path, name: str, kind: str) -> Config:
     return replace(config, checkpoint=replace(config.checkpoint, every=1))
 
 
-@pytest.mark.parametrize("kind", one_of(["messages", "tokens"], "tokens"))
+@pytest.mark.exhaustive
+@pytest.mark.forks_ranks
+@pytest.mark.parametrize("kind", ["messages", "tokens"])
 def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str, kind: str) -> None:
     expected = run(on_ranks(weighted_run(tmp_path, "whole", kind), 2, 128))
     config = on_ranks(weighted_run(tmp_path, "killed", kind), 2, 128)

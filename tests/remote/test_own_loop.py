@@ -11,6 +11,8 @@ from tests.attach.test_loaded import killed_and_resumed, records, settings, trai
 from tests.data.support import write_jsonl
 
 
+@pytest.mark.exhaustive
+@pytest.mark.forks_ranks
 def test_killed_and_resumed_on_other_ranks(tmp_path: Path, ray_address: str) -> None:
     """The records are read by servers of a Ray that outlives the killed ranks."""
     config = settings(tmp_path, write_jsonl(tmp_path / "a.jsonl", records()))
