@@ -110,7 +110,6 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     )
     if attached is not None:
         profile = attached.profile(options.cost.rates)
-        devices = attached.devices(options.ranks, options.device_gib)
     else:
         profile = read_profile(
             options.cost,
@@ -120,8 +119,10 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
             vocab_size=vocab_size,
             ring_gradients=trainer.ring_gradients,
         )
-        devices = _devices(options, config, profile)
     layout.check_layers(profile.architecture.num_layers)
+    devices = (
+        _devices(options, config, profile) if attached is None else attached.devices(options.ranks, options.device_gib)
+    )
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
     capacity = devices.capacity_tokens(options.capacity_tokens)
     cluster = Cluster.uniform(options.ranks, capacity)
