@@ -110,7 +110,7 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
         torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", one_of(["llama", "mistral"], "llama"))
+@pytest.mark.parametrize("family", one_of(["llama", "mistral", "gemma2"], "llama"))
 def test_layers_compiled_around_attention(family: str) -> None:
     """Every layer is compiled; the graph breaks at attention, which runs as it is. The backend counts what it gets."""
     llama = small_model(family)
@@ -137,6 +137,7 @@ def test_layers_compiled_around_attention(family: str) -> None:
     finally:
         torch._dynamo.reset()
     assert sum(compiled) > 20, "norms, products and rotations of the layers were compiled"
+    tolerance = 1e-8 if family == "gemma2" else 1e-10  # its norms compute in fp32, whatever the model's dtype
     for parameters in results:
         for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(parameters[name], parameter.detach(), rtol=0, atol=1e-10)
+            torch.testing.assert_close(parameters[name], parameter.detach(), rtol=0, atol=tolerance)
