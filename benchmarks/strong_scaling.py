@@ -1,6 +1,7 @@
 """Simulates a fixed batch on more and more ranks: where rings stop to scale, and how far grids go.
 
     python benchmarks/strong_scaling.py [--out FOLDER] [--seeds 3] [--models 7B ...] [--contexts 2M ...]
+    python benchmarks/strong_scaling.py --unequal [--ranks 1024 2048 4096] [--models 7B] [--data github]
 
 A batch has 32M tokens of a length distribution, cut at the context. Every model runs on 512 to 16,384 HDP ranks of the
 device of the paper's case study, with the tp and pp of ``paper_assumptions.py`` and 8K tokens of capacity. The columns:
@@ -13,6 +14,10 @@ device of the paper's case study, with the tp and pp of ``paper_assumptions.py``
 
 Numbers are seconds of a simulated step, means over the seeds. The benchmark prints a table, and writes
 ``strong_scaling.json`` and ``strong_scaling.png`` to the folder.
+
+``--unequal``: half of the ranks have half the speed, either the second half of them ("blocks") or every second node
+("nodes"). The numbers are seconds of the planner's makespan for the batch of seed 0 at the longest context given, 2M by
+default. Models with a pipeline are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -32,10 +38,10 @@ import paper_assumptions as paper
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count, parse_count
-from bytescale.cost import CostModel
+from bytescale.cost import Cluster, CostModel
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan
-from bytescale.planner import adaptive_plan
+from bytescale.planner import adaptive_plan, evaluate
 from paper_tables import Setting
 
 RANKS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -70,6 +76,32 @@ def cell(model: paper.PaperModel, data_set: str, context: int, num_ranks: int, s
             seconds[method].append(setting.seconds(plan, remote_loader=True))
     means = {name: statistics.fmean(values) if len(values) == seeds else None for name, values in seconds.items()}
     return {"model": model.name, "data": data_set, "context": context, "ranks": num_ranks, "tp": tp, "pp": pp} | means
+
+
+def print_unequal(
+    model: paper.PaperModel, data_set: str, context: int, ranks: list[int], sequences: int | None
+) -> None:
+    """Print the makespans of rings and of grids where half of the ranks have half the speed, as each is known."""
+    tp, pp = model.layout(paper.CAPACITY_TOKENS)
+    if pp > 1:
+        return
+    lengths = sample_lengths(data_set, paper.BATCH_TOKENS, 0, context)[:sequences]
+    print(f"{model.name}, {data_set}, {format_count(context)}: seconds of the makespan (seconds to plan)")
+    for num_ranks in ranks:
+        cost = Setting(replace(model, num_gpus=num_ranks * tp), paper.CAPACITY_TOKENS).cost
+        number = np.arange(num_ranks)
+        slow = {"blocks": number >= num_ranks // 2, "nodes": number // cost.ranks_per_node % 2 == 1}
+        shown = [f"even {float(cost.work_seconds(lengths).sum()) / 0.75 / num_ranks:.1f}"]
+        for name, is_slow in slow.items():
+            capacity = np.full(num_ranks, paper.CAPACITY_TOKENS)
+            cluster = Cluster(capacity_tokens=capacity, speeds=np.where(is_slow, 0.5, 1.0))
+            for method, known in (("rings", replace(cost, row_bytes_per_token=None)), ("grids", cost)):
+                started = time.process_time()
+                plan = adaptive_plan(lengths, cluster=cluster, cost=known)
+                seconds = time.process_time() - started
+                end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
+                shown.append(f"{name}: {method} {end:.1f} ({seconds:.1f})")
+        print(f"{num_ranks} ranks: {', '.join(shown)}", flush=True)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -135,16 +167,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--contexts", nargs="+")
     parser.add_argument("--data", nargs="+", choices=paper.DATA_SETS, default=list(paper.DATA_SETS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
+    parser.add_argument("--unequal", action="store_true", help="ranks of two speeds")
+    parser.add_argument("--sequences", type=int, help="with --unequal: the first so many of the batch alone")
     arguments = parser.parse_args()
+    models = [model for model in paper.MODELS if model.name in arguments.models]
+    if arguments.unequal:
+        longest = max(map(parse_count, arguments.contexts or ["2M"]))
+        for model in models:
+            for data_set in arguments.data:
+                print_unequal(model, data_set, longest, arguments.ranks, arguments.sequences)
+        return
     rows = [
         cell(model, data_set, parse_count(context), num_ranks, arguments.seeds)
-        for model in paper.MODELS
-        if model.name in arguments.models
+        for model in models
         for data_set in arguments.data
-        for context in arguments.contexts
+        for context in arguments.contexts or CONTEXTS
         for num_ranks in arguments.ranks
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)

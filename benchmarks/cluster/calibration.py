@@ -1,13 +1,16 @@
 """Trains on a cluster of network namespaces with costs that are ten times wrong, and shows how calibration mends them.
 
-    sudo PYTHONPATH=src:. python -m benchmarks.cluster.calibration --out FOLDER [--cases links] [--slow 0.5,0.25]
+    sudo PYTHONPATH=src:. python -m benchmarks.cluster.calibration --out FOLDER [--cases latency] [--slow 0.5,0.25]
 
 FOLDER has the profile and the links' rate from ``benchmarks.cluster.tables --stage profile``. For every case, the table
 has the error of predicted steps after ``LEARNED`` steps (median and largest), and the step over that of a run that
-starts with the right profile (median over batches). With ``--slow``, the last nodes have these shares of the others'
-CPU time instead. The table then compares calibration and equal treatment with ``even``: the steps of the same batches
-on nodes of full speed, times the number of nodes over the sum of speeds. ``--from-step`` and ``--to-step`` slow the
-nodes down for some steps only; steps count once calibration has had ``ABSORBED`` steps to notice.
+starts with the right profile: as measured, and as the simulator says of the two runs' plans (medians over batches). The
+case "again" is a second run with the right profile, which shows what chance does.
+
+With ``--slow``, the last nodes have these shares of the others' CPU time instead. The table then compares calibration
+and equal treatment with ``even``: the steps of the same batches on nodes of full speed, times the number of nodes over
+the sum of speeds. ``--from-step`` and ``--to-step`` slow the nodes down for some steps only; steps count once
+calibration has had ``ABSORBED`` steps to notice.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.network import Network
-from benchmarks.cluster.tables import KIBI, Setting, train, write_corpus
+from benchmarks.cluster.runs import told
+from benchmarks.cluster.tables import KIBI, Setting, measured_rate, plan_of, simulated, train, write_corpus
 
 from bytescale.cost import Profile, load_profile, save_profile
 from bytescale.cost.curve import Curve
@@ -35,28 +39,32 @@ WRONG = 10.0
 
 
 def wrong(profile: Profile, case: str) -> Profile:
-    """``profile`` with one term ten times too large, or links ten times too slow."""
+    """``profile`` with one time ten times too long ("slow ...") or too short ("fast ...")."""
     links = profile.links
-    if case == "attention":
-        return replace(profile, attention_forward=times(profile.attention_forward, quadratic=WRONG),
-                       attention_backward=times(profile.attention_backward, quadratic=WRONG))  # fmt: skip
-    if case == "tokens":
-        return replace(profile, rest_forward=times(profile.rest_forward, linear=WRONG),
-                       rest_backward=times(profile.rest_backward, linear=WRONG))  # fmt: skip
-    if case == "constant":
-        return replace(profile, rest_forward=times(profile.rest_forward, constant=WRONG),
-                       attention_backward=times(profile.attention_backward, constant=WRONG))  # fmt: skip
-    if case in ("slow links", "fast links"):
-        factor = WRONG if case == "fast links" else 1 / WRONG
+    if " " not in case:
+        return profile
+    speed, term = case.split(maxsplit=1)
+    factor = {"slow": WRONG, "fast": 1 / WRONG}[speed]
+    if term == "attention":
+        return replace(profile, attention_forward=times(profile.attention_forward, quadratic=factor),
+                       attention_backward=times(profile.attention_backward, quadratic=factor))  # fmt: skip
+    if term == "tokens":
+        return replace(profile, rest_forward=times(profile.rest_forward, linear=factor),
+                       rest_backward=times(profile.rest_backward, linear=factor))  # fmt: skip
+    if term == "launches":
+        curves = {f"{part}_{way}" for part in ("attention", "rest", "head") for way in ("forward", "backward")}
+        return replace(profile, **{name: times(getattr(profile, name), constant=factor) for name in curves})
+    if term == "links":
         rates = {
-            name: factor * getattr(links, name)
+            name: getattr(links, name) / factor
             for name in ("intra_node_bytes_per_second", "inter_node_bytes_per_second")
         }
         return replace(profile, links=replace(links, **rates))
-    if case == "latency":
-        across = WRONG * links.ring_latency_seconds(True)
-        return replace(profile, links=replace(links, latency_seconds=across, inter_node_latency_seconds=across))
-    return profile
+    if term == "messages":
+        return replace(profile, links=replace(links, message_seconds=factor * links.message_seconds))
+    assert term == "latency", case
+    across = factor * links.ring_latency_seconds(True)
+    return replace(profile, links=replace(links, latency_seconds=across, inter_node_latency_seconds=across))
 
 
 def times(curve: Curve, *, quadratic: float = 1.0, linear: float = 1.0, constant: float = 1.0) -> Curve:
@@ -64,7 +72,8 @@ def times(curve: Curve, *, quadratic: float = 1.0, linear: float = 1.0, constant
 
 
 SLOW_CASES = ("even", "equal", "calibrated")
-CASES = ("right", "attention", "tokens", "constant", "slow links", "fast links", "latency")
+TERMS = ("links", "latency", "messages", "attention", "tokens", "launches")
+CASES = ("right", "again", *(f"{speed} {term}" for term in TERMS for speed in ("slow", "fast")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,10 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", default="byted")
     parser.add_argument("--slow", type=shares, default=(), help="shares of the others' CPU time of the last nodes")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--from-step", type=int, default=0)
-    parser.add_argument("--to-step", type=int, default=10**9)
+    parser.add_argument("--from-step", type=int, default=1, help="nodes start at full speed, so that starting is short")
+    parser.add_argument("--to-step", type=int, help="default: the last step")
     parser.add_argument("--again", action="store_true", help="train nothing, only print")
     given = parser.parse_args(arguments)
+    given.to_step = given.to_step or given.steps
     base = Setting(
         nodes=4, ranks_per_node=1, cpus=0.45, capacity=2 * KIBI, batch_tokens=given.batch_tokens,
         batches=given.steps - 1, lengths=given.lengths, published="case-study", out=given.out, layers=given.layers,
@@ -88,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = "-".join(["slow", *map(str, given.slow)]) if given.slow else "wrong"
     folders = {case: given.out / f"{kind}-{case.replace(' ', '-')}" for case in cases}
     if not given.again:
-        rate = json.loads((given.out / "rate.json").read_text())
+        rate = measured_rate(given.out)
         profile = load_profile(given.out / "profile.toml")
         with base.network(rate) as network:
             for case, folder in folders.items():
@@ -104,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.slow and case != "even" and "even" in folders:
             print(over_even(folder, folders["even"], given, base.num_ranks))
         elif case != "right" and "right" in folders:
-            print(f"{'':>14}median step over that of the right profile {over_right(folder, folders['right']):.3f}")
+            print(over_right(folder, folders["right"], load_profile(given.out / "profile.toml"), base))
     return 0
 
 
@@ -164,10 +174,16 @@ def over_even(folder: Path, even: Path, given: argparse.Namespace, ranks: int) -
     return f"{'':>14}" + ", ".join(found)
 
 
-def over_right(folder: Path, right: Path) -> float:
-    """The median over late steps of a step over that of the run with the right profile."""
-    pairs = zip(metrics_of(folder)[LEARNED:], metrics_of(right)[LEARNED:], strict=True)
-    return statistics.median(own["step_seconds"] / other["step_seconds"] for own, other in pairs)
+def over_right(folder: Path, right: Path, profile: Profile, setting: Setting) -> str:
+    """The medians over late steps of a step over that of the run with the right profile: measured and simulated."""
+    pairs = list(zip(metrics_of(folder)[LEARNED:], metrics_of(right)[LEARNED:], strict=True))
+    measured = statistics.median(own["step_seconds"] / other["step_seconds"] for own, other in pairs)
+    steps = [
+        [simulated(plan_of(run / "adaptive", row["step"]), profile, setting).step_seconds for run in (folder, right)]
+        for row, _ in pairs
+    ]
+    planned = statistics.median(own / other for own, other in steps)
+    return f"{'':>14}median step over that of the right profile {measured:.3f}, simulated {planned:.3f}"
 
 
 def line(case: str, folder: Path) -> str:
@@ -181,4 +197,4 @@ def line(case: str, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -1,7 +1,7 @@
 """A cluster on one machine: every node is a network namespace, and links between nodes have a rate (Linux, root).
 
-    node 0                node 1                      each node: interface eth0, a hostname (node0, node1, ...), a
-    ┌────────────┐        ┌────────────┐              CPU quota, and a hosts file that names all nodes
+    node 0                node 1                      each node: interface eth0, a hostname (node0, node1, ...), and
+    ┌────────────┐        ┌────────────┐              a hosts file that names all nodes; each rank: a CPU quota
     │ rank rank  │        │ rank rank  │
     │   eth0     │        │   eth0     │              eth0 and its port are shaped by tc (token bucket), so each
     └────┬───────┘        └────┬───────┘              direction of a node's link has its own rate and burst
@@ -37,8 +37,9 @@ HOSTS = Path("/etc/netns")
 """``ip netns exec NAME`` shows the files of ``/etc/netns/NAME`` in place of those of ``/etc``."""
 CPU_1, CPU_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 """Where cgroups of version 1 and 2 limit CPU time."""
-PERIOD_MICROSECONDS = 5000
-"""Length of a CPU quota's period. It is short, so that a node computes slowly and does not compute in bursts."""
+PERIOD_MICROSECONDS, LEAST_QUOTA_MICROSECONDS = 5000, 1000
+"""Length of a CPU quota's period. It is short, so that a rank computes slowly and does not compute in bursts. Where the
+quota would be below the least one that the kernel takes, the period is longer."""
 QUEUE_SECONDS = 0.2
 """What a link's queue holds at most, in seconds of its rate."""
 
@@ -61,7 +62,8 @@ class Node:
 
     link: Link
     cpus: float | None = None
-    """CPU time in cores; None: no limit."""
+    """CPU time of each rank in cores; None: no limit. Launchers have no limit."""
+    ranks: int = 1
 
 
 def missing() -> list[str]:
@@ -93,7 +95,7 @@ def missing() -> list[str]:
 
 
 def missing_for_quotas() -> str | None:
-    """Why nodes cannot have a CPU quota here; None: they can."""
+    """Why ranks cannot have a CPU quota here; None: they can."""
     return None if _cpu_root() else f"no cgroup with the controller cpu can be written below {CPU_2}"
 
 
@@ -151,9 +153,7 @@ class Network:
         self, node: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, output: Path
     ) -> subprocess.Popen[bytes]:
         """Start a process on a node. Its output goes to the file ``output``."""
-        # The CPU group is entered first, because ``ip netns exec`` mounts another /sys.
-        groups = "".join(f"echo $$ > {group}/cgroup.procs && " for group in self._groups(node))
-        enter = ["sh", "-c", f'{groups}exec "$@"', "sh", "ip", "netns", "exec", self.name(node)]
+        enter = ["ip", "netns", "exec", self.name(node)]
         rename = ["unshare", "--uts", "sh", "-c", f'hostname node{node} && exec "$@"', "sh"]
         with output.open("ab") as file:
             return subprocess.Popen(
@@ -172,13 +172,18 @@ class Network:
         """Bytes that the node's interface has received so far, with all headers."""
         return self._counter(node, "rx_bytes")
 
+    def place(self, node: int, local_rank: int, pid: int) -> None:
+        """Give a process that runs on a node the CPU quota of one of the node's ranks."""
+        for group in self._groups(node)[local_rank : local_rank + 1]:
+            (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
+
     def set_cpus(self, node: int, cpus: float) -> None:
-        """Change the CPU quota of a node that was made with one, while it runs."""
+        """Change the CPU quota of the ranks of a node that was made with one, while they run."""
         for group in self._groups(node):
             _set_quota(group, cpus)
 
     def throttled_seconds(self, node: int) -> float:
-        """Seconds for which the node's quota has stopped its processes so far."""
+        """Seconds for which quotas have stopped the node's ranks so far."""
         total = 0.0
         for group in self._groups(node):
             for line in (group / "cpu.stat").read_text(encoding="ascii").splitlines():
@@ -191,8 +196,11 @@ class Network:
         return int(_run(f"ip netns exec {self.name(node)} cat {path}"))
 
     def _groups(self, node: int) -> list[Path]:
-        root = _cpu_root()
-        return [] if self.nodes[node].cpus is None or root is None else [root / self.name(node)]
+        """The CPU group of each rank of a node."""
+        root, made = _cpu_root(), self.nodes[node]
+        if made.cpus is None or root is None:
+            return []
+        return [root / f"{self.name(node)}-rank{rank}" for rank in range(made.ranks)]
 
     def _make(self) -> None:
         switch = f"{PREFIX}{self.owner}-switch"
@@ -305,13 +313,14 @@ def _put_first(group: Path) -> None:
 
 
 def _set_quota(group: Path, cpus: float) -> None:
-    quota = max(1000, round(cpus * PERIOD_MICROSECONDS))
+    period = max(PERIOD_MICROSECONDS, round(LEAST_QUOTA_MICROSECONDS / cpus))
+    quota = round(cpus * period)
     if (group / "cpu.cfs_quota_us").exists():
         (group / "cpu.cfs_quota_us").write_text("-1", encoding="ascii")
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS), encoding="ascii")
+        (group / "cpu.cfs_period_us").write_text(str(period), encoding="ascii")
         (group / "cpu.cfs_quota_us").write_text(str(quota), encoding="ascii")
     else:
-        (group / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}", encoding="ascii")
+        (group / "cpu.max").write_text(f"{quota} {period}", encoding="ascii")
 
 
 def _run(command: str) -> str:

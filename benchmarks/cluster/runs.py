@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from benchmarks.cluster.network import Network
+
+from bytescale.common.errors import BytescaleError
 
 ROOT = Path(__file__).parents[2]
 PORT = 29500
@@ -23,8 +27,16 @@ class Traffic:
     """Bytes that each node has sent."""
 
 
+def told(main: Callable[[], int]) -> int | str:
+    """The exit status of a command: errors that a user can mend are one line."""
+    try:
+        return main()
+    except BytescaleError as error:
+        return f"error: {error}"
+
+
 def torchrun(network: Network, ranks_per_node: int, arguments: Sequence[str], log: Path, seconds: float) -> Traffic:
-    """Run ``bytescale ARGUMENTS`` on all nodes and wait for the end.
+    """Run ``bytescale ARGUMENTS`` on all nodes and wait for the end. Every rank gets its CPU quota when it starts.
 
     Args:
         network: the nodes.
@@ -50,10 +62,14 @@ def torchrun(network: Network, ranks_per_node: int, arguments: Sequence[str], lo
         path.unlink(missing_ok=True)
         processes.append(network.start(node, command, environment=environment, output=path))
     deadline = time.monotonic() + seconds
+    placed: set[int] = set()
     while any(process.poll() is None for process in processes):
         failed = [place for place, process in enumerate(processes) if process.poll()]
         if failed or time.monotonic() > deadline:
             break
+        if len(placed) < ranks_per_node * len(processes):
+            for node, process in enumerate(processes):
+                place_ranks(network, node, process.pid, placed)
         time.sleep(0.1)
     # The first that failed says why; the others would only say that it is gone.
     for process, path in sorted(zip(processes, logs, strict=True), key=lambda pair: pair[0].poll() is None):
@@ -64,3 +80,12 @@ def torchrun(network: Network, ranks_per_node: int, arguments: Sequence[str], lo
             what = f"did not end within {seconds:.0f} s" if code is None else f"ended with exit code {code}"
             raise RuntimeError(f"{' '.join(command)}\n{what}; end of {path}:\n{path.read_text()[-3000:]}")
     return Traffic(sent=[network.bytes_sent(node) - old for node, old in enumerate(before)])
+
+
+def place_ranks(network: Network, node: int, launcher: int, placed: set[int]) -> None:
+    """Give the ranks that a launcher has started their CPU quotas, and add their process ids to ``placed``."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(launcher).children():
+            if process.pid not in placed and "LOCAL_RANK" in (environment := process.environ()):
+                network.place(node, int(environment["LOCAL_RANK"]), process.pid)
+                placed.add(process.pid)

@@ -9,7 +9,10 @@
 
 The table has, for every planner, the median of the steps except the first: tokens per second, share of the time that
 ranks wait for others in forward and backward, bytes on the wire (interface counters of all nodes, headers and start-up
-included) over predicted bytes, and simulated over measured seconds. ``--again`` makes the table from existing runs.
+included) over predicted bytes, and simulated over measured seconds. ``--stage table`` makes it from existing runs.
+
+``--stage simulate`` needs a profile only. It says what other planners' steps take over adaptive's, and over a step in
+which all ranks compute equally long, send nothing for attention, and reduce gradients: no plan is faster than that.
 """
 
 from __future__ import annotations
@@ -23,15 +26,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from benchmarks.cluster.network import Link, Network, Node
 from benchmarks.cluster.rates import PUBLISHED, link_rate
-from benchmarks.cluster.runs import torchrun
+from benchmarks.cluster.runs import told, torchrun
 
-from bytescale.cost import load_profile
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import ConfigError, problem
+from bytescale.cost import Cluster, Profile, load_profile
 from bytescale.cost.gradient_sync import stage_parameters
 from bytescale.data.length_distributions import distribution_names, sample_lengths
+from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
-from bytescale.simulator import ClusterConfig, simulate
+from bytescale.planner import adaptive_plan, naive_plan, paper_plan
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 
 PLANNERS = {
     "static": ["--planner.name", "static"],
@@ -43,7 +51,8 @@ KIBI = 1024
 FULL_CONTEXT = 2 * KIBI * KIBI
 SHORTEST = 64
 """Tokens of the shortest document of a scaled distribution."""
-SECONDS = 230.0
+SECONDS = 3000.0
+"""A run that has not ended by then hangs."""
 UNLIMITED = 1e10
 BUCKET_MIB = 1.0
 
@@ -79,7 +88,7 @@ class Setting:
 
     def network(self, rate: float) -> Network:
         link = Link(bytes_per_second=rate, burst_bytes=max(Link.burst_bytes, round(rate / 500)))
-        return Network([Node(link=link, cpus=self.cpus)] * self.nodes)
+        return Network([Node(link=link, cpus=self.cpus, ranks=self.ranks_per_node)] * self.nodes)
 
     def model(self) -> list[str]:
         return ["--model.preset", "tiny", "--model.num-layers", str(self.layers), "--model.vocab-size", "320"]
@@ -109,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/cluster"))
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--cpus", type=float, default=0.45, help="cores of one node")
+    parser.add_argument("--cpus", type=float, default=0.45, help="cores of one rank")
     parser.add_argument("--capacity", type=int, default=2 * KIBI, help="tokens of a rank's micro-batch")
     parser.add_argument("--batch-tokens", type=int, help="default: 4 micro-batches a rank, as in the case study")
     parser.add_argument("--layers", type=int, default=2)
@@ -117,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", choices=["code", *distribution_names()], default="github")
     parser.add_argument("--published", choices=list(PUBLISHED), default="case-study")
     parser.add_argument("--planners", default=",".join(PLANNERS))
-    parser.add_argument("--stage", choices=["all", "profile", "train", "table"], default="all")
+    parser.add_argument("--stage", choices=["all", "profile", "train", "table", "simulate"], default="all")
     given = vars(parser.parse_args(arguments))
     planners, stage = given.pop("planners").split(","), given.pop("stage")
     if given["batch_tokens"] is None:
@@ -127,11 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stage in ("all", "profile"):
         take_profiles(setting)
     if stage in ("all", "train"):
-        with setting.network(json.loads((setting.out / "rate.json").read_text())) as network:
+        with setting.network(measured_rate(setting.out)) as network:
             write_corpus(setting)
             for planner in planners:
                 train(setting, planner, network)
                 print(line(row_of(setting, planner)), flush=True)
+    if stage == "simulate":
+        compare_simulated(setting)
     if stage in ("all", "table"):
         table(setting, [planner for planner in PLANNERS if (setting.out / planner).exists()])
     return 0
@@ -154,19 +165,57 @@ def take_profiles(setting: Setting) -> None:
     print(f"links {rate / 1e6:.2f} MB/s; profile {links.inter_node_bytes_per_second / 1e6:.2f} MB/s across", flush=True)
 
 
+def measured_rate(folder: Path) -> float:
+    """The links' rate that ``take_profiles`` has chosen. Raises ``ConfigError`` for a folder that has none."""
+    path = folder / "rate.json"
+    if not path.exists():
+        raise ConfigError(
+            problem(
+                f"{path} does not exist", fix="run benchmarks.cluster.tables with --stage profile and this --out first"
+            )
+        )
+    return float(json.loads(path.read_text()))
+
+
+def scaled_lengths(setting: Setting) -> IntArray:
+    """Lengths of a distribution, scaled to the context, for a little more than all batches."""
+    scale = FULL_CONTEXT // (setting.capacity * setting.num_ranks)
+    tokens = setting.batch_tokens * (setting.batches + 8)
+    return (sample_lengths(setting.lengths, tokens * scale, seed=0) // scale).clip(SHORTEST)
+
+
+def compare_simulated(setting: Setting) -> None:
+    """Print medians over batches of simulated steps: over adaptive's, and over that of compute spread evenly."""
+    profile, context = load_profile(setting.profile), setting.capacity * setting.num_ranks
+    cost = profile.cost_model(ranks_per_node=setting.ranks_per_node)
+    cluster = Cluster.uniform(setting.num_ranks, setting.capacity)
+    planners = {"naive": naive_plan, "paper": paper_plan, "adaptive": adaptive_plan}
+    lengths = np.minimum(scaled_lengths(setting), context)
+    batches = np.split(lengths, np.flatnonzero(np.diff(np.cumsum(lengths) // setting.batch_tokens)) + 1)
+    over: dict[str, list[list[float]]] = {name: [] for name in planners}
+    for batch in batches[: setting.batches]:
+        steps = {
+            name: simulated(plan(batch, cluster=cluster, cost=cost), profile, setting)
+            for name, plan in planners.items()
+        }
+        even = float(cost.work_seconds(batch).sum()) / setting.num_ranks + float(steps["adaptive"].sync_seconds.mean())
+        for name, step in steps.items():
+            over[name].append([step.step_seconds / steps["adaptive"].step_seconds, step.step_seconds / even])
+    for name, rows in over.items():
+        of_adaptive, of_even = np.median(rows, axis=0)
+        print(f"{name:>9}: {of_adaptive:.2f} of adaptive, {of_even:.2f} of the least step")
+
+
 def write_corpus(setting: Setting) -> None:
     """Documents of Python's standard library: whole, or cut to lengths of a distribution scaled to the context."""
     path = setting.corpus
     if setting.lengths == "code" or path.exists():
         return
-    scale = FULL_CONTEXT // (setting.capacity * setting.num_ranks)
-    tokens = setting.batch_tokens * (setting.batches + 8)
-    lengths = sample_lengths(setting.lengths, tokens * scale, seed=0) // scale
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))
     text = "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)
     place = 0
     with path.open("w", encoding="ascii") as corpus:
-        for length in lengths.clip(SHORTEST).tolist():
+        for length in scaled_lengths(setting).tolist():
             place = place if place + length <= len(text) else 0
             corpus.write(json.dumps({"text": text[place : place + length - 1]}) + "\n")  # one token ends the document
             place += length
@@ -196,16 +245,12 @@ def train(
 def row_of(setting: Setting, planner: str) -> Row:
     """Simulate every step of a run and compare."""
     folder, profile = setting.out / planner, load_profile(setting.profile)
-    cluster = ClusterConfig(
-        num_gpus=setting.num_ranks, gpus_per_node=setting.ranks_per_node, gradient_bucket_mib=BUCKET_MIB
-    )
     metrics = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [
-        simulate(load_plan(folder / "plans" / f"step-{step['step']:06d}.npz"), profile, cluster) for step in metrics
-    ]
-    # gloo's reduce-scatter is an all-reduce, which sends as much again.
-    gradients = 4 * stage_parameters(profile, stage=0, pipeline_parallel=1) * (setting.num_ranks - 1)
-    predicted = sum(step.traffic.ring_inter_node + step.traffic.gradient_sync + gradients for step in steps)
+    steps = [simulated(plan_of(folder, step["step"]), profile, setting) for step in metrics]
+    # gloo's reduce-scatter is an all-reduce, which sends as much again. Its rings leave a node at one of its ranks.
+    again = 4 * stage_parameters(profile, stage=0, pipeline_parallel=1) * (setting.num_ranks - 1)
+    gradients = [(step.traffic.gradient_sync + again) / setting.ranks_per_node for step in steps]
+    predicted = sum(step.traffic.ring_inter_node for step in steps) + sum(gradients)
     sent = json.loads((setting.out / f"{planner}-sent.json").read_text())
     return Row(
         planner=planner,
@@ -217,6 +262,19 @@ def row_of(setting: Setting, planner: str) -> Row:
         simulated=[step.step_seconds for step in steps[1:]],
         losses=[step["loss"] for step in metrics],
     )
+
+
+def plan_of(folder: Path, step: int) -> Plan:
+    """The plan of a run's step."""
+    return load_plan(folder / "plans" / f"step-{step:06d}.npz")
+
+
+def simulated(plan: Plan, profile: Profile, setting: Setting) -> SimulatedStep:
+    """A plan on the modelled cluster."""
+    cluster = ClusterConfig(
+        num_gpus=setting.num_ranks, gpus_per_node=setting.ranks_per_node, gradient_bucket_mib=BUCKET_MIB
+    )
+    return simulate(plan, profile, cluster)
 
 
 def line(row: Row) -> str:
@@ -236,6 +294,8 @@ def table(setting: Setting, planners: Sequence[str]) -> None:
     if "adaptive" in rows:
         own = rows["adaptive"].measured
         for planner, row in rows.items():
+            if planner == "adaptive":
+                continue
             faster = [other / mine for other, mine in zip(row.measured, own, strict=True)]
             print(f"adaptive over {planner}: median of batches {statistics.median(faster):.2f}x")
     (setting.out / "table.json").write_text(json.dumps([asdict(row) for row in rows.values()], indent=1))
@@ -261,4 +321,4 @@ def draw(rows: dict[str, Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -32,9 +32,11 @@ def documents(lengths: Sequence[int], seed: int = 0, **more: Any) -> list[dict[s
 
 
 def on_ranks(num_ranks: int, model: nn.Module, work: Callable[[dist.ProcessGroup, nn.Module], Result]) -> list[Result]:
-    """Run ``work`` on every rank with a model of its own, a copy of ``model``."""
-    copies = [copy.deepcopy(model) for _ in range(num_ranks)]
-    return run_ranks(num_ranks, lambda group: work(group, copies[group.rank()]), timeout_seconds=120)
+    """Run ``work`` on every rank with a model of its own, a copy of ``model``.
+
+    The rank makes the copy, so that it is gone with the rank. A copy with hooks keeps its group, and that its threads.
+    """
+    return run_ranks(num_ranks, lambda group: work(group, copy.deepcopy(model)), timeout_seconds=120)
 
 
 def printed_loop(hdp: HDP, model: nn.Module, batch: list[dict[str, Any]], **options: Any) -> float:

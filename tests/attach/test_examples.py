@@ -70,6 +70,7 @@ def test_lora() -> None:
     assert all("lora" in name for name in adapters)
 
 
+@pytest.mark.exhaustive
 def test_fsdp_trains_like_the_own_loop() -> None:
     losses, _ = on_two_ranks(example("fsdp"), steps=3)
     assert losses == pytest.approx(example("own_loop").main(steps=3, capacity_tokens=256), rel=1e-4)

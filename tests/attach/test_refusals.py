@@ -24,7 +24,7 @@ from .support import documents
     [
         ("qwen3_next", {}, "mixes tokens|mask"),
         ("mamba", {"state_size": 4}, "mixes tokens|AttentionInterface|never calls attention"),
-        ("falcon_h1", {}, "mixes tokens"),
+        pytest.param("falcon_h1", {}, "mixes tokens", marks=pytest.mark.exhaustive),
         ("bloom", {"n_layer": 1, "hidden_size": 32, "n_head": 4}, "AttentionInterface"),
     ],
 )

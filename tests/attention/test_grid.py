@@ -32,7 +32,7 @@ def grid_plan(lengths: list[int], size: int, columns: int, weights: tuple[int, .
     return Plan.build(lengths=lengths, capacity_tokens=[sum(lengths)] * size, groups=[group], schedule=[[[0]]] * size)
 
 
-@examples(8, 120)
+@examples(5, 120)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
     shape=st.sampled_from(SHAPES),
@@ -130,7 +130,7 @@ def output_error(size: int, columns: int) -> float:
     return float((ours[0]["out"].double() - exact).norm() / exact.norm())
 
 
-@examples(20, 100)
+@examples(10, 100)
 @given(
     seed=st.integers(0, 1000),
     size=st.sampled_from([1e-30, 1e-20, 1.0, 1e20]),

@@ -39,6 +39,7 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
     assert (folder / "exports" / "step-000002" / "config.json").is_file()
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_in_another_folder(tmp_path: Path) -> None:
     """The run goes on from there; another run is refused, before it has changed anything."""
     config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=2), 2)

@@ -110,6 +110,7 @@ def test_a_run_goes_on_from_the_store_alone(
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
+@pytest.mark.exhaustive
 def test_rot_in_the_store_is_noticed(tmp_path: Path, server: S3Server) -> None:
     save_and_upload(MeshShape(2), tmp_path / "checkpoints", 1)
     system = fsspec.filesystem("s3", skip_instance_cache=True)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,8 +13,9 @@ import pytest
 from bytescale.cli import plan, simulate
 from bytescale.cli.batch_source import read_lengths
 from bytescale.common.errors import ConfigError, DataError, PlanError
-from bytescale.plan.io import load_plan
+from bytescale.plan.io import load_plan, save_plan
 from bytescale.plan.verify import verify
+from tests.attention.test_grid import grid_plan
 
 SMALL = ["--batch.tokens", "256K", "--batch.context", "64K", "--cost.profile", "case-study"]
 
@@ -145,6 +147,16 @@ def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = ["--plan", str(saved), "--cost.profile", "case-study", "--cluster.num-gpus", "32", "--cluster.tp", "2"]
     assert simulate.run(arguments) == 0
     assert "plan: naive" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"), [(3, "has 4 ranks in 3 columns.*divides the number of ranks"), (0, "is 0, below 1")]
+)
+def test_a_plan_with_a_shape_that_cannot_be_is_refused(tmp_path: Path, columns: int, message: str) -> None:
+    saved = tmp_path / "plan.npz"
+    save_plan(replace(grid_plan([4096], 4, 2), group_columns=np.array([columns])), saved)
+    with pytest.raises(PlanError, match=message):
+        simulate.run(["--plan", str(saved), "--cost.profile", "case-study", "--cluster.num-gpus", "4"])
 
 
 @pytest.mark.parametrize(

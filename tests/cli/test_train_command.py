@@ -92,7 +92,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
         text=True,
     )
     try:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 8, seconds=300)
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics_so_far(run)) >= 2, seconds=300)
         ranks = {int(rank.environ()["RANK"]): rank for rank in psutil.Process(launcher.pid).children(recursive=True)
                  if "RANK" in rank.environ()}  # fmt: skip
         assert sorted(ranks) == list(range(num_ranks))

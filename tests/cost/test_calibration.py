@@ -144,6 +144,14 @@ def test_speeds_ignore_steps_that_are_slow_for_all_and_two_disturbed_steps_of_a_
     assert calibrator.speeds(State(speeds=idle)).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.3]), "one never computed"
 
 
+def test_speeds_of_slow_ranks_are_as_exact_as_those_of_fast_ones() -> None:
+    calibrator = Calibrator(first=TRUE, num_layers=2)
+    for speed in (0.8, 0.5, 0.37, 0.25, 0.223, 0.11, 0.013):
+        found = calibrator.speeds(State(speeds=((1.0, 1.0, 1.0, speed),) * 3))
+        assert found[-1] == pytest.approx(speed, rel=0.051)
+        assert found[:-1].tolist() == [1.0] * 3
+
+
 def test_too_few_steps_change_nothing() -> None:
     calibrator = Calibrator(first=TRUE, num_layers=2)
     states = run(calibrator, 1, speeds=[1.0, 0.2])

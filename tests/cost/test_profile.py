@@ -89,6 +89,11 @@ def test_a_missing_curve_is_named(tmp_path: Path) -> None:
     [
         ("[curves.rest_forward]\nquadratic = 0.0", "[curves.rest_forward]\nquadratic = -1.0", "rest_forward.quadratic"),
         ("[traffic]", "[trafic]", "incomplete"),
+        (
+            "ring_forward_bytes_per_token = 2048.0",
+            "ring_forward_bytes_per_token = 0.0",
+            "per_token is 0.0.*cost nothing",
+        ),
         ("name = ", "name ", "not TOML"),
         ("latency_seconds", "latency", "unknown entry"),
     ],

@@ -74,7 +74,7 @@ def assert_finishes(programs: list[list[Event]]) -> None:
             assert not stuck, f"{rules}:\n" + "\n".join(stuck)
 
 
-@examples(6, 24, phases=NO_SHRINKING)
+@examples(4, 24, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["static", "naive", "paper", "adaptive", "random"]),
     mesh=st.sampled_from(
@@ -107,7 +107,7 @@ def test_a_step_finishes_under_nccls_rules(
     assert_finishes(recorded(plan, mesh, ranks_per_node=ranks_per_node, **options))
 
 
-@examples(5, 15, phases=NO_SHRINKING)
+@examples(3, 15, phases=NO_SHRINKING)
 @given(
     planner=st.sampled_from(["paper", "adaptive", "random"]),
     mesh=st.sampled_from([MeshShape(pp=2, hdp=2), MeshShape(pp=3, hdp=2), MeshShape(pp=4, hdp=1)]),

@@ -79,7 +79,7 @@ def test_groups_that_fit_into_a_node_stay_in_one() -> None:
             assert not LINKS.leaves_node(ranks[0], len(ranks))
 
 
-@examples(20, 60)
+@examples(8, 60)
 @given(case=cases(max_ranks=24, max_sequences=40), cost=st.sampled_from(sorted(COSTS)))
 def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], cost: str) -> None:
     """With modelled links never; with free communication, where the mesh is always balanced, by 1 % at most."""
@@ -95,7 +95,7 @@ def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], co
     assert ours <= best * (1.0101 if cost == "ideal" else 1 + 1e-9)
 
 
-@examples(33, 100)
+@examples(12, 100)
 @given(
     case=cases(max_ranks=20, max_sequences=40),
     more=st.integers(0, 20),
@@ -138,7 +138,7 @@ def test_whole_sequences_run_between_shared_groups_where_time_is_short() -> None
     assert followed.any()
 
 
-@examples(13, 40)
+@examples(6, 40)
 @given(case=cases(max_ranks=24, max_sequences=40), num_stages=st.integers(2, 6), cost=st.sampled_from(sorted(COSTS)))
 def test_a_pipeline_s_plan_is_never_later_there_than_the_others(
     case: tuple[list[int], Cluster], num_stages: int, cost: str
@@ -216,7 +216,7 @@ def mixed_cases(draw: st.DrawFn) -> tuple[list[int], Cluster]:
     return lengths, Cluster(capacity_tokens=np.array(capacity), speeds=np.array(speeds))
 
 
-@examples(33, 100)
+@examples(12, 100)
 @given(case=mixed_cases(), cost=st.sampled_from(sorted(COSTS)))
 def test_mixed_ranks_get_plans_that_pass(case: tuple[list[int], Cluster], cost: str) -> None:
     lengths, cluster = case

@@ -26,7 +26,7 @@ ALIGNED = {
 
 
 @pytest.mark.parametrize("name", list(ALIGNED))
-@examples(20, 60)
+@examples(8, 60)
 @given(case=cases(), cost=st.sampled_from(sorted(COSTS)))
 def test_aligned_planners_cannot_hang(name: str, case: tuple[list[int], Cluster], cost: str) -> None:
     lengths, cluster = case
@@ -38,7 +38,7 @@ def test_aligned_planners_cannot_hang(name: str, case: tuple[list[int], Cluster]
             assert find_cycle(plan, num_stages, num_chunks) == []
 
 
-@examples(33, 100)
+@examples(12, 100)
 @given(count=st.integers(1, 12), num_ranks=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_aligning_keeps_the_groups_of_any_plan(count: int, num_ranks: int, seed: int) -> None:
     plan = random_plan([7] * count, num_ranks, seed)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, equal_blocks
-from bytescale.planner.adaptive.fill import deal, fill_low_gaps, into_holes
-from bytescale.planner.adaptive.place import Placement, place
-from bytescale.planner.adaptive.reserve import reserve
+from bytescale.planner.adaptive.fill import deal, into_holes
+from bytescale.planner.adaptive.free import FreeTime, Placement
+from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import Batch, target_seconds
 from bytescale.planner.adaptive.unequal import shares
 from bytescale.planner.batch import longest_first
@@ -115,7 +115,7 @@ def test_backfilled_groups_start_at_the_first_moment_with_room(items: list[tuple
 
 
 def test_backfilling_takes_ranks_that_are_no_neighbours() -> None:
-    """The picture in ``reserve``: of two ranks that c leaves and one that a leaves, d takes all three at once."""
+    """The picture in ``free``: of two ranks that c leaves and one that a leaves, d takes all three at once."""
     degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
     found = reserved(degrees * seconds, degrees, LINEAR, 7, 20.0, np.full(10, 1.0))
     members = dict(zip(found.groups.tolist(), members_of(found), strict=True))
@@ -129,16 +129,14 @@ def test_whole_sequences_fill_holes_before_groups_where_they_would_be_late() -> 
     degrees, seconds = np.array([5, 3, 3, 2, 2]), np.array([12, 8, 6, 7, 4])
     for count in (15, 16, 17):
         found = reserved(degrees * seconds, degrees, LINEAR, 7, 20.0, np.ones(count))
-        if count == 15:
-            assert found.gap_ranks is None
-        if count == 16:
-            assert found.gap_ranks is not None
-            assert found.gap_before is not None
-            (filled,) = np.flatnonzero(found.gap_ranks >= 0).tolist()
-            assert found.groups[found.gap_before[filled]] == 2
-            assert found.gap_ranks[filled] in members_of(found)[found.gap_before[filled]]
-        if count == 17:  # late whatever is done: nothing is moved
-            assert found.gap_ranks is None
+        inside = found.groups[found.groups >= len(degrees)]
+        assert len(inside) == (count == 16)  # of 17, one is late whatever is done: nothing is moved
+        if len(inside):
+            members = dict(zip(found.groups.tolist(), members_of(found), strict=True))
+            (rank,) = members[int(inside[0])].tolist()
+            assert rank in members[2]
+            assert found.groups.tolist().index(inside[0]) < found.groups.tolist().index(2)
+            assert found.free_at.sum() == pytest.approx(7 * 20 - 15)
 
 
 @given(seconds=st.lists(st.integers(1, 100), max_size=60), holes=st.lists(st.integers(0, 120), min_size=1, max_size=30))
@@ -200,16 +198,23 @@ def test_narrow_groups_fill_what_wide_ones_leave_of_nodes() -> None:
     plateaus=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 120)), min_size=1, max_size=12),
 )
 def test_low_gaps_get_a_sequence_each_that_ends_in_time(seconds: list[int], plateaus: list[tuple[int, int]]) -> None:
-    falling = np.sort(np.array(seconds))[::-1].copy()
-    free_at = np.repeat([float(time) for _, time in plateaus], [width for width, _ in plateaus])
-    filled = fill_low_gaps(falling, falling.astype(float), free_at, 100.0, LINEAR)
-    assert len(set(filled.places.tolist())) == len(filled.places)
-    ends = free_at.copy()
-    for place_, ranks in zip(filled.places.tolist(), np.split(filled.ranks, filled.widths.cumsum())[:-1], strict=True):
-        assert len(set(free_at[ranks].tolist())) == 1
-        ends[ranks] += falling[place_] / len(ranks)
-    assert np.allclose(ends, filled.free_at)
-    assert (ends <= np.maximum(free_at, 100.0) + 1e-6).all()
+    falling, num_ranks = np.sort(np.array(seconds))[::-1].copy(), sum(width for width, _ in plateaus)
+    free = FreeTime(blocks_of(np.zeros(0, int), np.zeros(0, int), LINEAR, num_ranks), num_ranks, 100.0)
+    free.gaps = sorted(
+        (float(time), sum(width for width, _ in plateaus[:at]), width, np.inf, 0.0)
+        for at, (width, time) in enumerate(plateaus)
+    )
+    ends = np.repeat([float(time) for _, time in plateaus], [width for width, _ in plateaus])
+    share_low(free, falling, falling.astype(float), LINEAR)
+    found = free.placement()
+    assert len(set(found.groups.tolist())) == len(found.groups)
+    for number, ranks in zip(found.groups.tolist(), members_of(found), strict=bool(len(found.groups))):
+        assert len(ranks) > 1
+        assert len(set(ends[ranks].tolist())) == 1
+        assert 0 < 100 - ends[ranks[0]] < 1.5 * falling[-1]
+        ends[ranks] += falling[number] / len(ranks)
+        assert found.free_at[ranks] == pytest.approx(ends[ranks])
+        assert ends[ranks[0]] <= 100 + 1e-6
 
 
 def test_groups_that_take_next_to_no_time_are_placed() -> None:
@@ -243,7 +248,7 @@ def longest_processing_time(seconds: np.ndarray, free_at: np.ndarray) -> float:
 @examples(33, 100)
 @given(count=st.integers(1, 300), num_ranks=st.integers(1, 40), seed=st.integers(0, 10**6))
 def test_dealing_in_bulk_is_close_to_dealing_one_by_one(count: int, num_ranks: int, seed: int) -> None:
-    """Not later than one by one by more than a fifth of one sequence, the spread inside a chunk (``CHUNK_RATIO``)."""
+    """Not later than one by one by more than a fifth of one sequence."""
     random = np.random.default_rng(seed)
     seconds = np.sort(random.pareto(1.5, count) + 0.1)[::-1]
     free_at = random.uniform(0, seconds.sum() / num_ranks, num_ranks)
@@ -290,10 +295,10 @@ def test_nobody_waits_inside_blocks(count: int, num_ranks: int, snap: float, lin
     degrees = np.sort(random.integers(1, num_ranks + 1, count))[::-1].copy()
     target = float(cost.work_seconds(lengths).sum() / num_ranks * random.uniform(0.5, 2))
     asked = blocks_of(lengths, degrees, cost, num_ranks)
-    blocks = place(asked, num_ranks, target=target, snap=snap)
+    blocks = stack(asked, num_ranks, target=target, snap=snap).placement()
     free_at = np.zeros(num_ranks)
-    assert (blocks.degrees >= degrees).all()
-    for length, ranks in zip(lengths, members_of(blocks), strict=True):
+    assert (blocks.degrees >= degrees[blocks.groups]).all()
+    for length, ranks in zip(lengths[blocks.groups], members_of(blocks), strict=True):
         first, degree = int(ranks[0]), len(ranks)
         assert ranks.tolist() == list(range(first, first + degree))
         members = free_at[first : first + degree]

@@ -147,6 +147,7 @@ def test_an_object_store_that_is_really_full(tmp_path: Path) -> None:
         assert "lower data.prefetch_steps" in told.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("ray_joined")
 def test_a_server_that_restarts_after_its_source_is_gone_names_the_file(tmp_path: Path) -> None:
     write_numbered_corpus(tmp_path / "numbers")

@@ -141,21 +141,25 @@ def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
     tmp_path: Path, config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Servers that take their time for the second window: the run says what it waits for, and goes on."""
-    hurried = replace(config, answer_seconds=4.0)
+    hurried = replace(config, answer_seconds=20.0)
     index = prepare_corpus(replace(config, cache_dir=str(tmp_path / "elsewhere"))).index
     first, second, *_ = PieceStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
     names = [shard.name for shard in plan_shards(config)[0]]
     steps_of_first = int(index.part_bytes[first].sum() / index.part_bytes.sum() * 80)
     go_on = tmp_path / "go-on"
 
-    def let_go_later(step: int) -> None:
-        if step == steps_of_first - 3:
-            threading.Timer(12.0, go_on.touch).start()
+    def let_go_late() -> None:
+        """Once the run has said that it waits, let it wait for longer than an answer may take."""
+        while "waits for data servers to tokenise" not in caplog.text:
+            time.sleep(0.1)
+        time.sleep(hurried.answer_seconds + 1.0)
+        go_on.touch()
 
     with feeds(hurried, "ray", 1) as (feed,):
         for server in feed.actors[1:3]:
             ray.get(server.__ray_call__.remote(hold_back, {names[part] for part in second}, go_on))
-        steps, _ = take_steps([feed], steps_of_first + 4, before_step=let_go_later)
+        threading.Thread(target=let_go_late, daemon=True).start()
+        steps, _ = take_steps([feed], steps_of_first + 4)
     assert max(ranks[0].times.wait_seconds for ranks in steps) > hurried.answer_seconds
     assert "waits for data servers to tokenise" in caplog.text
 

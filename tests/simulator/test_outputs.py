@@ -34,6 +34,7 @@ def test_trace_of_some_ranks_only() -> None:
     assert {entry["pid"] for entry in trace_events(step, [0, 7])} == {0, 7}
 
 
+@pytest.mark.exhaustive
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     step = simulate(local_plan([[6, 6], [6]]), profile(), ClusterConfig(num_gpus=2))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from bytescale.attention.exchange import TimedMessage
+from bytescale.attention.exchange import Exchange, TimedMessage
 from bytescale.config import Config, CostConfig
 from bytescale.cost import CostModel
 from bytescale.cost.calibration import Calibrator, State, lag_of
@@ -44,24 +47,37 @@ def test_losses_do_not_depend_on_calibration(tmp_path: Path) -> None:
 
 def test_every_plan_can_be_made_again_from_the_run_folder(tmp_path: Path) -> None:
     """Also after a kill: the run goes on with the states of its folder."""
-    config = calibrated(on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=12), 2, 128))
+    config = calibrated(on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=9), 2, 128))
     interrupt(config, after_step=7)
     before = lines_of(tmp_path / "run")
     assert [line["step"] for line in before][-1] >= 6
     run(with_trainer(config, resume=True))
     lines = lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[:6] == before[:6]
     planner = planner_of(config)
     planner.states = {line["step"] - 1: State.from_dict(line["state"]) for line in lines}
-    for step in range(12):
+    for step in range(9):
         saved = load_plan(tmp_path / "run" / "plans" / f"step-{step + 1:06d}.npz")
         assert planner.plan_step(saved.lengths, step).digest() == saved.digest()
 
 
+def test_ranks_whose_processors_round_differently_plan_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    solve = Calibrator._solve
+
+    def differently(*given: Any) -> tuple[float, ...]:
+        pairs, *others = solve(*given)
+        return (pairs * 1e4 ** dist.get_rank(), *others)
+
+    monkeypatch.setattr(Calibrator, "_solve", differently)
+    config = calibrated(on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=10), 2, 128))
+    assert len(run(config)) == 10
+
+
 def planner_of(config: Config) -> CalibratedPlanner:
     """The planner of a run, made without its ranks."""
-    import torch
 
     from bytescale.config import resolve_architecture
     from bytescale.train.parts.budget import memory_budget, rank_device
@@ -97,3 +113,21 @@ def test_a_plan_whose_costs_are_not_known_is_refused() -> None:
     assert planner.knows(3)
     with pytest.raises(LoaderFailure, match="Step 5 was to be planned before step 1 had ended"):
         planner.plan_step(np.array([1]), 4)
+
+
+def test_time_that_a_message_takes_to_be_posted_counts() -> None:
+    """A process that is stopped there has its message at once when it goes on."""
+
+    class Slow:
+        def recv(self, tensors: Any, source: int, tag: int) -> Any:
+            time.sleep(0.02)
+            return self
+
+        def wait(self) -> None:
+            pass
+
+    exchange = Exchange(Slow(), 0)  # type: ignore[arg-type]
+    exchange.start(send=None, to=1, receive=torch.zeros(4), source=1, tag=0).wait()
+    (message,) = exchange.take_messages()
+    assert message.seconds >= 0.02
+    assert message.waited < message.seconds

@@ -20,7 +20,7 @@ from bytescale.train.parts import job as parts
 from bytescale.train.parts.budget import GIB, MemoryBudget, memory_budget
 from bytescale.train.parts.devices import Devices, RankDevice
 from tests.cost.test_calibration import TRUE
-from tests.train.runs import on_ranks, run, small_run, write_corpus
+from tests.train.runs import on_ranks, run, small_run, with_trainer, write_corpus
 
 LARGE = RankDevice(name="large", device_bytes=80.0, host_bytes=100.0, flops_per_second=9e14)
 SMALL = RankDevice(name="small", device_bytes=40.0, host_bytes=100.0, flops_per_second=3e14)
@@ -78,7 +78,7 @@ def test_auto_capacity_is_what_each_rank_has_room_for(tmp_path: Path) -> None:
     alone = [budget(config, [size] * 3).capacity_tokens for size in sizes]
     assert found.cluster(3).capacity_tokens.tolist() == alone
     assert alone[0] < alone[1]
-    assert found.longest_sequence(3) == sum(alone)
+    assert found.cluster(3).room == sum(alone)
     assert any("differ" in line for line in found.lines())
     naive = budget(config, sizes, planner=replace(config.planner, name="naive"))
     assert naive.cluster(3).capacity_tokens.tolist() == [alone[0]] * 3
@@ -90,7 +90,7 @@ def test_memory_is_checked_for_each_rank(tmp_path: Path) -> None:
     sizes = [0.008 * GIB, 0.004 * GIB, 0.008 * GIB]
     found = budget(config, sizes)
     planner = parts.verified_planner(config, found, TRUE, 3)
-    plan = planner([found.longest_sequence(3) - 10, 40, 50, 60])
+    plan = planner([found.cluster(3).room - 10, 40, 50, 60])
     held = micro_batch_tokens(plan).held
     assert held.max() > found.capacity_tokens, "only a large rank holds so many"
     verify(plan, limits=found.limits)
@@ -125,6 +125,28 @@ def test_a_run_on_unequal_ranks_has_the_losses_of_equal_ones(tmp_path: Path, mon
     assert len(set(plans[0].capacity_tokens.tolist())) == 2
     work = [np.bincount(plan.micro_batch_ranks, micro_batch_tokens(plan).held, minlength=3) for plan in plans]
     assert np.sum(work, axis=0)[2] > 1.5 * np.sum(work, axis=0)[0]
+
+
+def test_unequal_ranks_that_offload_have_the_losses_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of up to 256 tokens on two ranks of capacity 70: activations have to wait in host memory."""
+    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "one", steps=3)
+    config = replace(config, model=replace(config.model, num_layers=6))
+    expected = run(on_ranks(config, 1))
+
+    def own_device(config: Config, device: Any, dtype: Any, num_ranks: int) -> RankDevice:
+        import torch.distributed as dist
+
+        rate = (1, 2)[dist.get_rank()]
+        return RankDevice(name="cpu", device_bytes=GIB, host_bytes=GIB / 4, flops_per_second=rate)
+
+    monkeypatch.setattr(parts, "rank_device", own_device)
+    config = on_ranks(with_trainer(config, run_dir=str(tmp_path / "two")), 2, 70)
+    assert run(replace(config, memory=MemoryConfig(offload="on"))) == pytest.approx(expected, rel=1e-5)
+    plans = [load_plan(tmp_path / "two" / "plans" / f"step-{step:06d}.npz") for step in (1, 2, 3)]
+    shared = [plan.group_offload_ratio[plan.group_sizes == 2] for plan in plans]
+    assert np.concatenate(shared).max() > 0
+    held = [np.bincount(plan.micro_batch_ranks, micro_batch_tokens(plan).held, minlength=2) for plan in plans]
+    assert np.sum(held, axis=0)[1] > 1.3 * np.sum(held, axis=0)[0]
 
 
 def test_calibration_starts_from_the_speeds_of_the_data_sheets() -> None:

@@ -38,16 +38,16 @@ def corpora(tmp_path: Path) -> tuple[Path, Path]:
     return write_corpus(tmp_path / "corpus"), write_jsonl(tmp_path / "eval.jsonl", records)
 
 
-@pytest.mark.parametrize("shape", one_of(["2 ranks", "4 tp", "4 pp", "4 tp pp"], "4 pp"))
+@pytest.mark.parametrize("shape", one_of(["2 ranks", "4 tp", "2 pp", "4 pp", "4 tp pp"], "2 pp"))
 def test_losses_of_a_run_are_the_same_to_the_last_bit(tmp_path: Path, corpora: tuple[Path, Path], shape: str) -> None:
     degrees = {name: 2 for name in ("tp", "pp") if name in shape}
     parallel = {"ranks": int(shape[0]), **degrees}
-    config = small_run(corpora[0], tmp_path / "without", steps=5)
+    config = small_run(corpora[0], tmp_path / "without", steps=3)
     config = replace(config, parallel=ParallelConfig(capacity_tokens=256, timeout_seconds=100.0, **parallel))
     without = run(config)
     evaluated = with_evaluation(with_trainer(config, run_dir=str(tmp_path / "with")), corpora[1])
     assert run(evaluated) == without
-    assert [row["step"] for row in evaluations(tmp_path / "with")] == [2, 4, 5]
+    assert [row["step"] for row in evaluations(tmp_path / "with")] == [2, 3]
 
 
 def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
@@ -78,6 +78,7 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     assert [(b["longest_tokens"], b["num_targets"]) for b in found["buckets"]] == [(512, counts[512])]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", one_of(["gemma2", "qwen3", "gpt_oss"], "gemma2"))
 def test_evaluations_of_a_decoder_of_transformers(tmp_path: Path, corpora: tuple[Path, Path], name: str) -> None:
     """Heads with and without a cap, windows and sinks: losses stay to the last bit, and values are transformers'."""
@@ -109,6 +110,7 @@ def test_evaluations_of_a_decoder_of_transformers(tmp_path: Path, corpora: tuple
     assert evaluations(tmp_path / "with")[1]["loss"] != found["loss"]  # the weights had changed
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_killed_evaluates_what_it_repeats_once(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
     config = with_evaluation(small_run(corpora[0], tmp_path / "whole"), corpora[1], every=1)
     run(config)

@@ -18,6 +18,7 @@ from bytescale.data.order.batches import make_sampler
 from bytescale.models import build_model
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import write_jsonl
+from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
 TRANSFORMERS = pytest.importorskip("transformers")
@@ -94,7 +95,9 @@ def first_step(config: Config) -> tuple[float, float]:
     return row["loss"], row["grad_norm"]
 
 
-@pytest.mark.parametrize(("loss_per", "num_ranks"), [("token", 2), ("sequence", 3), ("weight", 1)])
+@pytest.mark.parametrize(
+    ("loss_per", "num_ranks"), one_of([("token", 2), ("sequence", 3), ("weight", 1)], ("sequence", 3))
+)
 def test_conversations_as_transformers_writes_them(tmp_path: Path, loss_per: str, num_ranks: int) -> None:
     config = on_ranks(chat_run(tmp_path, "run", loss_per), num_ranks, 256 if num_ranks == 1 else 128)
     config = with_trainer(config, steps=1)
@@ -149,7 +152,7 @@ def test_a_batch_without_anything_to_train_on_changes_no_weight_by_its_loss(tmp_
         assert run(with_trainer(replace(config, data=data), run_dir=str(tmp_path / loss_per))) == [0.0]
 
 
-@pytest.mark.parametrize("loss_per", ["token", "sequence"])
+@pytest.mark.parametrize("loss_per", one_of(["token", "sequence"], "sequence"))
 def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str) -> None:
     """Loss and gradient norm of the first batch on 3 ranks are those of transformers, its template and its mask."""
     from bytescale.parity import small_model

@@ -23,7 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def deep_run(corpus: Path, run_dir: Path, num_ranks: int, capacity: int, **memory: object) -> Config:
-    config = on_ranks(small_run(corpus, run_dir, steps=4), num_ranks, capacity)
+    config = on_ranks(small_run(corpus, run_dir, steps=3), num_ranks, capacity)
     return replace(config, model=replace(config.model, num_layers=6), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from bytescale.config import Config, ModelConfig, validate
 from tests.helpers.effort import one_of, pairs
 from tests.train.runs import interrupt, losses, metrics, run, small_run, with_trainer, write_corpus
 
+STEPS = 3
 # Fewer than ten steps: the order of fp32 sums is amplified less than in a hundred (tests/train/test_training.py).
 SAME_LOSSES = 1e-4
 
@@ -26,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def deep_run(corpus: Path, run_dir: Path, **model: object) -> Config:
     """Four layers, so that there may be four stages."""
-    config = small_run(corpus, run_dir, steps=5)
+    config = small_run(corpus, run_dir, steps=STEPS)
     shape = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64, **model}
     return replace(config, model=ModelConfig(preset="tiny-moe" if "num_experts" in model else "tiny", **shape))  # type: ignore[arg-type]
 
@@ -49,10 +51,11 @@ FAMILIES = {"llama": {}, "tied": {"tie_embeddings": True}, "mixtral": {"num_expe
 MESHES = [
     {"tp": 2},
     {"pp": 2},
-    {"pp": 4},
     {"pp": 2, "virtual_stages": 2},
-    {"tp": 2, "pp": 2, "hdp": 2},
+    {"tp": 2, "hdp": 2},
 ]
+FOUR_STAGES = {"pp": 4}
+EIGHT = {"tp": 2, "pp": 2, "hdp": 2}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,15 @@ def family(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytes
     return settings, run(on_mesh(config))
 
 
-@pytest.mark.parametrize(("family", "mesh"), pairs(list(FAMILIES), MESHES), indirect=["family"], ids=str)
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        *pairs(list(FAMILIES), MESHES),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(FAMILIES, (FOUR_STAGES, EIGHT))),
+    ],
+    indirect=["family"],
+    ids=str,
+)
 def test_every_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, family: tuple, mesh: dict) -> None:
     settings, alone = family
     ours = run(on_mesh(deep_run(corpus, tmp_path / "run", **settings), **mesh))
@@ -71,22 +82,24 @@ def test_every_mesh_has_the_losses_of_one_process(corpus: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("family", one_of(list(FAMILIES), "tied"), indirect=True)
-def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family: tuple) -> None:
-    """(tp, pp, hdp) = (2, 2, 2), then (1, 4, 1), (4, 1, 2) and (1, 1, 1), each killed after a step or two."""
+@pytest.mark.parametrize("first", one_of([{"tp": 2, "pp": 2}, EIGHT], {"tp": 2, "pp": 2}), ids=str)
+def test_a_checkpoint_moves_between_meshes(corpus: Path, tmp_path: Path, family: tuple, first: dict) -> None:
+    """From the first mesh to four stages, each killed after a step, and then to (tp, hdp) = (2, 2)."""
     settings, alone = family
     config = with_trainer(deep_run(corpus, tmp_path / "run", **settings), resume=True)
     config = replace(config, checkpoint=replace(config.checkpoint, every=1))
-    interrupt(with_trainer(on_mesh(config, tp=2, pp=2, hdp=2), resume=False), after_step=2)
-    interrupt(on_mesh(config, pp=4), after_step=3)
-    interrupt(on_mesh(config, tp=4, hdp=2), after_step=4)
-    np.testing.assert_allclose(run(on_mesh(config)), alone, rtol=SAME_LOSSES)
+    interrupt(with_trainer(on_mesh(config, **first), resume=False), after_step=1)
+    interrupt(on_mesh(config, **FOUR_STAGES), after_step=2)
+    np.testing.assert_allclose(run(on_mesh(config, tp=2, hdp=2)), alone, rtol=SAME_LOSSES)
 
 
-def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path) -> None:
-    mesh = {"tp": 2, "pp": 2}
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", one_of([{"pp": 2}, {"tp": 2, "pp": 2}], {"pp": 2}), ids=str)
+def test_a_resume_on_the_same_mesh_is_exact(corpus: Path, tmp_path: Path, mesh: dict) -> None:
     whole = run(on_mesh(deep_run(corpus, tmp_path / "whole", tie_embeddings=True), **mesh))
     parts = on_mesh(deep_run(corpus, tmp_path / "parts", tie_embeddings=True), **mesh)
-    interrupt(parts, after_step=4)
+    parts = replace(parts, checkpoint=replace(parts.checkpoint, every=1))
+    interrupt(parts, after_step=2)
     assert run(with_trainer(parts, resume=True)) == whole
 
 
@@ -97,7 +110,7 @@ def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, 
     settings, _ = family
     run(on_mesh(deep_run(corpus, tmp_path / "first", **settings)))
     export_checkpoint(complete_checkpoints(tmp_path / "first" / "checkpoints")[-1], tmp_path / "hf")
-    started = with_trainer(deep_run(corpus, tmp_path / "alone", **settings), init=f"hf:{tmp_path / 'hf'}", steps=3)
+    started = with_trainer(deep_run(corpus, tmp_path / "alone", **settings), init=f"hf:{tmp_path / 'hf'}")
     alone = run(on_mesh(started))
     ours = run(on_mesh(with_trainer(started, run_dir=str(tmp_path / "mesh")), tp=2, pp=2))
     np.testing.assert_allclose(ours, alone, rtol=SAME_LOSSES)
@@ -106,14 +119,14 @@ def test_weights_from_hugging_face_go_to_the_ranks_that_need_them(corpus: Path, 
 @pytest.mark.exhaustive
 def test_a_run_on_a_mesh_counts_every_token_once(corpus: Path, tmp_path: Path) -> None:
     run(on_mesh(deep_run(corpus, tmp_path / "alone")))
-    run(on_mesh(deep_run(corpus, tmp_path / "mesh"), tp=2, pp=2, hdp=2))
+    run(on_mesh(deep_run(corpus, tmp_path / "mesh"), **EIGHT))
     ours, alone = metrics(tmp_path / "mesh"), metrics(tmp_path / "alone")
     for key in ("num_tokens", "num_sequences"):
         assert [line[key] for line in ours] == [line[key] for line in alone]
     np.testing.assert_allclose(
         [line["grad_norm"] for line in ours], [line["grad_norm"] for line in alone], rtol=SAME_LOSSES
     )
-    assert len(losses(tmp_path / "mesh")) == 5
+    assert len(losses(tmp_path / "mesh")) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_metrics_split_a_step_into_parts_that_fit_into_it(corpus: Path, tmp_path
         assert parts <= line["step_seconds"] * (1 + 1e-9)
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_has_one_lane_a_stage(corpus: Path, tmp_path: Path) -> None:
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=1, trace_steps=(1,)), 4, capacity_tokens=128)
     run(replace(config, parallel=replace(config.parallel, pp=2)))

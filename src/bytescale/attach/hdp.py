@@ -362,7 +362,8 @@ class HDP:
         """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
 
         Every rank calls it. ``ready`` is called on the rank that has a prompt's last token as soon as its logits are
-        known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate."""
+        known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
+        """
         return prefill(self, prompts, ready)
 
     # -- internals -------------------------------------------------------------------------------------------------

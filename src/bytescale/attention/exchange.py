@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -46,7 +46,8 @@ class Transfer:
     works: Sequence[dist.Work]
     buffers: tuple[Tensor, ...]
     peers: tuple[int, ...]
-    started: float = field(default_factory=time.perf_counter)
+    started: float
+    """Before the operations were posted: a process may be stopped behind that, while its message arrives."""
 
     def wait(self) -> None:
         """Wait until both directions are done. On CUDA the current stream waits, and the host does not."""
@@ -108,12 +109,13 @@ class Exchange:
         if send is not None:
             self.bytes_sent += send.numel() * send.element_size()
             self.messages_sent += 1
+        started = time.perf_counter()
         try:
             works = self._post(send, to, receive, source, tag)
         except RuntimeError as error:
             raise self.lost((to, source), error) from error
         buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
-        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source))
+        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source), started=started)
 
     def note(self, transfer: Transfer, asked: float) -> None:
         """Keep the times of a transfer that is done and was waited for from the moment ``asked`` on.

@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich.console import Console
 
-from bytescale.cli.attached import planned_model
-from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, read_batch, read_profile
-from bytescale.cli.devices import Devices, devices_of
+from bytescale.cli.batch_source import BatchConfig, CostSource, read_batch
+from bytescale.cli.costs import CostOptions, costs_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
-from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig, load_config
+from bytescale.config import Config, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
-from bytescale.cost.memory import Checkpointing, ModelShare
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
@@ -36,7 +33,7 @@ PlannerName = Literal["static", "naive", "paper", "greedy", "adaptive"]
 
 
 @dataclass(slots=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(CostOptions):
     """Plan one batch: bytescale plan [CONFIG.toml] [options].
 
     With a config, the batch comes from its corpus and the ranks are its ranks. Without one, the batch comes from
@@ -47,12 +44,6 @@ class PlanOptions:
     """The sequences."""
     ranks: int = 512
     """Number of HDP ranks."""
-    capacity_tokens: int = 8192
-    """Tokens that one micro-batch of a rank may hold. auto: as many as fit on its devices beside the model."""
-    device_gib: float | None = None
-    """GiB of a device that may be used. Unset: what training with the config would use here, or 80."""
-    checkpointing: Checkpointing = "none"
-    """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
     ranks_per_node: int = 8
     """Consecutive ranks that share a node."""
     tp: int = 1
@@ -63,10 +54,6 @@ class PlanOptions:
     """Chunks of layers on each stage. With more than one, the stages are interleaved."""
     planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
     """Planners to compare. Details are shown for the last one."""
-    cost: CostSource = field(default_factory=CostSource)
-    """Where the times come from."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
-    """The model, if times come from counted operations."""
     png: Path | None = None
     """Draw all ranks over time, one panel per planner, into this file."""
     save: Path | None = None
@@ -97,32 +84,10 @@ def run(arguments: Sequence[str]) -> int:
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write the wanted files. Raises what reading, planning and drawing raise."""
     console = Console()
-    trainer = config.trainer if config else TrainerConfig()
-    layout = options.layout(trainer)
+    layout = options.layout(config.trainer if config else TrainerConfig())
     lengths, origin, vocab_size = read_batch(options.batch, config)
-    attached = planned_model(
-        options.model,
-        config,
-        parallel=ParallelConfig(tp=options.tp, pp=options.pp, virtual_stages=options.virtual_stages),
-        checkpointing=options.checkpointing,
-        cost_profile=options.cost.profile,
-        longest=int(lengths.max()),
-    )
-    if attached is not None:
-        profile = attached.profile(options.cost.rates)
-    else:
-        profile = read_profile(
-            options.cost,
-            options.model,
-            tensor_parallel=options.tp,
-            model_is_given=config is not None or options.model != DEFAULT_MODEL,
-            vocab_size=vocab_size,
-            ring_gradients=trainer.ring_gradients,
-        )
-    layout.check_layers(profile.architecture.num_layers)
-    devices = (
-        _devices(options, config, profile) if attached is None else attached.devices(options.ranks, options.device_gib)
-    )
+    costs = costs_of(options, config, layout, longest=int(lengths.max()), vocab_size=vocab_size)
+    profile, devices = costs.profile, costs.devices
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
     capacity = devices.capacity_tokens(options.capacity_tokens)
     cluster = Cluster.uniform(options.ranks, capacity)
@@ -149,24 +114,6 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         if not options.json:
             console.print(f"wrote {written}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _devices(options: PlanOptions, config: Config | None, profile: Profile) -> Devices:
-    share = ModelShare(
-        architecture=profile.architecture,
-        tensor_parallel=profile.tensor_parallel,
-        num_stages=options.pp,
-        virtual_stages=options.virtual_stages,
-    )
-    return devices_of(
-        config,
-        profile,
-        share,
-        num_ranks=options.ranks,
-        checkpointing=options.checkpointing,
-        capacity_tokens=options.capacity_tokens,
-        device_gib=options.device_gib,
-    )
 
 
 def _write_files(options: PlanOptions, planned: dict[str, Planned], chosen: str) -> list[Path]:

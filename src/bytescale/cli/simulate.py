@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale.cli.attached import planned_model
-from bytescale.cli.batch_source import (
-    DEFAULT_MODEL,
-    BatchConfig,
-    CostSource,
-    SourceBatch,
-    read_batch,
-    read_profile,
-)
-from bytescale.cli.devices import Devices, devices_of
+from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch
+from bytescale.cli.costs import CostOptions, Costs, costs_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import AUTO_CAPACITY, Config, ModelConfig, ParallelConfig, TrainerConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
-from bytescale.cost.memory import Checkpointing, ModelShare
 from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
+from bytescale.plan.verify import verify
 from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
 
 
 @dataclass(slots=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(CostOptions):
     """Simulate one step: bytescale simulate [CONFIG.toml] --cluster.num-gpus 16384 --cluster.tp 8 [options]."""
 
     cluster: ClusterConfig = field(
@@ -49,12 +39,6 @@ class SimulateOptions:
     """The devices of the cluster and their layout."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
-    capacity_tokens: int = 8192
-    """Tokens that one micro-batch of a rank may hold. auto: as many as fit on its devices beside the model."""
-    device_gib: float | None = None
-    """GiB of a device that may be used, for capacity auto. Unset: what training would use here, or 80."""
-    checkpointing: Checkpointing = "none"
-    """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
     planner: PlannerName = "adaptive"
     """The planner that plans the batch."""
     plan: Path | None = None
@@ -64,10 +48,6 @@ class SimulateOptions:
     that cannot deadlock. auto: 1f1b where it is safe, else aligned. Interleaved stages support only 1f1b."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """The data loader, which prepares the input of the next step."""
-    cost: CostSource = field(default_factory=CostSource)
-    """Where the times come from."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
-    """The model, if times come from counted operations."""
     png: Path | None = None
     """Draw all ranks over time into this file."""
     trace: Path | None = None
@@ -90,13 +70,16 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
     cluster = options.cluster
     if options.plan is not None:
         plan, origin = load_plan(options.plan), str(options.plan)
-        profile, devices = _costs(options, config, longest=int(plan.lengths.max()))
+        verify(plan)
+        costs = costs_of(options, config, cluster, longest=int(plan.lengths.max()))
     else:
         batch = read_batch(options.batch, config)
-        profile, devices = _costs(options, config, longest=int(batch.lengths.max()), vocab_size=batch.vocab_size)
-        plan, origin = _plan(batch, options, profile, devices), batch.origin
+        longest = int(batch.lengths.max())
+        costs = costs_of(options, config, cluster, longest=longest, vocab_size=batch.vocab_size)
+        plan, origin = _plan(batch, options, costs), batch.origin
+    profile = costs.profile
     if options.checkpointing != "none":  # only then, because choosing the devices may import torch
-        profile = devices().kept_by(profile)
+        profile = costs.devices.kept_by(profile)
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
@@ -198,60 +181,12 @@ def _defaults(config: Config | None) -> SimulateOptions:
     )
 
 
-def _costs(
-    options: SimulateOptions, config: Config | None, *, longest: int, vocab_size: int | None = None
-) -> tuple[Profile, Callable[[], Devices]]:
-    """The times of a step, and what chooses the devices. ``longest``: tokens of the longest sequence."""
-    cluster = options.cluster
-    attached = planned_model(
-        options.model,
-        config,
-        parallel=ParallelConfig(tp=cluster.tp, pp=cluster.pp, virtual_stages=cluster.virtual_stages),
-        checkpointing=options.checkpointing,
-        cost_profile=options.cost.profile,
-        longest=longest,
-    )
-    if attached is not None:
-        profile = attached.profile(options.cost.rates)
-        devices = partial(attached.devices, cluster.num_ranks, options.device_gib)
-    else:
-        profile = read_profile(
-            options.cost,
-            options.model,
-            tensor_parallel=cluster.tp,
-            model_is_given=config is not None or options.model != DEFAULT_MODEL,
-            vocab_size=vocab_size,
-            ring_gradients="wide" if config is None else config.trainer.ring_gradients,
-        )
-        devices = partial(_devices, options, config, profile)
-    cluster.check_layers(profile.architecture.num_layers)
-    return profile, devices
-
-
-def _devices(options: SimulateOptions, config: Config | None, profile: Profile) -> Devices:
-    share = ModelShare(
-        architecture=profile.architecture,
-        tensor_parallel=profile.tensor_parallel,
-        num_stages=options.cluster.pp,
-        virtual_stages=options.cluster.virtual_stages,
-    )
-    return devices_of(
-        config,
-        profile,
-        share,
-        num_ranks=options.cluster.num_ranks,
-        checkpointing=options.checkpointing,
-        capacity_tokens=options.capacity_tokens,
-        device_gib=options.device_gib,
-    )
-
-
-def _plan(batch: SourceBatch, options: SimulateOptions, profile: Profile, devices: Callable[[], Devices]) -> Plan:
+def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
     cluster, capacity = options.cluster, options.capacity_tokens
     if capacity == AUTO_CAPACITY:
-        capacity = devices().capacity_tokens(capacity)
+        capacity = costs.devices.capacity_tokens(capacity)
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
-    cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
+    cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
     planner = named_planner(options.planner, context=context, num_stages=cluster.pp)
     return planner(batch.lengths, cluster=ranks, cost=cost)

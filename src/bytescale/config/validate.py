@@ -162,7 +162,7 @@ def _check_trace_steps(trainer: TrainerConfig) -> None:
     if never:
         raise ConfigError(
             problem(
-                f"trainer.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps} ",
+                f"trainer.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
                 so="its trace would never be written",
                 fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
             )

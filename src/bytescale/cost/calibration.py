@@ -56,7 +56,8 @@ FEWEST_SPEEDS = 3
 NOTICED = 0.15
 """A rank counts as fast as the middle one while its speed differs by no more than this share."""
 SPEED_GRID = 0.05
-"""Speeds are rounded to multiples of this, so that plans do not follow every flicker."""
+"""Speeds are rounded to multiples of this, so that plans do not follow every flicker. For speeds below a half the
+multiples are half as far apart, for those below a quarter a fourth, and so on."""
 
 
 def lag_of(prefetch_steps: int) -> int:
@@ -221,7 +222,9 @@ class Calibrator:
         relative = np.array([float(np.median(own[own > 0])) if (own > 0).any() else 1.0 for own in beside.T])
         if len(rows) < FEWEST_SPEEDS:
             return np.ones(len(relative))
-        on_grid = np.maximum(np.round(relative / SPEED_GRID), 1.0) * SPEED_GRID
+        # Powers of two are exact, so all ranks get the same bits.
+        grid = SPEED_GRID * np.exp2(np.minimum(np.frexp(relative)[1], 0))
+        on_grid = np.round(relative / grid) * grid
         return np.where(np.abs(relative - 1.0) <= NOTICED, 1.0, on_grid)
 
     def _first_terms(self) -> list[float]:

@@ -191,12 +191,26 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             links=Links(**content.get("links", {})),
             points=tuple(Point(**point) for point in content.get("points", [])),
             **curves,
-            **content["traffic"],
+            **_traffic(content["traffic"], f"{where}: traffic"),
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
             problem(f"profile {where} is incomplete or has an unknown entry: {error}", fix="take the profile again")
         ) from error
+
+
+def _traffic(stored: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check that everything that is sent has a size: shapes of slice groups are chosen by these sizes."""
+    for name, value in stored.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(
+                problem(
+                    f"{where}.{name} is {value}",
+                    so="what ranks send would cost nothing, or would never arrive",
+                    fix="take the profile again, or use a number above 0",
+                )
+            )
+    return stored
 
 
 def _curve(stored: dict[str, float], where: str) -> Curve:

@@ -100,13 +100,12 @@ def plain_step(model: nn.Module, documents: list[Document]) -> Outcome:
 
 def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> Outcome:
     """The same step by ``HDP``, on ranks that are threads of this process."""
-    copies = [copy.deepcopy(model) for _ in range(setup.num_ranks)]
     lengths = [len(document["tokens"]) for document in documents]
     plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
     capacity = max(-(-sum(lengths) // 3), -(-max(lengths) // setup.num_ranks) + 1)
 
     def one_rank(group: dist.ProcessGroup) -> tuple[float, list[Tensor], dict[str, Tensor]]:
-        own = copies[group.rank()]
+        own = copy.deepcopy(model)  # here, because what is older than the ranks outlives them, with its groups' threads
         hdp = HDP(
             own,
             group,

@@ -10,7 +10,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -32,10 +32,9 @@ def run_ranks(
     store = dist.HashStore()
     gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
-        results = _run_threads(store, num_ranks, work, timeout_seconds)
-        gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
-        return results
+        return _run_threads(store, num_ranks, work, timeout_seconds)
     finally:
+        gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
         gc.unfreeze()
 
 
@@ -63,11 +62,24 @@ def _run_threads(
             if errors:  # the others may wait for this rank; what they say within seconds is reported too
                 deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_AN_ERROR)
     if errors:
+        _forget_locals(raised)
         texts = (f"rank {rank}: {text}" for rank, text in sorted(errors.items()))
         raise AssertionError("\n".join(texts)) from raised[0]
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hung, f"ranks {hung} still run after {timeout_seconds} s"
     return [results[rank] for rank in range(num_ranks)]
+
+
+def _forget_locals(errors: Sequence[BaseException]) -> None:
+    """Drop what the functions that failed had in hand. Their groups, and the threads of these, would stay otherwise."""
+    waiting: list[BaseException | None] = list(errors)
+    done: set[int] = set()  # causes and contexts may form a circle
+    while waiting:
+        error = waiting.pop()
+        if error is not None and id(error) not in done:
+            done.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            waiting += [error.__cause__, error.__context__]
 
 
 def process_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:

@@ -206,7 +206,7 @@ class GroupSpec:
 
 def offsets_of(counts: Iterable[int]) -> IntArray:
     """CSR offsets ``[n + 1]`` of ``n`` runs of the given lengths."""
-    counts = np.fromiter(counts, dtype=np.int64)
+    counts = counts if isinstance(counts, np.ndarray) else np.fromiter(counts, dtype=np.int64)
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets

@@ -42,7 +42,7 @@ def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = Fal
 
 def _check_fits(lengths: IntArray, cluster: Cluster, uniform: bool) -> None:
     smallest = int(cluster.capacity_tokens.min())
-    room = cluster.largest_sequence if uniform or cluster.offload else int(cluster.capacity_tokens.sum())
+    room = cluster.largest_sequence if uniform else cluster.room
     sequence = int(lengths.argmax())
     longest = int(lengths[sequence])
     if longest <= room:

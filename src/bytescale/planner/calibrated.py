@@ -72,7 +72,9 @@ class CalibratedPlanner:
         """Plan a batch with the costs of its step. Raises as ``VerifiedPlanner``."""
         cluster = self.planner.cluster
         if costs.speeds:
-            cluster = replace(cluster, speeds=np.array(costs.speeds))
+            differing = replace(cluster, speeds=np.array(costs.speeds))
+            # Ranks that differ and offload hold some tokens less, because their slices are rounded up.
+            cluster = differing if int(lengths.max()) <= differing.room else cluster
         return replace(self.planner, cost=costs.cost, cluster=cluster)(lengths)
 
     def knows(self, step: int) -> bool:
@@ -88,7 +90,7 @@ class CalibratedPlanner:
         """The ranks with the speeds of ``state``. Only the adaptive planner plans for unequal ranks."""
         equal, config = self.planner.cluster, self.planner.config
         known = state.speeds or self.calibrator.first_speeds
-        if not known or (config.name, config.balance) != ("balanced", "adaptive") or equal.offload is not None:
+        if not known or (config.name, config.balance) != ("balanced", "adaptive"):
             return equal
         return replace(equal, speeds=self.calibrator.speeds(state))
 

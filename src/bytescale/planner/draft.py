@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster
 from bytescale.plan import Plan
+from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.order import rising
 
@@ -48,14 +49,14 @@ def assemble(draft: Draft, *, lengths: IntArray, cluster: Cluster, planner: str)
     return Plan(
         lengths=lengths,
         capacity_tokens=cluster.capacity_tokens,
-        group_sequence_offsets=_offsets(counts),
+        group_sequence_offsets=offsets_of(counts),
         group_sequences=sequences,
-        group_rank_offsets=_offsets(degrees),
+        group_rank_offsets=offsets_of(degrees),
         group_ranks=ranks,
         group_weights=np.ones(len(ranks), dtype=np.int64) if draft.weights is None else draft.weights,
         group_columns=np.ones(len(degrees), dtype=np.int64) if draft.columns is None else draft.columns,
-        group_offload_ratio=_offload_ratios(lengths, sequences, counts, degrees, cluster),
-        rank_micro_batch_offsets=_offsets(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
+        group_offload_ratio=_offload_ratios(draft, lengths, cluster),
+        rank_micro_batch_offsets=offsets_of(np.bincount(entry_ranks[first_entries], minlength=cluster.num_ranks)),
         micro_batch_group_offsets=np.append(first_entries, len(by_rank)),
         micro_batch_groups=entry_groups,
         planner=planner,
@@ -80,14 +81,22 @@ def _in_order(draft: Draft) -> Draft:
     )
 
 
-def _offload_ratios(
-    lengths: IntArray, sequences: IntArray, counts: IntArray, degrees: IntArray, cluster: Cluster
-) -> NDArray[np.float64]:
-    """``[G]`` smallest offload ratio r with which each group's slices fit (0 unless the cluster offloads)."""
+def _offload_ratios(draft: Draft, lengths: IntArray, cluster: Cluster) -> NDArray[np.float64]:
+    """``[G]`` smallest offload ratio r with which each group's slices fit (0 unless the cluster offloads).
+
+    Weights of shared groups are the members' tokens (``adaptive.unequal``). Their ratio is that of the member that has
+    to offload the largest share.
+    """
+    degrees, counts = draft.degrees, draft.sequence_counts
     if cluster.offload is None or len(degrees) == 0:
         return np.zeros(len(degrees))
-    slices = np.add.reduceat(-(-lengths[sequences] // np.repeat(degrees, counts)), np.cumsum(counts) - counts)
-    return cluster.offload.ratio(slices, int(cluster.capacity_tokens.min()))
+    parts = -(-lengths[draft.sequences] // np.repeat(degrees, counts))
+    slices = np.add.reduceat(parts, np.cumsum(counts) - counts)
+    if draft.weights is None:
+        return cluster.offload.ratio(slices, int(cluster.capacity_tokens.min()))
+    held = np.where(np.repeat(degrees > 1, degrees), draft.weights, np.repeat(slices, degrees))
+    ratios = cluster.offload.ratio(held, cluster.capacity_tokens[draft.ranks])
+    return np.maximum.reduceat(ratios, np.cumsum(degrees) - degrees)
 
 
 def consecutive(first: IntArray, counts: IntArray, *, modulo: int | None = None) -> IntArray:
@@ -116,9 +125,3 @@ def _runs(counts: IntArray, order: IntArray) -> IntArray:
     """Places of the items of CSR runs when the runs are taken in ``order``."""
     starts = np.cumsum(counts) - counts
     return concatenated_ranges(starts[order], starts[order] + counts[order])
-
-
-def _offsets(counts: IntArray) -> IntArray:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

@@ -5,6 +5,7 @@ Under torchrun the process joins the group that torchrun's environment describes
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import sys
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
@@ -29,6 +31,8 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
+_OPENINGS = itertools.count()
+"""Numbers the times that this process joined others: the same number in all ranks, and one meeting for each."""
 
 Told = TypeVar("Told")
 
@@ -104,7 +108,11 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def open_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the process group for the time of the block."""
+    """Join the process group for the time of the block.
+
+    All ranks that reach the end of the block leave it together. A lazily connected gloo group lets a fast rank finish a
+    collective and close its sockets while a slower rank still writes to it, which the slower one reports as a failure.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = choose_device(config.trainer.device, local_rank, local_size)
@@ -116,14 +124,20 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     prepare_gloo(int(os.environ.get("WORLD_SIZE", "1")))
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
+    store: dist.Store = dist.HashStore()
+    rank, num_ranks, meeting = 0, 1, f"end-{next(_OPENINGS)}"
     if under_torchrun():
         if local_size == int(os.environ["WORLD_SIZE"]) and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: nothing listens beyond it
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
-        )
+        store, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("groups", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        device_id=device_id,
+    )
     try:
         yield Ranks(
             mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
@@ -131,6 +145,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
             device=device,
             dtype=dtype,
         )
+        barrier(store, num_ranks, meeting, timeout.total_seconds(), rank)
     finally:
         dist.destroy_process_group()
 

@@ -214,13 +214,13 @@ def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenFacts:
     none = np.zeros(0, dtype=np.int64)
     itemsize = dataset.index.dtype.itemsize
     for start in range(0, dataset.index.num_tokens, _SCAN_TOKENS):
-        chunk = dataset.tokens[start : start + _SCAN_TOKENS]
-        gatherer.add(chunk, none)
+        part = dataset.tokens[start : start + _SCAN_TOKENS]
+        gatherer.add(part, none)
         gatherer.add_fields({name: values[start : start + _SCAN_TOKENS] for name, values in dataset.fields.items()})
         progress(
             Progress(
                 stage=f"reading {dataset.prefix.name}.bin through",
-                done_bytes=(start + len(chunk)) * itemsize,
+                done_bytes=(start + len(part)) * itemsize,
                 total_bytes=dataset.index.num_tokens * itemsize,
             )
         )

@@ -22,7 +22,7 @@ from bytescale.plan.plan import segment_sums
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, is_ideal
 from bytescale.planner.adaptive.fill import deal
-from bytescale.planner.adaptive.place import place
+from bytescale.planner.adaptive.place import stack
 from bytescale.planner.draft import Draft, assemble, in_member_order
 
 
@@ -55,7 +55,7 @@ def _never_grows(group: int, first: int, most: int, room: float | None) -> tuple
 def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     """Return ``plan`` if it is aligned, else a plan with the same groups on other ranks.
 
-    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``place``). A block stands on a single
+    1. Shared groups, widest first, are stacked on blocks of consecutive ranks (``stack``). A block stands on a single
        other block, or on none. So all its ranks have the same groups below it, and hence the same number of them.
     2. Local groups follow, longest first, each on the rank that is free first. Each is a micro-batch.
 
@@ -74,7 +74,8 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
     node = 1 if is_ideal(cost) else cost.ranks_per_node
     taken = block_seconds(cost, plan.group_tokens[shared], degrees)
     blocks = Rectangles(np.arange(len(shared)), degrees, taken, _never_grows, (), node)
-    placed = place(blocks, plan.num_ranks, target=np.inf)
+    placed = stack(blocks, plan.num_ranks, target=float(taken.sum())).placement()
+    shared, degrees = shared[placed.groups], placed.degrees
     seconds = cost.compute_seconds(plan.group_tokens[local], squares[local]) + cost.micro_batch_seconds
     longest_first = np.argsort(-seconds, kind="stable")
     local = local[longest_first]

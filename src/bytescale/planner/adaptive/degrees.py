@@ -21,6 +21,8 @@ GRID = 96
 """Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
 TRIES = 4
 """Times that ranks are added for the exposed time that was found."""
+AT_ONCE = 96
+"""Sequences for which the grid is computed at once: its arrays stay in the processor's cache."""
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -119,7 +121,19 @@ def _with_exposed(
 def _best_on_grid(
     cost: CostModel, lengths: FloatArray, fewest: IntArray, num_ranks: int, seconds: float
 ) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` for sequences near their shortest possible time: try ``GRID`` degrees from fewest to all."""
+    """``degrees_within`` for sequences near their shortest possible time, of which equal neighbours are tried once."""
+    differs = np.append(True, (np.diff(lengths) != 0) | (np.diff(fewest) != 0))
+    cuts = range(AT_ONCE, int(differs.sum()), AT_ONCE)
+    pieces = zip(np.split(lengths[differs], cuts), np.split(fewest[differs], cuts), strict=True)
+    degrees, taken = zip(*(_tried_on_grid(cost, *piece, num_ranks, seconds) for piece in pieces), strict=True)
+    like = np.cumsum(differs) - 1
+    return np.concatenate(degrees)[like], np.concatenate(taken)[like]
+
+
+def _tried_on_grid(
+    cost: CostModel, lengths: FloatArray, fewest: IntArray, num_ranks: int, seconds: float
+) -> tuple[IntArray, FloatArray]:
+    """The same for a few sequences: try ``GRID`` degrees from fewest to all."""
     steps = (num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
     columns = _columns(cost, num_ranks)[:, None, None]  # [C, 1, 1]
     degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]

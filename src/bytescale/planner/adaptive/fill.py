@@ -1,16 +1,12 @@
-"""Places whole sequences: on ranks that are free first, in gaps before shared groups, or shared in gaps above them."""
+"""Places whole sequences: on ranks that are free first, or in holes."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
 
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.cost import CostModel
-from bytescale.planner.adaptive.degrees import block_seconds
-from bytescale.planner.draft import consecutive
 from bytescale.planner.order import rising
 
 ROUND_RATIO = 0.5
@@ -18,9 +14,6 @@ ROUND_RATIO = 0.5
 
 A ratio of 0.8 gives no smaller makespan and takes 2.3 times as long.
 """
-
-LOW = 1.5
-"""Gaps up to this many times the shortest sequence are filled (1 to 3 were tried: all keep to the target)."""
 
 
 def deal(
@@ -43,7 +36,7 @@ def deal(
         seconds: ``[n]`` time of each sequence at speed 1, descending.
         free_at: ``[R]`` when each rank is free.
         speeds: ``[R]``; None: all 1.
-        lengths: ``[n]`` tokens, needed with ``capacity``.
+        lengths: ``[n]`` tokens of a rank's capacity that each takes, falling; needed with ``capacity``.
         capacity: ``[R]`` tokens of a micro-batch, when some ranks cannot hold some of the sequences.
 
     Returns:
@@ -103,62 +96,20 @@ def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
         heights, weights, speeds = heights[below], weights[below], speeds[below]
 
 
-def into_holes(seconds: FloatArray, holes: FloatArray) -> IntArray:
+def into_holes(seconds: FloatArray, holes: FloatArray, *, one_each: bool = False) -> IntArray:
     """The hole of each sequence ``[n]``, or -1. Holes, largest first, take the longest sequences that fit.
 
     Args:
         seconds: ``[n]`` time of each sequence, descending.
         holes: ``[H]`` time of each hole.
+        one_each: whether a hole takes one sequence at most.
     """
     taken = np.full(len(seconds), -1)
     rising_seconds, numbers = seconds[::-1].tolist(), list(range(len(seconds) - 1, -1, -1))
     for hole in np.argsort(-holes, kind="stable").tolist():
         room = float(holes[hole])
         while place := bisect_right(rising_seconds, room):
-            room -= rising_seconds.pop(place - 1)
+            room = 0.0 if one_each else room - rising_seconds[place - 1]
+            del rising_seconds[place - 1]
             taken[numbers.pop(place - 1)] = hole
     return taken
-
-
-class Fillers(NamedTuple):
-    """Sequences that were to stay whole and are now shared, one on each filled plateau."""
-
-    places: IntArray  # [F] in the list of whole sequences
-    ranks: IntArray  # [sum of widths] members, sequence by sequence
-    widths: IntArray  # [F]
-    free_at: FloatArray  # [R] seconds; when each rank is free after them
-
-
-def fill_low_gaps(
-    lengths: IntArray, seconds: FloatArray, free_at: FloatArray, target: float, cost: CostModel
-) -> Fillers:
-    """Share short sequences over plateaus whose gap up to the target is too low for any whole one.
-
-    A block of D ranks leaves a gap of up to 1/D of the target. With few sequences per rank these gaps add up (github at
-    16,384 ranks: a shortest sequence of 8 % of the target, and 0.4 % of all time empty above the 110 widest blocks).
-    Every low gap gets the longest sequence that fits and is not taken yet.
-
-    Args:
-        lengths: ``[n]`` tokens of the whole sequences, descending.
-        seconds: ``[n]`` time of each on one rank.
-        free_at: ``[R]`` seconds; when each rank has finished the shared groups.
-        target: seconds; when all ranks should end.
-        cost: tells the time of a group.
-    """
-    heads = np.flatnonzero(np.append(True, free_at[1:] != free_at[:-1]))
-    widths = np.diff(np.append(heads, len(free_at)))
-    gaps = target - free_at[heads]
-    low = np.flatnonzero((widths > 1) & (gaps > 0) & (gaps < LOW * seconds[-1]))
-    low = low[np.argsort(-gaps[low] * widths[low], kind="stable")]
-    # If several plateaus want the same sequence, they get it and the next shorter ones.
-    number = np.arange(len(low))
-    wanted = np.searchsorted(-seconds, -gaps[low] * widths[low]) - number
-    wanted = np.maximum.accumulate(wanted) + number
-    low, wanted = low[wanted < len(seconds)], wanted[wanted < len(seconds)]
-    first, degrees = heads[low], widths[low]
-    taken = block_seconds(cost, lengths[wanted], degrees)
-    leaves_node = cost.leaves_node(first, degrees) & (degrees <= cost.ranks_per_node)
-    fits = (taken <= gaps[low] * (1 + 1e-9)) & ~leaves_node
-    ranks, free_at = consecutive(first[fits], degrees[fits]), free_at.copy()
-    free_at[ranks] += np.repeat(taken[fits], degrees[fits])
-    return Fillers(wanted[fits], ranks, degrees[fits], free_at)

@@ -2,8 +2,8 @@
 
     1. Target    the time at which all ranks would end if all work were spread evenly (``target``)
     2. Degrees   each sequence takes the fewest ranks that hold it and end it in time (``degrees``)
-    3. Place     shared sequences go to ranks, widest first: to consecutive ranks that are free at the same moment
-                 (``place``) or, if one of them is late there, to any ranks that are (``reserve``)
+    3. Place     shared sequences take free rank-time (``free``), widest first: on consecutive ranks that are free at
+                 the same moment or, if one of them is late there, on any ranks that are free long enough (``place``)
     4. Fill      whole sequences go to the ranks that are free first, longest first (``fill``)
     5. Again     while the makespan is not close to the target: steps 2 to 4 with a later makespan T to aim at, and with
                  a shorter longest block, which has more traffic
@@ -26,17 +26,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.adaptive.aligned import align, is_aligned
 from bytescale.planner.adaptive.degrees import Rectangles, equal_blocks, is_ideal
-from bytescale.planner.adaptive.fill import deal, fill_low_gaps
-from bytescale.planner.adaptive.place import Placement, place
-from bytescale.planner.adaptive.reserve import reserve
+from bytescale.planner.adaptive.fill import deal
+from bytescale.planner.adaptive.free import Placement
+from bytescale.planner.adaptive.place import reserve, share_low, stack
 from bytescale.planner.adaptive.target import FEW, PARTS, Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
-from bytescale.planner.adaptive.unequal import unequal_blocks, weights
+from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
 from bytescale.planner.baselines.greedy import greedy_plan
 from bytescale.planner.baselines.paper import paper_plan
 from bytescale.planner.baselines.static import static_plan
@@ -91,18 +90,23 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
         if is_aligned(plan):
             return plan
         return align(greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1), cluster=cluster, cost=cost)
-    trials = [
-        (batch, trial)
-        for size in pack_sizes(flat.pack_tokens)
-        for batch in [replace(flat, num_stages=num_stages, pack_tokens=size)]
-        for trial in tried_in_pipeline(batch)
-    ]
-    latest = CLOSE * min(trial.end for _, trial in trials)
-    early = [(batch, trial) for batch, trial in trials if trial.end <= latest]
-    batch, trial = min(early, key=lambda pair: pair[1].traffic_tokens)
+    piped = replace(flat, num_stages=num_stages)
+    plan = _in_pipeline(piped, planned)
+    if cost.row_bytes_per_token is not None and not is_ideal(cost):
+        rings = replace(piped, cost=replace(cost, row_bytes_per_token=None))
+        if _end(piped, plan) > num_stages * rings.fastest:
+            plan = min((plan, _in_pipeline(rings, planned)), key=partial(_end, piped))
+    return _best_of_rivals(plan, piped)
+
+
+def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
+    """Steps 2 to 5 in a pipeline of equal ranks."""
+    trials, flat = list[Trial](), replace(piped, num_stages=1)
+    for size in pack_sizes(piped.pack_tokens):
+        trials += tried_in_pipeline(replace(piped, pack_tokens=size))
     # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
-    plans = planned(batch, trial), align(planned(flat, search(flat)), cluster=cluster, cost=cost)
-    return _best_of_rivals(min(plans, key=partial(_end, batch)), batch)
+    plans = planned(piped, best(trials)), align(planned(flat, search(flat)), cluster=flat.cluster, cost=flat.cost)
+    return min(plans, key=partial(_end, piped))
 
 
 def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
@@ -118,7 +122,7 @@ def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Pla
     if is_uniform and rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
         return planned(search(rings))
     plan = planned(search(flat))
-    if _end(flat, plan) <= rings.fastest if is_uniform else (plan.group_columns == 1).all():
+    if _end(flat, plan) <= rings.fastest if is_uniform else flat.cluster.num_ranks < WIDE:
         return plan
     return min((plan, planned(search(rings))), key=partial(_end, flat))
 
@@ -132,81 +136,85 @@ def pack_sizes(capacity: int) -> list[int]:
     return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / MIN_PACK))) + 1)]
 
 
-def tried(batch: Batch) -> list[Trial]:
-    """Steps 2 to 5: the trials up to the first one that is good enough."""
-    trials = []
-    for trial in _trials(batch):
-        trials.append(trial)
-        if trial.end <= _enough(batch):
-            break
-    return trials
-
-
 def tried_in_pipeline(batch: Batch) -> list[Trial]:
     """Steps 2 to 5 in a pipeline: several longest blocks, and the best of them with several snaps and makespans."""
     allowed = max(LEAST_TRIALS, EFFORT // len(batch.lengths))
     levels = {}
     for longest in batch.longest_blocks():
-        levels[_blocks(batch, longest)[0].degrees.tobytes()] = (batch.promised(longest), longest)
-    trials, best = list[Trial](), list[tuple[float, float, float]]()
-    for promised, longest in sorted(levels.values())[: allowed // (2 * len(SNAPS))]:
-        if best and promised > min(best)[0]:
+        blocks = _blocks(batch, longest)
+        levels[blocks.degrees.tobytes()] = batch.promised(blocks), longest, blocks
+    trials, best_of = list[Trial](), list[tuple[float, float, float, Rectangles]]()
+    for promised, longest, blocks in sorted(levels.values(), key=lambda level: level[:2])[
+        : allowed // (2 * len(SNAPS))
+    ]:
+        if best_of and promised > min(best_of)[0]:
             break
-        trials += [_stacked(batch, LATER * promised, longest, snap=snap) for snap in SNAPS]
-        best.append((min(trial.end for trial in trials[-len(SNAPS) :]), promised, longest))
-    for end, promised, longest in sorted(best)[:REFINED]:
+        trials += [_stacked(batch, blocks, LATER * promised, snap) for snap in SNAPS]
+        best_of.append((min(trial.end for trial in trials[-len(SNAPS) :]), promised, longest, blocks))
+    for end, promised, _, blocks in sorted(best_of, key=lambda level: level[:3])[:REFINED]:
         for snap in SNAPS_IN_PIPELINE:
             early, late = LATER * promised, max(end, 1.03 * LATER * promised)
-            aim = math.sqrt(early * late) if snap in SNAPS else early
-            for _ in range(AIMS):
-                if len(trials) >= allowed or late < CLOSE * early:
-                    break
-                trials.append(_stacked(batch, aim, longest, snap=snap))
-                late = min(late, max(trials[-1].end, early))
-                early, late = (early, min(aim, late)) if trials[-1].end <= CLOSE * aim else (max(aim, early), late)
-                aim = math.sqrt(early * late)
+            first = math.sqrt(early * late) if snap in SNAPS else early
+            attempts = min(AIMS, allowed - len(trials))
+            trials += bisected(partial(_stacked, batch, blocks, snap=snap), early, late, first, attempts)
     return trials
 
 
+def bisected(attempt: Callable[[float], Trial], early: float, late: float, aim: float, most: int) -> Iterator[Trial]:
+    """At most so many attempts to end by a makespan: first ``aim``, then others between ``early`` and ``late``."""
+    for _ in range(most):
+        if late < CLOSE * early:
+            break
+        trial = attempt(aim)
+        yield trial
+        late = min(late, max(trial.end, early))
+        early, late = (early, min(aim, late)) if trial.end <= CLOSE * aim else (max(aim, early), late)
+        aim = math.sqrt(early * late)
+
+
 def search(batch: Batch) -> Trial:
-    """The trial with the least traffic of those that are good enough, or else close to the best."""
-    trials = tried(batch)
-    earliest = min(trial.end for trial in trials)
-    latest = _enough(batch) if earliest <= _enough(batch) else CLOSE * earliest
+    """Steps 2 to 5: the first trial that is good enough, or else the best."""
+    trials = []
+    for trial in _trials(batch):
+        if trial.end <= (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target:
+            return trial
+        trials.append(trial)
+    return best(trials)
+
+
+def best(trials: list[Trial]) -> Trial:
+    """The trial with the least traffic of those that end about first."""
+    latest = CLOSE * min(trial.end for trial in trials)
     return min((trial for trial in trials if trial.end <= latest), key=lambda trial: trial.traffic_tokens)
-
-
-def _enough(batch: Batch) -> float:
-    """Seconds; a trial that ends so early ends the search."""
-    return (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target
 
 
 def _trials(batch: Batch) -> Iterator[Trial]:
     """Trials of steps 2 to 4, roughly in the order of their traffic and of the time that they take."""
-    is_flat = batch.cluster.is_uniform
-    early = aim = LATER * batch.target
-    late = np.inf
+    first, later, enough = (factor * batch.target for factor in (FIRST, LATER, GOOD_ENOUGH))
+    is_flat, late = batch.cluster.is_uniform, np.inf
     if is_flat:
-        yield _stacked(batch, FIRST * batch.target)
-        yield _stacked(batch, GOOD_ENOUGH * batch.target)
-        yield _stacked(batch, GOOD_ENOUGH * batch.target, fill=True)
+        yield _stacked(batch, _blocks(batch, first), first)
+        blocks = _blocks(batch, enough)
+        free = stack(blocks, batch.cluster.num_ranks, target=enough)
+        yield _filled(batch, blocks, free.placement())
+        count = len(blocks.items)
+        share_low(free, batch.lengths[count:], batch.work_seconds[count:], batch.cost)
+        yield _filled(batch, blocks, free.placement())
     reserves = is_flat and batch.cluster.num_ranks <= MOST_RESERVED
     if reserves:
-        yield _reserved(batch, aim)
+        yield _reserved(batch, later)
     for part in _parts(batch):
+        blocks = _blocks(batch, later / part)
+        ends = []
         for snap in SNAPS:
-            trial = _stacked(batch, LATER * batch.target, LATER * batch.target / part, snap=snap)
-            late = min(late, trial.end)
+            trial = _stacked(batch, blocks, later, snap)
+            ends.append(trial.end)
             yield trial
-    # Bisection: reservations end by ``late``, and not by ``early``.
-    for _ in range(BISECTIONS if reserves else 0):
-        aim = math.sqrt(early * late)
-        if late < CLOSE * early:
-            break
-        trial = _reserved(batch, aim)
-        early = aim if trial.end > CLOSE * aim else early
-        late = min(late, trial.end)
-        yield trial
+        if min(ends) > late and len(batch.lengths) > FEW:
+            break  # shorter blocks would take even more ranks and time
+        late = min(late, *ends)
+    if reserves:
+        yield from bisected(partial(_reserved, batch), later, late, math.sqrt(later * late), BISECTIONS)
 
 
 def _parts(batch: Batch) -> list[int]:
@@ -223,82 +231,58 @@ def _parts(batch: Batch) -> list[int]:
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
     """A trial with reservations."""
-    blocks, count = _blocks(batch, makespan)
+    blocks = _blocks(batch, makespan)
     placed = reserve(
         blocks,
         batch.lengths[blocks.items],
         num_ranks=batch.cluster.num_ranks,
         target=makespan,
-        whole_seconds=batch.work_seconds[count:],
+        whole_seconds=batch.work_seconds[len(blocks.items) :],
         launch_seconds=batch.cost.micro_batch_seconds,
     )
-    return _filled(batch, blocks, placed, np.arange(count, len(batch.lengths)))
+    return _filled(batch, blocks, placed)
 
 
-def _stacked(
-    batch: Batch, makespan: float, longest: float | None = None, *, snap: float = 0.0, fill: bool = False
-) -> Trial:
-    """A trial with blocks of consecutive ranks; with ``fill``, low gaps are filled (``fill_low_gaps``)."""
-    blocks, count = _blocks(batch, longest or makespan)
-    placed = place(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
-    whole = np.arange(count, len(batch.lengths))
-    if fill:
-        blocks, placed, whole = _with_low_gaps_filled(batch, blocks, placed, whole, makespan)
-    return _filled(batch, blocks, placed, whole)
+def _stacked(batch: Batch, blocks: Rectangles, makespan: float, snap: float = 0.0) -> Trial:
+    """A trial with blocks of consecutive ranks."""
+    free = stack(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
+    return _filled(batch, blocks, free.placement())
 
 
-def _with_low_gaps_filled(
-    batch: Batch, blocks: Rectangles, placed: Placement, whole: IntArray, makespan: float
-) -> tuple[Rectangles, Placement, IntArray]:
-    """The same, with some of the whole sequences shared in gaps that are too low for them (``fill_low_gaps``)."""
-    if not len(whole):
-        return blocks, placed, whole
-    low = fill_low_gaps(batch.lengths[whole], batch.work_seconds[whole], placed.free_at, makespan, batch.cost)
-    blocks = blocks._replace(items=np.append(blocks.items, whole[low.places]))
-    placed = Placement(
-        groups=np.arange(len(blocks.items)),
-        ranks=np.append(placed.ranks, low.ranks),
-        degrees=np.append(placed.degrees, low.widths),
-        free_at=low.free_at,
-        last=placed.last,
-    )
-    return blocks, placed, np.delete(whole, low.places)
-
-
-def _blocks(batch: Batch, longest: float) -> tuple[Rectangles, int]:
-    """Step 2, and the number of sequences that are shared."""
+def _blocks(batch: Batch, longest: float) -> Rectangles:
+    """Step 2: the sequences that are shared, which are the longest."""
     cluster, cost, count = batch.cluster, batch.cost, batch.num_shared(longest)
     lengths, fewest = batch.lengths[:count], batch.fewest[:count]
     if cluster.is_uniform:
-        return equal_blocks(lengths, fewest, cluster.num_ranks, cost, longest), count
-    return unequal_blocks(lengths, fewest, cluster, cost, longest), count
+        return equal_blocks(lengths, fewest, cluster.num_ranks, cost, longest)
+    return unequal_blocks(lengths, fewest, cluster, cost, longest)
 
 
-def _filled(batch: Batch, blocks: Rectangles, placed: Placement, whole: IntArray) -> Trial:
-    """Step 4. ``whole`` are the places of the sequences that stay whole, longest first."""
-    cluster, count = batch.cluster, len(placed.groups)
+def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
+    """Step 4. Of the sequences that are no blocks, some have become groups all the same (``place``)."""
+    cluster, count = batch.cluster, len(blocks.items)
+    others = np.arange(count, len(batch.lengths))
+    shared = np.append(blocks.items, others)[placed.groups]
+    whole = np.delete(others, placed.groups[placed.groups >= count] - count)
     # Where a pack is longer than the last shared group, it has bubbles of its own.
     bubbles = (batch.num_stages - 1) * np.maximum(batch.pack_seconds(count) - placed.last, 0.0)
-    ranks = np.full(len(whole), -1) if placed.gap_ranks is None else placed.gap_ranks.copy()
-    behind = np.flatnonzero(ranks < 0)
-    ranks[behind], free_at = deal(
-        batch.work_seconds[whole[behind]],
+    ranks, free_at = deal(
+        batch.work_seconds[whole],
         placed.free_at + bubbles,
         speeds=None if cluster.is_uniform else cluster.speeds,
-        lengths=None if cluster.is_uniform else batch.lengths[whole],
+        lengths=None if cluster.is_uniform else batch.kept[whole],
         capacity=None if cluster.is_uniform else cluster.capacity_tokens,
     )
     if batch.num_stages > 1:
         free_at = pipeline_ends(batch, placed, whole, ranks)
-    shared = blocks.items[placed.groups]
     return Trial(
         shared=shared,
         placed=placed,
         whole=whole,
         whole_ranks=ranks,
         end=float(free_at.max()),
+        pack_tokens=batch.pack_tokens,
         traffic_tokens=int((batch.lengths[shared] * (placed.degrees - 1)).sum()),
-        weights=None if cluster.is_uniform else weights(batch.lengths[:count], placed, cluster),
     )
 
 
@@ -310,11 +294,13 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
     With free communication, a static mesh balances every batch at no cost. A plan close to the target is then good
-    enough; otherwise it has to reach the target.
+    enough. Otherwise only all compute spread evenly is, which no plan beats. The target can be beaten: the sequences of
+    a mesh's pack hide each other's messages, and a plan gets better shapes than the target knows. So plans with grids
+    and plans with rings are compared with the same baselines, and grids are never slower.
     """
     if plan.num_sequences > FEW:
         return plan
-    enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.target
+    enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())

@@ -13,7 +13,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner.adaptive.degrees import block_seconds, degrees_within, fastest_seconds, is_ideal
+from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, fastest_seconds, is_ideal
 
 PRECISION = 1.002
 """The target's lower and upper bound differ by at most this factor."""
@@ -46,7 +46,15 @@ class Batch:
         """``[S]`` a lower bound of the ranks that hold each; on equal ranks, the fewest that do."""
         if self.cluster.is_uniform:
             return self.cluster.fewest_ranks(self.lengths)
-        return -(-self.lengths // int(self.cluster.capacity_tokens.max()))
+        return -(-self.kept // int(self.cluster.capacity_tokens.max()))
+
+    @cached_property
+    def kept(self) -> IntArray:
+        """``[S]`` tokens that each takes of the capacity of ranks that differ, falling.
+
+        Offloading keeps less of a longer sequence, whose compute hides more. It counts for as much as shorter ones.
+        """
+        return np.maximum.accumulate(self.cluster.kept(self.lengths)[::-1])[::-1]
 
     @cached_property
     def work_seconds(self) -> FloatArray:
@@ -61,8 +69,13 @@ class Batch:
             return self.work_seconds
         by_capacity = np.argsort(-self.cluster.capacity_tokens, kind="stable")
         fastest = np.maximum.accumulate(self.cluster.speeds[by_capacity])
-        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.lengths, side="right")
+        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.kept, side="right")
         return self.work_seconds / np.where(holding > 0, fastest[np.maximum(holding, 1) - 1], 1.0)
+
+    @cached_property
+    def even_seconds(self) -> float:
+        """Seconds; all compute spread evenly over the ranks' speeds. No plan ends earlier."""
+        return float(self.cost.work_seconds(self.lengths).sum() / self.cluster.speeds.sum())
 
     @cached_property
     def target(self) -> float:
@@ -103,19 +116,18 @@ class Batch:
         of_longest = block_seconds(self.cost, np.full(len(ranks), self.lengths[0]), ranks)
         return [*np.geomspace(self.target, shortest, LEVELS).tolist(), *of_longest[of_longest >= shortest].tolist()]
 
-    def promised(self, longest: float) -> float:
-        """The makespan in a pipeline, in seconds, if no block takes more than ``longest`` = tau seconds.
+    def promised(self, blocks: Rectangles) -> float:
+        """The makespan in a pipeline, in seconds, with these groups on the fewest ranks of each.
 
         The longest micro-batch of a rank in a pipeline of p stages costs p times its time, not once (``evaluate``).
         So the makespan is about
 
-            T(tau) = ( sum of D t  +  whole  +  (p - 1) * sum over R ranks of the longest t on each ) / R
+            ( sum of D t  +  whole  +  (p - 1) * sum over R ranks of the longest t on each ) / R
 
-        Here every long sequence is on the fewest ranks that end it within tau. Long groups are stacked on long groups,
-        so the groups with the largest t cover every rank once, and each rank pays for one of them.
+        Long groups are stacked on long groups, so the groups with the largest t cover every rank once, and each rank
+        pays for one of them.
         """
-        num_ranks, count = self.cluster.num_ranks, self.num_shared(longest)
-        degrees, seconds = degrees_within(self.cost, self.lengths[:count], self.fewest[:count], num_ranks, longest)
+        num_ranks, count, degrees, seconds = self.cluster.num_ranks, len(blocks.items), blocks.degrees, blocks.seconds
         by_time = np.argsort(-seconds, kind="stable")
         paying = np.diff(np.minimum(np.cumsum(degrees[by_time]), num_ranks), prepend=0)
         bubbles = float((paying * seconds[by_time]).sum())

@@ -12,7 +12,7 @@ import numpy as np
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.plan import Plan
 from bytescale.plan.nodes import alignment, crossings
-from bytescale.planner.adaptive.place import Placement
+from bytescale.planner.adaptive.free import Placement
 from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.unequal import grids
 from bytescale.planner.draft import Draft, assemble, in_member_order
@@ -29,8 +29,8 @@ class Trial:
     whole: IntArray  # [S - G] places in the batch
     whole_ranks: IntArray  # [S - G] rank of each of them
     end: float  # makespan in seconds
+    pack_tokens: int  # most tokens of whole sequences in one micro-batch
     traffic_tokens: int  # of the shared sequences: sum of s (D - 1)
-    weights: IntArray | None = None  # [sum of degrees] shares of the shared groups' members; None: equal
 
 
 def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, planner: str) -> Plan:
@@ -44,33 +44,25 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
         planner: name of the planner, for people.
     """
     count, num_ranks = len(trial.shared), batch.cluster.num_ranks
-    # A berth is a place where a rank runs whole sequences: before one of its shared groups, or after all of them.
-    berth_of, berth_ranks, berth_before = trial.whole_ranks, np.arange(num_ranks), np.full(num_ranks, count)
-    if trial.placed.gap_before is not None:
-        berths, berth_of = np.unique(trial.placed.gap_before * num_ranks + trial.whole_ranks, return_inverse=True)
-        berth_ranks, berth_before = berths % num_ranks, berths // num_ranks
-    by_berth = rising(berth_of)
-    places, berth_of = trial.whole[by_berth], berth_of[by_berth]
+    by_rank = rising(trial.whole_ranks)
+    places, of_rank = trial.whole[by_rank], trial.whole_ranks[by_rank]
     # A whole sequence above the capacity offloads the excess and fills a micro-batch by itself.
-    capacity = np.minimum(batch.cluster.capacity_tokens, batch.pack_tokens)[berth_ranks]
-    index = micro_batches(np.minimum(batch.lengths[places], capacity[berth_of]), berth_of, capacity)
+    capacity = np.minimum(batch.cluster.capacity_tokens, trial.pack_tokens)
+    index = micro_batches(np.minimum(batch.lengths[places], capacity[of_rank]), of_rank, capacity)
     if batch.num_stages > 1:
-        index, _ = longest_first(batch, places, berth_of, index, len(berth_ranks))
-    # One group per micro-batch, in order of time: first packs of all berths, then second packs, and so on.
-    packs = index * len(berth_ranks) + berth_of
+        index, _ = longest_packs_first(batch, places, of_rank, index)
+    # One group per micro-batch, in order of time: first packs of all ranks, then second packs, and so on.
+    packs = index * num_ranks + of_rank
     by_pack = rising(packs)
     places, packs = places[by_pack], packs[by_pack]
     heads = np.flatnonzero(np.append(True, packs[1:] != packs[:-1])[: len(places)])
-    pack_berths, pack_index = packs[heads] % len(berth_ranks), packs[heads] // len(berth_ranks)
-    before = berth_before[pack_berths]
-    width = 1 + int((pack_index + 1)[before < count].max(initial=0))  # slots: a shared group, packs before it
     columns, ranks, weights = _shapes(batch, trial)
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
-        ranks=np.concatenate((ranks, berth_ranks[pack_berths])),
-        degrees=np.concatenate((trial.placed.degrees, np.ones(len(heads), np.int64))),
-        slots=np.concatenate((np.arange(count) * width + width - 1, before * width + pack_index)),
+        ranks=np.append(ranks, packs[heads] % num_ranks),
+        degrees=np.append(trial.placed.degrees, np.ones(len(heads), np.int64)),
+        slots=np.append(np.arange(count), count + packs[heads] // num_ranks),
         weights=None if weights is None else np.append(weights, np.ones(len(heads), np.int64)),
         columns=np.append(columns, np.ones(len(heads), np.int64)),
     )
@@ -88,39 +80,38 @@ def pipeline_ends(batch: Batch, placed: Placement, whole: IntArray, whole_ranks:
     places, ranks = whole[by_rank], whole_ranks[by_rank]
     capacity = np.minimum(batch.cluster.capacity_tokens, batch.pack_tokens)
     index = micro_batches(np.minimum(batch.lengths[places], capacity[ranks]), ranks, capacity)
-    _, seconds = longest_first(batch, places, ranks, index, batch.cluster.num_ranks)
+    _, seconds = longest_packs_first(batch, places, ranks, index)
     rises = np.maximum(seconds[0] - placed.last, 0.0)
     return placed.free_at + seconds.sum(axis=0) + (batch.num_stages - 1) * rises
 
 
-def longest_first(
-    batch: Batch, places: IntArray, berths: IntArray, index: IntArray, num_berths: int
+def longest_packs_first(
+    batch: Batch, places: IntArray, ranks: IntArray, index: IntArray
 ) -> tuple[IntArray, FloatArray]:
-    """The packs of every berth, longest first, so that one of them has bubbles: new ``index`` ``[n]``, and their times.
+    """The packs of every rank, longest first, so that one of them has bubbles: new ``index`` ``[n]``, and their times.
 
-    The times are ``[most packs, berths]`` seconds, 0 where a berth has fewer packs.
+    The times are ``[most packs, R]`` seconds, 0 where a rank has fewer packs.
 
     Args:
         batch: the batch.
         places: ``[n]`` whole sequences.
-        berths: ``[n]`` where each runs.
-        index: ``[n]`` pack of each in its berth.
-        num_berths: number of berths.
+        ranks: ``[n]`` where each runs.
+        index: ``[n]`` pack of each on its rank.
     """
-    seconds: FloatArray = np.zeros((int(index.max(initial=-1)) + 1, num_berths))
-    np.add.at(seconds, (index, berths), batch.cost.work_seconds(batch.lengths[places]))
+    seconds: FloatArray = np.zeros((int(index.max(initial=-1)) + 1, batch.cluster.num_ranks))
+    np.add.at(seconds, (index, ranks), batch.cost.work_seconds(batch.lengths[places]))
     seconds = np.where(seconds > 0, seconds + batch.cost.micro_batch_seconds, 0.0)
     order = np.argsort(-seconds, axis=0, kind="stable")
-    return np.argsort(order, axis=0)[index, berths], np.sort(seconds, axis=0)[::-1]
+    return np.argsort(order, axis=0)[index, ranks], np.sort(seconds, axis=0)[::-1]
 
 
 def _shapes(batch: Batch, trial: Trial) -> tuple[IntArray, IntArray, IntArray | None]:
     """``[G]`` columns of the shared groups, and ``[E]`` their ranks and weights in member order, group by group."""
     degrees, ranks = trial.placed.degrees, trial.placed.ranks
+    if not batch.cluster.is_uniform:
+        return grids(batch.lengths[trial.shared], trial.placed, batch.cluster, batch.cost)
     if not len(degrees):
-        return degrees, ranks, trial.weights
-    if trial.weights is not None:
-        return grids(batch.lengths[trial.shared], trial.placed, trial.weights, batch.cluster, batch.cost)
+        return degrees, ranks, None
     rings, node = np.ones(len(degrees), dtype=np.int64), batch.cost.ranks_per_node
     far = crossings(ranks, degrees, rings, ranks_per_node=node).columns
     runs = alignment(ranks, degrees, ranks_per_node=node)

@@ -1,7 +1,8 @@
 """Ranks that differ in speed and capacity: each member of a group gets tokens in proportion to its speed.
 
 A member never gets more than its capacity. The remaining tokens go to the other members, again in proportion to speed.
-These shares are the group's weights, so the runtime's segments are exactly these tokens.
+These shares are the group's weights, so the runtime's segments are exactly these tokens. Where activations may be
+offloaded, all capacities are wider by one factor, which depends on the sequence (``OffloadRule.stretch``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from bytescale.cost import Cluster, CostModel
 from bytescale.plan.nodes import crossings
 from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import Rectangles
-from bytescale.planner.adaptive.place import Placement
+from bytescale.planner.adaptive.free import Placement
 
 WIDE, MULTIPLE = 16, 8
 """Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
+MANY = 32
+"""Tokens of a member from which on its time is taken to be proportional to its share, before shares are rounded."""
 SHORT = 1e-9
 """Least time asked for a group, over the longest one: on a plateau that is free too late it takes all ranks."""
 
@@ -34,10 +37,20 @@ def unequal_blocks(
         np.concatenate(([0], np.cumsum(part))).tolist() for part in (cluster.capacity_tokens, cluster.speeds)
     )
     works, tokens = cost.work_seconds(lengths).tolist(), lengths.tolist()
+    kept, stretch = cluster.kept(lengths).tolist(), cluster.stretch(lengths).tolist()
+    slowest, fullest = float(cluster.speeds.min()), float((cluster.speeds / cluster.capacity_tokens).max())
+
+    def slowest_member(group: int, first: int, end: int) -> float:
+        """Tokens over speed of the member that ends last."""
+        even = tokens[group] / (speed[end] - speed[first])
+        if even * slowest >= MANY and even * fullest <= stretch[group]:  # all shares are in proportion to speed
+            return float(even)
+        speeds, capacity = cluster.speeds[first:end], cluster.capacity_tokens[first:end]
+        return float((shares(tokens[group], speeds, _wider(capacity, stretch[group])) / speeds).max())
 
     def grow(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         work, length, stop = works[group], tokens[group], first + most
-        holding = bisect_left(capacity, capacity[first] + length)
+        holding = bisect_left(capacity, capacity[first] + kept[group])
         if holding > stop:
             return 0, float("inf")
         room = max(min(room or 0.0, longest) - cost.micro_batch_seconds, SHORT * longest)
@@ -46,9 +59,7 @@ def unequal_blocks(
         if end - first >= WIDE and cost.row_bytes_per_token is not None:
             end = first - (first - end) // MULTIPLE * MULTIPLE
         end = min(end, stop, first + length)  # every member gets a token
-        ranks = slice(first, end)
-        part = shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
-        compute = work * float((part / cluster.speeds[ranks]).max()) / length
+        compute = work * slowest_member(group, first, end) / length
         return end - first, compute + exposed(first, end - first, length) + cost.micro_batch_seconds
 
     def exposed(first: int, degree: int, length: int) -> float:
@@ -61,18 +72,8 @@ def unequal_blocks(
     return Rectangles(np.arange(len(lengths)), fewest, np.full(len(lengths), np.inf), grow, speed, node=1)
 
 
-def weights(lengths: IntArray, placed: Placement, cluster: Cluster) -> IntArray:
-    """``[E]`` tokens of each member."""
-    members = np.split(placed.ranks, np.cumsum(placed.degrees))[:-1]
-    parts = [
-        shares(length, cluster.speeds[ranks], cluster.capacity_tokens[ranks])
-        for length, ranks in zip(lengths[placed.groups].tolist(), members, strict=True)
-    ]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-
 def grids(
-    lengths: IntArray, placed: Placement, members: IntArray, cluster: Cluster, cost: CostModel
+    lengths: IntArray, placed: Placement, cluster: Cluster, cost: CostModel
 ) -> tuple[IntArray, IntArray, IntArray]:
     """``[G]`` columns, ``[E]`` ranks and ``[E]`` weights of groups of unequal members, in their best shapes.
 
@@ -82,16 +83,18 @@ def grids(
     Args:
         lengths: ``[G]`` tokens of the groups' sequences, in the order of ``placed``.
         placed: the groups.
-        members: ``[E]`` weights, in the order of ``placed.ranks``.
         cluster: the ranks.
         cost: tells the time of a group.
     """
-    columns, ranks, weighted = np.ones(len(lengths), dtype=np.int64), placed.ranks.copy(), members.copy()
+    columns, ranks, weighted = np.ones(len(lengths), dtype=np.int64), placed.ranks.copy(), placed.ranks.copy()
+    stretch = cluster.stretch(lengths).tolist()
     starts, squares = np.cumsum(placed.degrees) - placed.degrees, cost.squares_of(lengths)
     for group, degree in enumerate(placed.degrees.tolist()):
         span = slice(int(starts[group]), int(starts[group]) + degree)
         tokens, pairs = float(lengths[group]), float(squares[group])
-        own_ranks, own = placed.ranks[span], members[span]
+        own_ranks = placed.ranks[span]
+        capacity = _wider(cluster.capacity_tokens[own_ranks], stretch[group])
+        own = shares(int(lengths[group]), cluster.speeds[own_ranks], capacity)
         fastest_first = np.argsort(-own, kind="stable")
         best = np.inf
         for tried in cost.shapes:
@@ -113,21 +116,22 @@ def grids(
     return columns, ranks, weighted
 
 
+def _wider(capacity: IntArray, stretch: float) -> IntArray:
+    return capacity if stretch == 1.0 else np.ceil(stretch * capacity).astype(np.int64)
+
+
 def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
     """``[N]`` tokens of each member, at least 1 where there are enough, summing to ``length``.
 
     Tokens are in proportion to speed. Members whose capacity is below their share are filled, and the others share the
     rest. ``length`` is at most the sum of the capacities.
     """
-    ideal = np.zeros(len(speeds))
+    ideal = speeds * length / speeds.sum()
     open_to = np.ones(len(speeds), dtype=bool)
-    while True:
+    while (full := open_to & (ideal > capacity)).any():
+        open_to &= ~full
         rest = length - capacity[~open_to].sum()
         ideal = np.where(open_to, speeds * rest / max(speeds[open_to].sum(), 1e-300), capacity)
-        full = open_to & (ideal > capacity)
-        if not full.any():
-            break
-        open_to &= ~full
     tokens = np.minimum(np.maximum(np.floor(ideal + 1e-9).astype(np.int64), min(1, length // len(speeds))), capacity)
     # Tokens that rounding left over go, one each, to the members furthest below their ideal share. (In the rare case of
     # too many tokens, the members furthest above it give back one each.)

@@ -60,13 +60,8 @@ class MemoryBudget:
         """The ranks as planners see them."""
         if self.unequal is None:
             return Cluster.uniform(num_ranks, self.capacity_tokens, offload=self.rule)
-        return Cluster(capacity_tokens=np.array(self.unequal.capacity_tokens), speeds=np.array(self.unequal.speeds))
-
-    def longest_sequence(self, num_ranks: int) -> int:
-        """Tokens of the longest sequence that all ranks hold together."""
-        if self.unequal is None:
-            return self.cluster(num_ranks).largest_sequence
-        return sum(self.unequal.capacity_tokens)
+        capacity, speeds = np.array(self.unequal.capacity_tokens), np.array(self.unequal.speeds)
+        return Cluster(capacity_tokens=capacity, speeds=speeds, offload=self.rule)
 
     def host_pool(self, device: torch.device) -> HostPool | None:
         """Room for offloaded activations, made on demand; None when nothing is offloaded."""
@@ -161,7 +156,7 @@ def memory_budget(
         device_bytes=device_bytes,
         host_bytes=host_bytes if rule else 0.0,
         rule=rule,
-        unequal=_unequal(config, whole, devices, profile) if rule is None else None,
+        unequal=_unequal(config, whole, devices, profile),
     )
     _check_context(config, budget, hdp)
     return budget
@@ -251,7 +246,7 @@ def _ranks_here(num_ranks: int) -> int:
 
 
 def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
-    longest = budget.longest_sequence(hdp)
+    longest = budget.cluster(hdp).room
     context = config.data.context_length
     if context > longest:
         kind = kind_of_ranks(config.parallel)

@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TextIO
@@ -104,11 +104,14 @@ class RunCalibration:
             own = calibrator.normal_equations(state, counts, busy_seconds, mesh.hdp.rank).tolist()
             sums = mesh.world.sum_of(own)
             speeds = [row[0] for row in mesh.world.share([calibrator.speed(state, counts, busy_seconds)])]
-            self.state = calibrator.after(state, sums, [round(speed, 4) for speed in speeds], self._agreed(links))
+            found = calibrator.after(state, sums, [round(speed, 4) for speed in speeds], self._agreed(links))
+            # Processors of different kinds round logarithms differently. What the first rank found holds for all.
+            terms = mesh.world.share(list(found.terms))[0] if found.terms else ()
+            self.state = replace(found, terms=tuple(terms))
         self.planner.add({step: self.state})
         if self._file is not None:
-            found = self.planner.with_state(self.state)
-            line = {"step": step + 1, "cost": asdict(found.cost), "speeds": found.cluster.speeds.tolist()}
+            planner = self.planner.with_state(self.state)
+            line = {"step": step + 1, "cost": asdict(planner.cost), "speeds": planner.cluster.speeds.tolist()}
             self._file.write(json.dumps({**line, "state": self.state.as_dict()}) + "\n")
             self._file.flush()
 
