@@ -54,6 +54,16 @@ def test_shipped_profiles_survive_a_round_trip(name: str, tmp_path: Path) -> Non
     assert profile_to_toml(load_profile(tmp_path / "again.toml")) == profile_to_toml(profile)
 
 
+def test_a_profile_from_before_sequences_counted_is_read(tmp_path: Path) -> None:
+    profile = replace(load_profile("case-study"), sequence_forward_seconds=1e-5, sequence_backward_seconds=2e-5)
+    save_profile(profile, tmp_path / "new.toml")
+    assert load_profile(tmp_path / "new.toml") == profile
+    text = profile_to_toml(profile)
+    start = text.index("[sequences]")
+    (tmp_path / "old.toml").write_text(text[:start] + text[text.index("[links]", start) :])
+    assert load_profile(tmp_path / "old.toml") == load_profile("case-study")
+
+
 def test_figure_6_is_met_within_four_percent() -> None:
     profile = load_profile("figure-6")
     for curve in ("attention_forward", "rest_forward"):
@@ -94,6 +104,8 @@ def test_a_missing_curve_is_named(tmp_path: Path) -> None:
             "ring_forward_bytes_per_token = 0.0",
             "per_token is 0.0.*cost nothing",
         ),
+        ("backward_seconds = 0.0", "backward_seconds = -1.0", "sequences.backward_seconds is -1.0.*at least 0"),
+        ("backward_seconds = 0.0", "seconds = 0.0", "unknown entry"),
         ("name = ", "name ", "not TOML"),
         ("latency_seconds", "latency", "unknown entry"),
     ],

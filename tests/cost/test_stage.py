@@ -53,6 +53,8 @@ def loads(**values: float | bool) -> Loads:
         "local_squares": 0.0,
         "shared_tokens": 0.0,
         "shared_squares": 0.0,
+        "local_sequences": 0.0,
+        "shared_sequences": 0.0,
         "degree": 1.0,
         "columns": 1.0,
         "share": 0.0,
@@ -124,6 +126,18 @@ def test_what_no_compute_hides_is_added_to_every_ring_step() -> None:
         np.testing.assert_allclose(times.exposed_ring, plain.exposed_ring + 3 * more)
     one = waking.cost_model().exposed_seconds(8.0, 64.0, 4) - PROFILE.cost_model().exposed_seconds(8.0, 64.0, 4)
     assert one == pytest.approx(2 * waking.architecture.num_layers * 3 * 7.0)
+
+
+def test_every_sequence_adds_to_every_block() -> None:
+    """Four members compute four blocks of each shared sequence. Longer blocks hide more of the messages."""
+    item = loads(shared_tokens=8.0, shared_squares=64.0, degree=4.0, share=0.25, largest_share=0.25)
+    item = replace(item, shared_sequences=np.array([5.0]), local_sequences=np.array([3.0]), speed=np.array([2.0]))
+    profile = replace(PROFILE, sequence_forward_seconds=0.5, sequence_backward_seconds=0.25)
+    plain, times = (stage_times(one, item, num_layers=2, has_head=True) for one in (PROFILE, profile))
+    more = 2 * (4 * 5 + 3) / 2.0
+    np.testing.assert_allclose((times.compute - plain.compute)[:, 0], [0.5 * more, 0.25 * more])
+    hidden = 2 * 3 * 5 / 2.0
+    np.testing.assert_allclose((plain.exposed_ring - times.exposed_ring)[:, 0], [0.5 * hidden, 0.25 * hidden])
 
 
 def test_a_group_without_locals_agrees_with_the_planners_model() -> None:

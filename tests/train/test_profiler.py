@@ -62,6 +62,8 @@ def test_every_curve_is_measured_and_fitted(profile: Profile) -> None:
         assert all(point.value > 0 for point in points)
         assert float(getattr(profile, name)(512)) > 0
     assert profile.attention_forward.quadratic > 0
+    assert profile.sequence_forward_seconds > 0
+    assert profile.sequence_backward_seconds > 0
     assert profile.links.device_to_host_bytes_per_second > 1e6
     assert profile.device == "cpu, float32"
 

@@ -53,6 +53,10 @@ class Profile:
     head_backward: Curve = field(default_factory=Curve)
     activation_bytes: Curve
     """Bytes that a layer keeps for its backward, per device (Act in the paper)."""
+    sequence_forward_seconds: float = 0.0
+    """What every sequence adds to each block of attention, however short it is: a shared one has a block in each step
+    of its ring."""
+    sequence_backward_seconds: float = 0.0
     ring_forward_bytes_per_token: float
     """Bytes of K and V of one token, per device."""
     ring_backward_bytes_per_token: float

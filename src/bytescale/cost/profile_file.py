@@ -154,6 +154,8 @@ def profile_to_toml(profile: Profile) -> str:
     lines += [f"ring_forward_bytes_per_token = {profile.ring_forward_bytes_per_token!r}"]
     lines += [f"ring_backward_bytes_per_token = {profile.ring_backward_bytes_per_token!r}"]
     lines += [f"layer_parameters = {profile.layer_parameters}", f"parameter_bytes = {profile.parameter_bytes}"]
+    lines += ["", "[sequences]", f"forward_seconds = {profile.sequence_forward_seconds!r}"]
+    lines += [f"backward_seconds = {profile.sequence_backward_seconds!r}"]
     lines += ["", "[links]"]
     for spec in fields(Links):
         if (value := getattr(profile.links, spec.name)) is not None:
@@ -191,6 +193,7 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             links=Links(**content.get("links", {})),
             points=tuple(Point(**point) for point in content.get("points", [])),
             **curves,
+            **_sequences(content.get("sequences", {}), f"{where}: sequences"),
             **_traffic(content["traffic"], f"{where}: traffic"),
         )
     except (KeyError, TypeError) as error:
@@ -213,18 +216,29 @@ def _traffic(stored: dict[str, Any], where: str) -> dict[str, Any]:
     return stored
 
 
+def _sequences(stored: dict[str, float], where: str) -> dict[str, Any]:
+    """Files of earlier versions say nothing of sequences, which then add nothing."""
+    return {f"sequence_{name}": value for name, value in _numbers(stored, where).items()}
+
+
 def _curve(stored: dict[str, float], where: str) -> Curve:
-    parts = {part: float(stored.get(part, 0.0)) for part in ("quadratic", "linear", "constant")}
-    for part, value in parts.items():
+    numbers = _numbers(stored, where)
+    return Curve(**{part: numbers.get(part, 0.0) for part in ("quadratic", "linear", "constant")})
+
+
+def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:
+    """The same, checked."""
+    numbers = {name: float(value) for name, value in stored.items() if name != "worst_residual"}
+    for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
                 problem(
-                    f"{where}.{part} is {value}",
+                    f"{where}.{name} is {value}",
                     so="costs would be infinite or would fall with length",
                     fix="use a number of at least 0",
                 )
             )
-    return Curve(**parts)
+    return numbers
 
 
 def _quoted(text: object) -> str:

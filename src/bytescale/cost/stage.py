@@ -1,11 +1,12 @@
 """The full cost model: the time of a micro-batch on one pipeline stage, term by term, forward and backward separately.
 
 Per layer, for a member that holds the share ``w`` of a group of D members (T = sum of s, Q = sum of s^2) beside local
-sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a, b, g) the attention curve::
+sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a, b, g) the attention curve. Each of K
+shared and k local sequences adds e to a block of attention, however short it is::
 
     rest         b_r n + g_r
-    attention    a (w Q + q) + b n + g
-    block        c = a w Q / D                        one of the D blocks of a grid; a ring is a grid of one column
+    attention    a (w Q + q) + b n + g + e (D K + k)
+    block        c = a w Q / D + e K                  one of the D blocks of a grid; a ring is a grid of one column
     keys         x = ring bytes * (largest w) T / bandwidth + latency           a message around the column
     row          y of queries there, z of results home, likewise
     ring         visible(P, Q; c, x, y, z)            what no block hides (``cost.visible``)
@@ -16,6 +17,9 @@ sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a,
 Compute is divided by the rank's speed; the time of links is not. A stage takes the sum over its layers, and the last
 stage also has the head. A group's members run in step, so a shared micro-batch takes as long on a stage as its slowest
 member (``simulator.events``).
+
+The planner's summary (``Profile.cost_model``) has no e. It counts where many short sequences share a group, as in a
+static mesh; other planners make no such groups.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """
@@ -49,6 +53,8 @@ class Loads:
     local_squares: FloatArray
     shared_tokens: FloatArray  # of the whole group, 0 without one
     shared_squares: FloatArray  # of the whole group
+    local_sequences: FloatArray
+    shared_sequences: FloatArray  # of the whole group
     degree: FloatArray  # members, 1 without a shared group
     columns: FloatArray  # of the group's grid; 1: a ring
     share: FloatArray  # of the group's tokens that this member holds
@@ -86,16 +92,18 @@ def stage_times(
     With ``recompute``, every layer's forward, including its ring, runs once more before its backward.
     """
     directions = (
-        (profile.attention_forward, profile.rest_forward, profile.head_forward),
-        (profile.attention_backward, profile.rest_backward, profile.head_backward),
+        (profile.attention_forward, profile.sequence_forward_seconds, profile.rest_forward, profile.head_forward),
+        (profile.attention_backward, profile.sequence_backward_seconds, profile.rest_backward, profile.head_backward),
     )
     ring_bytes = (profile.ring_forward_bytes_per_token, profile.ring_backward_bytes_per_token)
     offload_rate = (profile.links.device_to_host_bytes_per_second, profile.links.host_to_device_bytes_per_second)
     offloaded = loads.offload_ratio * profile.activation_bytes(loads.tokens)
     compute, ring, offload = np.empty((3, 2, len(loads.speed)))
-    for row, (attention, rest, head) in enumerate(directions):
-        layer_compute = (rest(loads.tokens) + _attention_seconds(attention, loads)) / loads.speed
-        layer_ring = _exposed_ring(profile, attention, ring_bytes[row], profile.row_bytes_per_token[row], loads)
+    for row, (attention, sequence, rest, head) in enumerate(directions):
+        layer_compute = (rest(loads.tokens) + _attention_seconds(attention, sequence, loads)) / loads.speed
+        block = _block_seconds(attention, sequence, loads)
+        local = attention.quadratic * loads.local_squares / loads.speed
+        layer_ring = _exposed_ring(profile, block, local, ring_bytes[row], profile.row_bytes_per_token[row], loads)
         layer_offload = np.maximum(offloaded / offload_rate[row] - layer_compute - layer_ring, 0.0)
         compute[row] = num_layers * layer_compute
         if has_head:
@@ -125,19 +133,29 @@ def _transfer_seconds(
     return bytes_per_token * loads.largest_share * loads.shared_tokens / rate + latency
 
 
-def _attention_seconds(attention: Curve, loads: Loads) -> FloatArray:
+def _attention_seconds(attention: Curve, sequence: float, loads: Loads) -> FloatArray:
     squares = loads.tile * loads.shared_squares + loads.local_squares
-    return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant
+    blocks = loads.degree * loads.shared_sequences + loads.local_sequences
+    return attention.quadratic * squares + attention.linear * loads.tokens + attention.constant + sequence * blocks
+
+
+def _block_seconds(attention: Curve, sequence: float, loads: Loads) -> FloatArray:
+    squares = loads.tile * loads.shared_squares / loads.degree
+    return (attention.quadratic * squares + sequence * loads.shared_sequences) / loads.speed
 
 
 def _exposed_ring(
-    profile: Profile, attention: Curve, ring_bytes: float, row_bytes: tuple[float, float], loads: Loads
+    profile: Profile,
+    block: FloatArray,
+    local: FloatArray,
+    ring_bytes: float,
+    row_bytes: tuple[float, float],
+    loads: Loads,
 ) -> FloatArray:
+    """``[M]`` what is not hidden by blocks of so many seconds, and by ``local`` seconds of whole sequences."""
     columns, rows = loads.columns, loads.degree / loads.columns
     keys = _transfer_seconds(profile, ring_bytes, loads, loads.inter_node)
     there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)
-    block = attention.quadratic * loads.tile * loads.shared_squares / loads.degree / loads.speed
-    local = attention.quadratic * loads.local_squares / loads.speed
     visible = visible_seconds(rows, columns, block, keys, there, home, np.maximum)
     first = np.where(columns > 1, there, keys)
     hidden_by_locals = np.minimum(np.maximum(first - block, 0.0), local)

@@ -153,6 +153,7 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[
         return np.bincount(entry_micro_batch, weights=weights, minlength=plan.num_micro_batches).astype(np.float64)
 
     local_tokens = of_locals(tokens)
+    sequences = np.diff(plan.group_sequence_offsets).astype(np.float64)
     own_shared = members.share * members.of_group(tokens)
     offloaded = of_locals(tokens * plan.group_offload_ratio) + own_shared * members.of_group(plan.group_offload_ratio)
     return Loads(
@@ -160,6 +161,8 @@ def _loads(plan: Plan, members: _Members, speeds: FloatArray, windows: Sequence[
         local_squares=of_locals(squares),
         shared_tokens=members.of_group(tokens),
         shared_squares=members.of_group(squares),
+        local_sequences=of_locals(sequences),
+        shared_sequences=members.of_group(sequences),
         degree=members.of_group(plan.group_sizes, otherwise=1.0),
         columns=members.of_group(plan.group_columns, otherwise=1.0),
         share=members.share,

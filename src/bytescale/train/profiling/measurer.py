@@ -21,6 +21,8 @@ from bytescale.runtime import linear_cross_entropy
 
 MIN_SECONDS = 0.05
 """Within a sweep, the runs of one quantity are repeated for this long."""
+SHORT_TOKENS = 16
+"""Tokens of a sequence whose own attention takes next to no time."""
 HOST_COPY_BYTES = 2**26
 
 
@@ -76,7 +78,8 @@ class Measurer:
 
     def measure(self, tokens: int) -> None:
         """Measure every curve at one length."""
-        self._attention(tokens)
+        self._attention("attention", [tokens])
+        self._attention("sequences", [SHORT_TOKENS] * (tokens // SHORT_TOKENS))
         self._ring_block(tokens)
         self._rest(tokens)
         self._head(tokens)
@@ -98,16 +101,16 @@ class Measurer:
             self.layer(hidden, rotation, _WithLse(self.kernel, causal_triangles([tokens])))
         return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
-    def _attention(self, tokens: int) -> None:
-        shape, triangles = self.architecture, causal_triangles([tokens])
+    def _attention(self, name: str, lengths: list[int]) -> None:
+        shape, triangles, tokens = self.architecture, causal_triangles(lengths), sum(lengths)
         q = self.random(tokens, shape.num_heads, shape.head_dim)
         k, v = (self.random(tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
         scale = shape.head_dim**-0.5
         out, lse = self.kernel.forward(q, k, v, triangles, scale)
         forward = self.watch.seconds(lambda: self.kernel.forward(q, k, v, triangles, scale))
         backward = self.watch.seconds(lambda: self.kernel.backward(OfQueries(out, q, out, lse), k, v, triangles, scale))
-        self._add("attention_forward", tokens, forward)
-        self._add("attention_backward", tokens, backward)
+        self._add(f"{name}_forward", tokens, forward)
+        self._add(f"{name}_backward", tokens, backward)
 
     def _ring_block(self, tokens: int) -> None:
         shape = self.architecture

@@ -7,6 +7,7 @@ laptop as on a GPU. When ranks train they share caches, memory and power, so sev
 the same time. The slowest rank counts, because the others wait for it.
 
 * attention   Forward and backward of the causal kernel for one sequence.
+* sequences   The same of many sequences of ``SHORT_TOKENS`` tokens: what a sequence adds, however short it is.
 * rest        A layer whose attention does next to nothing: projections, norms, rotation, feed-forward. Backward adds to
               existing gradients, as it does from the second micro-batch on.
 * head        The linear cross-entropy as in training: its forward computes the gradients and its backward scales them.
@@ -35,7 +36,7 @@ from bytescale.cost.profile import Point
 from bytescale.cost.profile_file import CURVES
 from bytescale.runtime import RankGroup
 from bytescale.train.profiling.links import measure_links
-from bytescale.train.profiling.measurer import Measurer
+from bytescale.train.profiling.measurer import SHORT_TOKENS, Measurer
 from bytescale.train.profiling.peak import device_name
 
 MIN_TOKENS = 256
@@ -74,6 +75,8 @@ def measure_profile(
     element = dtype.itemsize
     ring = flops.ring_bytes_per_token(architecture, bytes_per_element=element)
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
+    for way in ("forward", "backward"):
+        fits[f"sequence_{way}_seconds"] = SHORT_TOKENS * _fit(points, f"sequences_{way}").linear
     return Profile(
         name=f"measured on {device_name(device, dtype)}",
         source=f"bytescale profile, median of {SWEEPS} sweeps on {hdp.size} rank(s), torch {torch.__version__}",
