@@ -13,7 +13,8 @@ device of the paper's case study, with the tp and pp of ``paper_assumptions.py``
     even          all compute of the batch spread evenly over the ranks, which nothing can beat
 
 Numbers are seconds of a simulated step, means over the seeds. The benchmark prints a table, and writes
-``strong_scaling.json`` and ``strong_scaling.png`` to the folder.
+``strong_scaling.json`` and ``strong_scaling.png`` to the folder, the first of them row by row. With ``--add``, a run
+that was stopped goes on.
 
 ``--unequal``: half of the ranks have half the speed, either the second half of them ("blocks") or every second node
 ("nodes"). The numbers are seconds of the planner's makespan for the batch of seed 0 at the longest context given, 2M by
@@ -27,6 +28,7 @@ import json
 import statistics
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     parser.add_argument("--unequal", action="store_true", help="ranks of two speeds")
     parser.add_argument("--sequences", type=int, help="with --unequal: the first so many of the batch alone")
+    parser.add_argument("--add", action="store_true", help="keep the rows of the folder, and add those that it lacks")
     arguments = parser.parse_args()
     models = [model for model in paper.MODELS if model.name in arguments.models]
     if arguments.unequal:
@@ -180,15 +183,19 @@ def main() -> None:
             for data_set in arguments.data:
                 print_unequal(model, data_set, longest, arguments.ranks, arguments.sequences)
         return
-    rows = [
-        cell(model, data_set, parse_count(context), num_ranks, arguments.seeds)
-        for model in models
-        for data_set in arguments.data
-        for context in arguments.contexts or CONTEXTS
-        for num_ranks in arguments.ranks
-    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "strong_scaling.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    path = arguments.out / "strong_scaling.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if arguments.add and path.exists() else []
+    known = {(row["model"], row["data"], row["context"], row["ranks"]) for row in rows}
+    for model, data_set, context, num_ranks in product(
+        models, arguments.data, map(parse_count, arguments.contexts or CONTEXTS), arguments.ranks
+    ):
+        if (model.name, data_set, context, num_ranks) in known:
+            continue
+        rows.append(cell(model, data_set, context, num_ranks, arguments.seeds))
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        print(f"{model.name} {data_set} {format_count(context)} {num_ranks} ranks: done", flush=True)
+    rows.sort(key=lambda row: (names.index(row["model"]), row["context"], row["data"] != "github", row["ranks"]))
     print_table(rows)
     plot(rows, arguments.out / "strong_scaling.png")
 
