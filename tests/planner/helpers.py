@@ -46,7 +46,7 @@ LINKS = CostModel(
 # With 32 query heads over 8 key heads: the queries of a token are four times its keys.
 GRIDS = replace(LINKS, row_bytes_per_token=32 * 4096 * 12.0)
 
-COSTS = {"ideal": IDEAL, "links": LINKS, "grids": GRIDS}
+COSTS = {"ideal": IDEAL, "links": LINKS, "grids": GRIDS, "blocks": replace(LINKS, attention_block_seconds=1e-4)}
 
 
 def heavy_tailed(num_sequences: int, longest: int, seed: int, *, exponent: float = 1.2) -> IntArray:

@@ -45,6 +45,19 @@ def test_short_sequences_cause_no_traffic() -> None:
     )
 
 
+def test_short_sequences_are_not_shared_where_each_block_of_attention_takes_long() -> None:
+    """Six sequences on four ranks: shared by all, they load every rank alike, but with four blocks each."""
+    cluster, lengths = Cluster.uniform(4, 100), [90] * 6
+    free = replace(IDEAL, ring_message_seconds=1e-9)
+    dear = replace(free, attention_block_seconds=0.05 * float(free.work_seconds(90)))
+    shared, whole = (adaptive_plan(lengths, cluster=cluster, cost=cost) for cost in (free, dear))
+    assert shared.group_sizes.tolist() == [4] * 6
+    assert whole.group_sizes.tolist() == [1] * 6
+    ends = [evaluate(plan, cluster=cluster, cost=dear).end_seconds for plan in (shared, whole)]
+    alone = float(dear.work_seconds(90))
+    assert ends == pytest.approx([6 * (1 / 4 + 3 * 0.05) * alone, 2 * alone])
+
+
 def test_a_sequence_grows_where_it_would_outlast_the_batch() -> None:
     """One sequence that two ranks hold, beside little else on 16: the fewest ranks would leave 14 idle."""
     cluster = Cluster.uniform(16, 1000)

@@ -74,6 +74,10 @@ class CostModel:
     """b: seconds per token of everything except attention."""
     micro_batch_seconds: float = 0.0
     """g: fixed seconds per micro-batch (kernel launches)."""
+    attention_block_seconds: float = 0.0
+    """e: what each block of a shared sequence's attention takes besides, however short it is. A member has D blocks of
+    each sequence. One of them is part of b, as of a whole sequence, so D - 1 count. Only the makespan of a plan
+    (``planner.evaluate``) has them; degrees are chosen without, since they matter to groups of many short sequences."""
     ring_bytes_per_token: float = 0.0
     """Bytes that pass a rank's link per token of the shared sequences: K/V forward, K/V and dK/dV backward."""
     row_bytes_per_token: float | None = None
@@ -316,6 +320,7 @@ class CostModel:
             attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
             token_seconds=self.token_seconds / 3,
             micro_batch_seconds=self.micro_batch_seconds / 2,
+            attention_block_seconds=self.attention_block_seconds / (1 + BACKWARD_ATTENTION_RATIO),
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
             row_bytes_per_token=None if self.row_bytes_per_token is None else self.row_bytes_per_token * rows,
             passes=(Pass(),),

@@ -211,6 +211,7 @@ class Profile:
             token_seconds=layers * linear + sum(curve.linear for curve in heads) / pipeline_parallel,
             micro_batch_seconds=layers * sum(curve.constant for curve in attention + rest)
             + sum(curve.constant for curve in heads) / pipeline_parallel,
+            attention_block_seconds=layers * (self.sequence_forward_seconds + self.sequence_backward_seconds),
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
             row_bytes_per_token=None if self.rings_only else layers * sum(map(sum, self.row_bytes_per_token)),
             ring_step_seconds=2 * layers * self.links.ring_latency_seconds(False),
@@ -250,9 +251,13 @@ class Profile:
         profile = self._with_term("quadratic", cost.attention_seconds_per_pair, ("attention",))
         profile = profile._with_term("linear", cost.token_seconds, ("rest", "attention", "head"))
         profile = profile._with_term("constant", cost.micro_batch_seconds, ("rest", "attention", "head"))
-        across = cost.inter_node_ring_step_seconds
+        across, block = cost.inter_node_ring_step_seconds, cost.attention_block_seconds / layers
+        known = self.sequence_forward_seconds + self.sequence_backward_seconds
+        forward = block * (self.sequence_forward_seconds / known if known else 0.5)
         return replace(
             profile,
+            sequence_forward_seconds=forward,
+            sequence_backward_seconds=block - forward,
             links=replace(
                 links,
                 intra_node_bytes_per_second=cost.intra_node_bytes_per_second,

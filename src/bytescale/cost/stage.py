@@ -18,8 +18,7 @@ Compute is divided by the rank's speed; the time of links is not. A stage takes 
 stage also has the head. A group's members run in step, so a shared micro-batch takes as long on a stage as its slowest
 member (``simulator.events``).
 
-The planner's summary (``Profile.cost_model``) has no e. It counts where many short sequences share a group, as in a
-static mesh; other planners make no such groups.
+In the planner's summary (``Profile.cost_model``), what a whole sequence adds is part of b.
 
 Shape letters: M micro-batches (one per member for shared ones), 2 directions: forward, backward.
 """

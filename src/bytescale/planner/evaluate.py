@@ -5,8 +5,8 @@ The rules of time, the same for every planner:
 * A rank runs its micro-batches in order. A micro-batch with a slice of a shared group starts when ALL members of the
   group have reached theirs, and it ends on all of them at the same moment: every layer's ring needs every member's keys
   and values, so no member can run ahead.
-* Such a micro-batch takes as long as its slowest member. A member's time is its compute (its share of the group and its
-  whole sequences) divided by its speed, plus the exposed part of the ring, plus g, the fixed time of a micro-batch.
+* Such a micro-batch takes as long as its slowest member. A member's time is its compute (its share of the group, e for
+  each further block of each shared sequence, and its whole sequences) divided by its speed, plus the exposed part of the ring, plus g, the fixed time of a micro-batch.
 
 In a pipeline of p stages the cost model tells the time of one stage, and a rank ends later by its bubbles::
 
@@ -99,6 +99,7 @@ def _own_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> FloatArray:
     if (plan.group_weights != 1).any():
         pairs = (shares.tile - shares.own)[places]
         compute += cost.compute_seconds(0.0, squares)[groups] * pairs
+    compute += (cost.attention_block_seconds * (sizes - 1) * np.diff(plan.group_sequence_offsets))[groups]
     compute /= cluster.speeds[ranks]
     per_entry = compute + exposed[plan.micro_batch_groups]
     return segment_sums(per_entry, plan.micro_batch_group_offsets) + cost.micro_batch_seconds
@@ -218,6 +219,7 @@ def _one_member_seconds(plan: Plan, micro_batch: int, rank: int, cluster: Cluste
         row, column = member - member % columns, member % columns
         tile = weights[row : row + columns].sum() * weights[column::columns].sum() / weights.sum() ** 2
         compute = float(cost.compute_seconds(tokens, 0.0)) * share + float(cost.compute_seconds(0.0, squares)) * tile
+        compute += cost.attention_block_seconds * (degree - 1) * len(lengths)
         seconds += compute / cluster.speeds[rank]
         seconds += float(cost.exposed_seconds(tokens, squares, degree, column_far, columns, row_far))
     return seconds
