@@ -6,7 +6,8 @@ The rules of time, the same for every planner:
   group have reached theirs, and it ends on all of them at the same moment: every layer's ring needs every member's keys
   and values, so no member can run ahead.
 * Such a micro-batch takes as long as its slowest member. A member's time is its compute (its share of the group, e for
-  each further block of each shared sequence, and its whole sequences) divided by its speed, plus the exposed part of the ring, plus g, the fixed time of a micro-batch.
+  each further block of each shared sequence, and its whole sequences) divided by its speed, plus the exposed part of
+  the ring, plus g, the fixed time of a micro-batch.
 
 In a pipeline of p stages the cost model tells the time of one stage, and a rank ends later by its bubbles::
 
