@@ -17,7 +17,7 @@ test: setup  ## every claim once (under 5 minutes on 2 cores)
 test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many examples, long runs
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --rest
 
-test-all: test test-rest  ## all of it (under 30 minutes on 2 cores)
+test-all: test test-rest  ## all of it (20 to 30 minutes on 2 cores)
 
 lint: setup  ## formatter, linter, types, and the floors
 	$(BIN)/ruff format --check .

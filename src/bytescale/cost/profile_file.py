@@ -227,7 +227,7 @@ def _curve(stored: dict[str, float], where: str) -> Curve:
 
 
 def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:
-    """The same, checked."""
+    """The numbers of a section. Raises ``ConfigError`` for one that is below 0 or not finite."""
     numbers = {name: float(value) for name, value in stored.items() if name != "worst_residual"}
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
