@@ -222,13 +222,12 @@ def _sequences(stored: dict[str, float], where: str) -> dict[str, Any]:
 
 
 def _curve(stored: dict[str, float], where: str) -> Curve:
-    numbers = _numbers(stored, where)
-    return Curve(**{part: numbers.get(part, 0.0) for part in ("quadratic", "linear", "constant")})
+    return Curve(**_numbers({part: stored.get(part, 0.0) for part in ("quadratic", "linear", "constant")}, where))
 
 
 def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:
     """The numbers of a section. Raises ``ConfigError`` for one that is below 0 or not finite."""
-    numbers = {name: float(value) for name, value in stored.items() if name != "worst_residual"}
+    numbers = {name: float(value) for name, value in stored.items()}
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
