@@ -214,6 +214,24 @@ def test_generated_code_computes_what_the_plain_model_does(dtype: torch.dtype) -
 
 
 @pytest.mark.exhaustive
+def test_code_for_another_vector_width_is_not_taken_from_the_compilers_cache(tmp_path: Path) -> None:
+    """Code for AVX2, built for AVX-512, crashes or gives wrong numbers. A second run at the same width does hit."""
+    script = (
+        "import torch; from torch._dynamo.utils import counters; "
+        "from bytescale.attention.row_compiler import RowCompiler; "
+        "RowCompiler().check(torch.device('cpu')); "
+        "print(sum(count for kind in counters.values() for name, count in kind.items() if name.endswith('cache_hit')))"
+    )
+    hits = []
+    for capability in ("default", "avx2", "avx2"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+        hits.append(int(ended.stdout))
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 0
+
+
+@pytest.mark.exhaustive
 def test_a_compiled_run_has_the_losses_of_a_plain_one(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     for name in ("plain", "compiled"):

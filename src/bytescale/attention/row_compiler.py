@@ -11,6 +11,7 @@ run the function as it is written; that is the slow twin.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -32,11 +33,7 @@ class RowCompiler:
 
     def __init__(self, backend: Backend = "inductor") -> None:
         """``backend``: of ``torch.compile``; tests count what another one is given."""
-        # "deterministic" keeps the compiler from timing variants on the device: their sums differ in the last bits, and
-        # ranks would disagree about which is fastest.
-        self._options: dict[str, Any] = {"backend": backend}
-        if backend == "inductor":
-            self._options["options"] = {"deterministic": True}
+        self._backend = backend
 
     def compile(self, function: Function) -> Function:
         """``function`` of tensors and numbers, compiled at its first call for each dtype and width.
@@ -44,7 +41,11 @@ class RowCompiler:
         Tensors with as many rows as the first are row tensors. Outputs and tensors written to are the function's own
         business; autograd sees nothing. The compiler's errors are raised as they are, none is hidden by a fallback.
         """
-        compiled = torch.compile(function, fullgraph=True, dynamic=False, **self._options)
+
+        @functools.cache
+        def compiled(device_type: str) -> Function:
+            options = _inductor_options(device_type) if self._backend == "inductor" else None
+            return torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend, options=options)
 
         def call(*arguments: Any) -> Any:
             rows = arguments[0].shape[0]
@@ -55,7 +56,7 @@ class RowCompiler:
                 for argument in plain:
                     if isinstance(argument, Tensor) and argument.dim() > 1 and argument.shape[0] == rows:
                         torch._dynamo.mark_dynamic(argument, 0)
-                return compiled(*plain)
+                return compiled(arguments[0].device.type)(*plain)
 
         return call
 
@@ -108,6 +109,20 @@ class CompiledMerges:
         if not isinstance(rows, slice):
             out[rows] = picked_out
         lse[rows] = picked_lse
+
+
+def _inductor_options(device_type: str) -> dict[str, Any]:
+    # "deterministic" keeps the compiler from timing variants on the device: their sums differ in the last bits, and
+    # ranks would disagree about which is fastest.
+    options: dict[str, Any] = {"deterministic": True}
+    if device_type == "cpu":
+        from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second
+
+        # The compiler would choose the same width, but leaves its choice out of the key of its cache on disk (2.13).
+        # Code for AVX2 found there and built for AVX-512 gives wrong numbers or ends the process. Settings are in the
+        # key.
+        options["cpp.simdlen"] = pick_vec_isa().bit_width()
+    return options
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

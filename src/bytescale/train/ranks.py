@@ -32,7 +32,9 @@ FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
 _OPENINGS = itertools.count()
-"""Numbers the times that this process joined others: the same number in all ranks, and one meeting for each."""
+"""Numbers the times that this process joined others: the same number in all ranks. Each has keys of its own."""
+_RENDEZVOUS: dict[tuple[str | None, str | None, int], tuple[dist.Store, int, int]] = {}
+"""What each address, port and process gave: the store, this rank and the number of ranks."""
 
 Told = TypeVar("Told")
 
@@ -112,6 +114,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
 
     All ranks that reach the end of the block leave it together. A lazily connected gloo group lets a fast rank finish a
     collective and close its sockets while a slower rank still writes to it, which the slower one reports as a failure.
+    The same processes can join again.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -125,14 +128,15 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     store: dist.Store = dist.HashStore()
-    rank, num_ranks, meeting = 0, 1, f"end-{next(_OPENINGS)}"
+    rank, num_ranks = 0, 1
     if under_torchrun():
         if local_size == int(os.environ["WORLD_SIZE"]) and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: nothing listens beyond it
-        store, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, num_ranks = _rendezvous(timeout)
+    store = dist.PrefixStore(f"opening-{next(_OPENINGS)}", store)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("groups", store),
+        store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
@@ -145,9 +149,32 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
             device=device,
             dtype=dtype,
         )
-        barrier(store, num_ranks, meeting, timeout.total_seconds(), rank)
+        _meet_at_the_end(store, rank, num_ranks, timeout)
     finally:
         dist.destroy_process_group()
+
+
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The key-value store of all ranks, this rank, and their number. A store serves its process to the end.
+
+    The first rank may be the one that serves it, and a second store at the same port would not do: a fast rank could
+    still reach the first one, read addresses there at which nobody listens any more, and wait for ever.
+    """
+    place = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), os.getpid())
+    if place not in _RENDEZVOUS:
+        _RENDEZVOUS[place] = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, num_ranks = _RENDEZVOUS[place]
+    store.set_timeout(timeout)
+    return store, rank, num_ranks
+
+
+def _meet_at_the_end(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    """Wait for all ranks. The first, which may serve the store, goes on when all others have read its last answer."""
+    barrier(store, num_ranks, "end", timeout.total_seconds(), rank)
+    if rank:
+        store.set(f"gone-{rank}", "")
+    else:
+        store.wait([f"gone-{other}" for other in range(1, num_ranks)], timeout)
 
 
 def prepare_gloo(num_ranks: int) -> None:
