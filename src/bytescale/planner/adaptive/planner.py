@@ -85,17 +85,14 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     if num_stages == 1:
         plan = _with_or_without_grids(flat, partial(planned, flat))
         return _best_of_rivals(plan, flat) if cluster.is_uniform else plan
-    if not cluster.is_uniform:
-        plan = planned(flat, search(flat))
-        if is_aligned(plan):
-            return plan
-        return align(greedy_plan(lengths, cluster=cluster, cost=cost, num_buckets=1), cluster=cluster, cost=cost)
     piped = replace(flat, num_stages=num_stages)
+    rings = replace(piped, cost=replace(cost, row_bytes_per_token=None))
+    has_grids = cost.row_bytes_per_token is not None and not is_ideal(cost)
+    if not cluster.is_uniform:
+        return _in_unequal_pipelines(piped, [flat, replace(rings, num_stages=1)][: 1 + has_grids], planned)
     plan = _in_pipeline(piped, planned)
-    if cost.row_bytes_per_token is not None and not is_ideal(cost):
-        rings = replace(piped, cost=replace(cost, row_bytes_per_token=None))
-        if _end(piped, plan) > num_stages * rings.fastest:
-            plan = min((plan, _in_pipeline(rings, planned)), key=partial(_end, piped))
+    if has_grids and _end(piped, plan) > num_stages * rings.fastest:
+        plan = min((plan, _in_pipeline(rings, planned)), key=partial(_end, piped))
     return _best_of_rivals(plan, piped)
 
 
@@ -106,6 +103,17 @@ def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
         trials += tried_in_pipeline(replace(piped, pack_tokens=size))
     # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
     plans = planned(piped, best(trials)), align(planned(flat, search(flat)), cluster=flat.cluster, cost=flat.cost)
+    return min(plans, key=partial(_end, piped))
+
+
+def _in_unequal_pipelines(piped: Batch, flat: list[Batch], planned: Callable[[Batch, Trial], Plan]) -> Plan:
+    """Steps 2 to 7 in pipelines that differ: for each of ``flat``, the plan without a pipeline, if it cannot hang, and
+    one rival. The best of them is returned."""
+    plans = list[Plan]()
+    for batch in flat:
+        ours = planned(batch, search(batch))
+        rival = greedy_plan(ours.lengths, cluster=batch.cluster, cost=batch.cost, num_buckets=1)
+        plans += [*filter(is_aligned, [ours]), align(rival, cluster=batch.cluster, cost=batch.cost)]
     return min(plans, key=partial(_end, piped))
 
 
