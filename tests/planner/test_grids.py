@@ -23,7 +23,7 @@ from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, evaluate, static_plan
 from bytescale.planner.adaptive.unequal import MANY, shares, unequal_blocks
 from bytescale.planner.evaluate import evaluate_slowly
-from bytescale.planner.verified import VerifiedPlanner
+from bytescale.planner.verified import VerifiedPlanner, narrowed
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.events import events_of
 from tests.attention.test_grid import grid_plan
@@ -337,19 +337,29 @@ def visible_pairs(segments: tuple[np.ndarray, np.ndarray], query: int, key: int)
     return float(same_side + back[query] * front[key])
 
 
-def test_a_grid_without_memory_becomes_a_ring() -> None:
+@pytest.mark.parametrize(("row_bytes", "grids_are_left"), [(1.0, True), (1000.0, False)])
+def test_a_grid_without_memory_gets_fewer_columns(row_bytes: float, grids_are_left: bool) -> None:
+    """On the same ranks, and where no grid fits there, a plan made for rings is better."""
     lengths = sample_lengths("github", 4 << 20, 0, 1 << 20)
     cost, cluster = load_profile("case-study").cost_model(ranks_per_node=4), Cluster.uniform(2048, 8192)
-    phase = Phase(name="ring", bytes_per_token=1.0, bytes_per_row_token=1.0)
+    phase = Phase(name="ring", bytes_per_token=1.0, bytes_per_row_token=row_bytes)
     limits = MemoryLimits(
         states_bytes=0.0, saved_bytes_per_token=0.0, movable_bytes_per_token=0.0, phases=(phase,), device_bytes=1e9
     )
     plan = VerifiedPlanner(PlannerConfig(), cluster, cost, limits)(lengths)
-    assert (plan.group_columns > 1).any()
-    narrow = VerifiedPlanner(PlannerConfig(), cluster, cost, replace(limits, device_bytes=8192.0))(lengths)
-    assert (narrow.group_columns <= plan.group_columns).all()
+    assert narrowed(plan, limits) is plan
+    small = replace(limits, device_bytes=8192.0)
+    narrow = narrowed(plan, small)
+    assert (plan.group_columns % narrow.group_columns == 0).all()
     assert (narrow.group_columns < plan.group_columns).any()
+    assert (narrow.group_columns > 1).any() == grids_are_left
     assert np.array_equal(narrow.group_ranks, plan.group_ranks)
+
+    rings = VerifiedPlanner(PlannerConfig(grids=False), cluster, cost, small)(lengths)
+    best = VerifiedPlanner(PlannerConfig(), cluster, cost, small)(lengths)
+    ends = [evaluate(plan, cluster=cluster, cost=cost).end_seconds for plan in (narrow, rings, best)]
+    assert ends[2] == min(ends)
+    assert (ends[0] < ends[1]) == grids_are_left
 
 
 @pytest.mark.parametrize(("size", "columns"), [(6, 1), (6, 2), (6, 3), (8, 4), (8, 8)])

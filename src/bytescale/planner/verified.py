@@ -15,22 +15,25 @@ from bytescale.plan import Plan
 from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
-from bytescale.planner import make_planner
+from bytescale.planner import evaluate, make_planner
 
 
 def narrowed(plan: Plan, limits: MemoryLimits) -> Plan:
-    """The plan with rings in place of those grids for whose messages a member has no memory.
+    """The plan with half the columns, and half of those again, in grids for whose messages a member has no memory.
 
-    A grid that does not fit was to be faster than its ring. Planning again with fewer columns would not move any
-    sequence to other ranks, since the ring's ranks hold it.
+    No sequence has to move to other ranks: those of a group hold it as a ring, which has one column.
     """
-    tokens = micro_batch_tokens(plan)
-    peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)
-    fits = peaks <= limits.device_room(plan.micro_batch_ranks)
-    too_large = np.repeat(~fits, np.diff(plan.micro_batch_group_offsets))
-    columns = plan.group_columns.copy()
-    columns[plan.micro_batch_groups[too_large]] = 1
-    return replace(plan, group_columns=columns)
+    room = limits.device_room(plan.micro_batch_ranks)
+    while True:
+        tokens = micro_batch_tokens(plan)
+        fits = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row) <= room
+        too_large = np.repeat(~fits, np.diff(plan.micro_batch_group_offsets))
+        columns = plan.group_columns.copy()
+        of_these = np.unique(plan.micro_batch_groups[too_large])
+        columns[of_these] = np.where(columns[of_these] % 2 == 0, columns[of_these] // 2, 1)
+        if (columns == plan.group_columns).all():
+            return plan
+        plan = replace(plan, group_columns=columns)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class VerifiedPlanner:
         """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule."""
         plan = self._plan(lengths)
         if self.limits is not None and (plan.group_columns > 1).any():
-            plan = narrowed(plan, self.limits)
+            plan = self._in_memory(plan, self.limits)
         if self.config.verify != "off":
             verify(
                 plan,
@@ -64,3 +67,15 @@ class VerifiedPlanner:
                 limits=self.limits,
             )
         return plan
+
+    def _in_memory(self, plan: Plan, limits: MemoryLimits) -> Plan:
+        """The plan without grids for which there is no memory, or one with rings alone if that ends earlier."""
+        narrow = narrowed(plan, limits)
+        if narrow is plan:
+            return plan
+        rings = make_planner(replace(self.config, grids=False), self.cluster, self.cost, num_stages=self.num_stages)
+
+        def end(plan: Plan) -> float:
+            return evaluate(plan, cluster=self.cluster, cost=self.cost, num_stages=self.num_stages).end_seconds
+
+        return min((narrow, rings(plan.lengths)), key=end)
