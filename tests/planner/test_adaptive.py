@@ -93,10 +93,17 @@ def test_groups_that_fit_into_a_node_stay_in_one() -> None:
 
 
 @examples(8, 60)
-@given(case=cases(max_ranks=24, max_sequences=40), cost=st.sampled_from(sorted(COSTS)))
-def test_never_later_than_the_other_planners(case: tuple[list[int], Cluster], cost: str) -> None:
+@given(
+    case=cases(max_ranks=24, max_sequences=40),
+    cost=st.sampled_from(sorted(COSTS)),
+    speeds=st.sampled_from([(1.0,), (1.0, 0.5, 0.75)]),
+)
+def test_never_later_than_the_other_planners(
+    case: tuple[list[int], Cluster], cost: str, speeds: tuple[float, ...]
+) -> None:
     """With modelled links never; with free communication, where the mesh is always balanced, by 1 % at most."""
     lengths, cluster = case
+    cluster = replace(cluster, speeds=np.resize(speeds, cluster.num_ranks))
     model = COSTS[cost]
     ours = evaluate(adaptive_plan(lengths, cluster=cluster, cost=model), cluster=cluster, cost=model).end_seconds
     others = (
@@ -258,6 +265,21 @@ def test_the_slow_half_is_taken_as_well_where_nothing_else_fits_on_it() -> None:
     plan = adaptive_plan(lengths, cluster=cluster, cost=IDEAL)
     verify(plan)
     assert evaluate(plan, cluster=cluster, cost=IDEAL).over_ideal <= 1.02
+
+
+def test_pipelines_that_differ_hold_what_equal_shares_could_not() -> None:
+    cluster = Cluster(capacity_tokens=np.array([100, 50]), speeds=np.array([1.0, 0.5]))
+    plan = adaptive_plan([140], cluster=cluster, cost=LINKS, num_stages=2)
+    assert plan.group_sizes.tolist() == [2]
+    verify(plan, num_stages=2)
+
+
+def test_ranks_that_differ_do_not_share_what_one_of_them_ends_sooner() -> None:
+    """One short sequence: all 64 ranks used to share it, as if messages and launches took no time."""
+    cluster = Cluster(capacity_tokens=np.full(64, 8192), speeds=np.resize([1.0, 0.5, 0.75], 64))
+    plan = adaptive_plan([71], cluster=cluster, cost=LINKS)
+    assert plan.group_sizes.tolist() == [1]
+    assert cluster.speeds[plan.ranks_of(0)].tolist() == [1.0]
 
 
 def test_faster_ranks_end_earlier() -> None:

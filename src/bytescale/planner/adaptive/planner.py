@@ -83,8 +83,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     flat = Batch.of(lengths[order], cluster, cost)
     planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
     if num_stages == 1:
-        plan = _with_or_without_grids(flat, partial(planned, flat))
-        return _best_of_rivals(plan, flat) if cluster.is_uniform else plan
+        return _best_of_rivals(_with_or_without_grids(flat, partial(planned, flat)), flat)
     piped = replace(flat, num_stages=num_stages)
     rings = replace(piped, cost=replace(cost, row_bytes_per_token=None))
     has_grids = cost.row_bytes_per_token is not None and not is_ideal(cost)
@@ -108,12 +107,14 @@ def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
 
 def _in_unequal_pipelines(piped: Batch, flat: list[Batch], planned: Callable[[Batch, Trial], Plan]) -> Plan:
     """Steps 2 to 7 in pipelines that differ: for each of ``flat``, the plan without a pipeline, if it cannot hang, and
-    one rival. The best of them is returned."""
+    one rival, if equal shares can hold the sequences. The best of them is returned."""
     plans = list[Plan]()
     for batch in flat:
         ours = planned(batch, search(batch))
-        rival = greedy_plan(ours.lengths, cluster=batch.cluster, cost=batch.cost, num_buckets=1)
-        plans += [*filter(is_aligned, [ours]), align(rival, cluster=batch.cluster, cost=batch.cost)]
+        plans += filter(is_aligned, [ours])
+        if not plans or int(ours.lengths.max()) <= batch.cluster.largest_sequence:
+            rival = greedy_plan(ours.lengths, cluster=batch.cluster, cost=batch.cost, num_buckets=1)
+            plans.append(align(rival, cluster=batch.cluster, cost=batch.cost))
     return min(plans, key=partial(_end, piped))
 
 
@@ -221,8 +222,9 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         if min(ends) > late and len(batch.lengths) > FEW:
             break  # shorter blocks would take even more ranks and time
         late = min(late, *ends)
-    if reserves:
-        yield from bisected(partial(_reserved, batch), later, late, math.sqrt(later * late), BISECTIONS)
+    if reserves or not is_flat:
+        attempt = partial(_reserved if reserves else _stacked_within, batch)
+        yield from bisected(attempt, later, late, math.sqrt(later * late), BISECTIONS)
 
 
 def _parts(batch: Batch) -> list[int]:
@@ -255,6 +257,11 @@ def _stacked(batch: Batch, blocks: Rectangles, makespan: float, snap: float = 0.
     """A trial with blocks of consecutive ranks."""
     free = stack(blocks, batch.cluster.num_ranks, target=makespan, num_stages=batch.num_stages, snap=snap)
     return _filled(batch, blocks, free.placement())
+
+
+def _stacked_within(batch: Batch, makespan: float) -> Trial:
+    """A trial with blocks of consecutive ranks, none of them longer than the makespan."""
+    return _stacked(batch, _blocks(batch, makespan), makespan)
 
 
 def _blocks(batch: Batch, longest: float) -> Rectangles:
@@ -306,8 +313,8 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     a mesh's pack hide each other's messages, and a plan gets better shapes than the target knows. So plans with grids
     and plans with rings are compared with the same baselines, and grids are never slower.
     """
-    if plan.num_sequences > FEW:
-        return plan
+    if plan.num_sequences > FEW or int(plan.lengths.max()) > batch.cluster.largest_sequence:
+        return plan  # baselines give all members of a group equal shares
     enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
