@@ -118,6 +118,61 @@ def test_outside_of_a_plan_the_model_is_as_before(llama: nn.Module) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def updates(hdp: bytescale.HDP, model: nn.Module, number: int) -> dict[str, torch.Tensor]:
+    """The parameters after so many updates."""
+    for _ in range(number):
+        printed_loop(hdp, model, documents(LENGTHS))
+        hdp.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_detached_model_is_trained_by_others(llama: nn.Module, dtype: torch.dtype) -> None:
+    """Hooks that stayed took the gradients of a bf16 model away, and its weights never changed."""
+    model = copy.deepcopy(llama).to(dtype)
+    hdp = bytescale.HDP(model, capacity_tokens=200)
+    hdp.adamw(lr=1e-3)
+    before = updates(hdp, model, 1)
+    hdp.detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.arange(2, 12)[None], labels=torch.arange(2, 12)[None]).loss.backward()
+    optimizer.step()
+    assert any(not torch.equal(value, before[name]) for name, value in parameters_of(model).items())
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert hdp.state()["num_updates"] == 1
+    with pytest.raises(ConfigError, match="was detached"):
+        hdp.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_later_optimizer_takes_a_model_over(llama: nn.Module, dtype: torch.dtype) -> None:
+    wanted, model = copy.deepcopy(llama).to(dtype), copy.deepcopy(llama).to(dtype)
+    alone = bytescale.HDP(wanted, capacity_tokens=200)
+    alone.adamw(lr=1e-2)
+    first, second = (bytescale.HDP(model, capacity_tokens=200) for _ in range(2))
+    first.adamw(lr=1e-2)
+    second.adamw(lr=1e-2)
+    expected = updates(alone, wanted, 2)
+    for name, value in updates(second, model, 2).items():
+        assert torch.equal(value, expected[name]), name
+    with pytest.raises(ConfigError, match="another HDP has made an optimizer"):
+        first.step()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_a_model_goes_back_to_where_it_began(llama: nn.Module, cls: type[torch.optim.Optimizer]) -> None:
+    """The optimizer's states went on from the first trial."""
+    model = copy.deepcopy(llama)
+    hdp = bytescale.HDP(model, capacity_tokens=200)
+    hdp.optimizer(cls, lr=1e-2)
+    start = hdp.state()
+    first = updates(hdp, model, 3)
+    hdp.load_state(start)
+    for name, value in updates(hdp, model, 3).items():
+        assert torch.equal(value, first[name]), name
+
+
 def test_zero_grad_means_zero(llama: nn.Module) -> None:
     """It used to take the gradients out of the flat buffer, silently."""
     model = copy.deepcopy(llama)
@@ -176,18 +231,11 @@ def test_optimizers_of_whole_matrices_are_refused(llama: nn.Module, cls: type[to
 
 def test_state_moves_between_numbers_of_ranks(llama: nn.Module) -> None:
     """Two updates, then one; or two on three ranks, and after a restore one on two ranks: the same weights."""
-    batch = documents(LENGTHS)
-
-    def updates(hdp: bytescale.HDP, model: nn.Module, number: int) -> None:
-        for _ in range(number):
-            printed_loop(hdp, model, batch)
-            hdp.step()
 
     def straight(group: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         hdp = bytescale.HDP(model, group, capacity_tokens=60)
         hdp.adamw(lr=1e-2)
-        updates(hdp, model, 3)
-        return parameters_of(model)
+        return updates(hdp, model, 3)
 
     def first(group: Any, model: nn.Module) -> dict[str, Any]:
         hdp = bytescale.HDP(model, group, capacity_tokens=50)
@@ -199,8 +247,7 @@ def test_state_moves_between_numbers_of_ranks(llama: nn.Module) -> None:
         hdp = bytescale.HDP(model, group, capacity_tokens=60)
         hdp.adamw(lr=1e-2)
         hdp.load_state(states[-1])
-        updates(hdp, model, 1)
-        return parameters_of(model)
+        return updates(hdp, model, 1)
 
     states = pickle.loads(pickle.dumps(on_ranks(3, llama, first)))
     wanted, ours = on_ranks(2, llama, straight)[0], on_ranks(2, llama, then)[0]

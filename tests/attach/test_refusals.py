@@ -107,6 +107,18 @@ def test_rope_that_depends_on_the_pass_is_refused_or_fixed(rope: str) -> None:
         logits = model(**micro.inputs).logits[0]
     first = 0 if micro.segments[0][0] == 0 else 20
     torch.testing.assert_close(logits[first : first + 9], wanted, rtol=0, atol=1e-10)
+    bytescale.HDP(model, capacity_tokens=50)
+    with pytest.raises(ConfigError, match="has fixed its rotary positions for documents of 100 tokens"):
+        bytescale.HDP(model, capacity_tokens=200, longest_document=200)
+
+
+def test_a_refused_model_keeps_its_rotary_positions() -> None:
+    model = small_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    with pytest.raises(ConfigError, match="fastest"):
+        bytescale.HDP(model, capacity_tokens=200, longest_document=100, planner="fastest")  # type: ignore[arg-type]
+    assert model.model.rotary_emb.rope_type == "dynamic"
+    with pytest.raises(ConfigError, match="depend on the longest one of a pass"):
+        bytescale.HDP(model, capacity_tokens=200)
 
 
 def test_heads_that_flash_attention_does_not_have() -> None:

@@ -53,6 +53,14 @@ def test_a_run_continues_exactly_on_other_ranks(tmp_path: Path) -> None:
             assert abs(value - straight[name]).max() <= 1e-7, name
 
 
+def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path) -> None:
+    """The newest are kept, so the new checkpoint was deleted at once, and the old run's was loaded."""
+    train(tmp_path, 1, updates=2, save=True, load=False)
+    with pytest.raises(AssertionError, match="has step-000002, and this model has made 1 updates"):
+        train(tmp_path, 2, updates=1, save=True, load=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
 def test_weights_without_updates_can_be_saved(tmp_path: Path) -> None:
     first = train(tmp_path, 1, updates=0, save=True, load=False)[0]
     again = train(tmp_path, 2, updates=0, save=False, load=True)[0]

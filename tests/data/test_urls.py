@@ -17,6 +17,8 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.sources import retry
 from bytescale.data.sources.retry import UnreadableError, with_retries
+from bytescale.data.sources.source_file import SourceFile, local_path
+from bytescale.data.sources.urls import UrlPath, local_pair
 from tests.data.support import config, texts_of, write_jsonl, write_pair
 
 
@@ -73,6 +75,20 @@ def test_a_changed_remote_file_is_read_again(tmp_path: Path, memory: Any) -> Non
     memory.pipe("/a.jsonl", lines("new"))
     after = prepare_corpus(config(tmp_path, "memory://a.jsonl"))
     assert (texts_of(before), texts_of(after)) == (["old"], ["new"])
+
+
+def test_new_weights_of_a_remote_pair_are_read(tmp_path: Path, memory: Any) -> None:
+    """The tokens are the same, and so is their file."""
+    for name in ("c.bin", "c.idx", "c.weights.idx"):
+        memory.pipe(f"/{name}", b"same")
+    file = SourceFile(path=UrlPath("memory://c.bin"), format="bin", num_bytes=4, mtime_ns=0)
+    found = []
+    for weights in (None, b"old", b"old", b"new"):
+        if weights is not None:
+            memory.pipe("/c.weights.bin", weights)
+        copy = local_path(local_pair(file, tmp_path, ("weights",))).with_suffix(".weights.bin")
+        found.append(copy.read_bytes() if copy.exists() else None)
+    assert found == [None, b"old", b"old", b"new"]
 
 
 class FailingFile(io.BytesIO):

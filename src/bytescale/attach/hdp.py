@@ -36,7 +36,7 @@ from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.handed_out import HandedOut
 from bytescale.attach.interface import Attachment
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
-from bytescale.attach.long_rope import fix_rope
+from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch, check_plan
@@ -120,16 +120,19 @@ class HDP:
         self._kernel_name = kernel
         self._kernels: dict[torch.dtype, AttentionKernel] = {}
         self._attachment = Attachment(model)
+        fixed = []
         try:
-            fix_rope(model, longest_document)
+            fixed = fix_rope(model, longest_document)
             self._prepare(planner, cost, forward_only)
         except BaseException:
+            unfix_rope(fixed)
             self._attachment.detach()
             raise
         self._attached = AttachedModel.of(model, self.facts)
         self.handed_out = HandedOut()
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
+        self._is_released = False
         self._saved: Savings | None = None
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
@@ -150,8 +153,21 @@ class HDP:
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
 
     def detach(self) -> None:
-        """Put the model back on the attention that it had."""
+        """Put the model back on the attention that it had, and leave its gradients to others. ``step`` is refused then.
+
+        ``state`` and ``save`` still work.
+        """
         self._attachment.detach()
+        self._release()
+
+    def _release(self) -> None:
+        """End the training of this object, so that another one can train the same parameters."""
+        if self._optimizer is None:
+            return
+        self._optimizer.release()
+        self._is_released = True
+        if _trainer_of(self.model) is self:
+            del self.model.zero_grad
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -240,7 +256,8 @@ class HDP:
     ) -> torch.optim.Optimizer:
         """Train all parameters that require a gradient with any elementwise optimizer of PyTorch.
 
-        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks.
+        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks. If
+        another ``HDP`` trains the model, this one takes over, and ``step`` of the other is refused.
 
         Args:
             cls: such as ``torch.optim.SGD``; called with ``options``.
@@ -257,6 +274,9 @@ class HDP:
             raise ConfigError(
                 problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
             )
+        former = _trainer_of(self.model)
+        if former is not None:
+            former._release()
         named = list(self.model.named_parameters())
         self._optimizer = ShardedOptimizer(named, self.group, cls, options, group_options)
         self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
@@ -275,10 +295,19 @@ class HDP:
 
         Raises:
             RankFailure: if a micro-batch has not been run forward and backward.
-            ConfigError: if parameters were moved, replaced, added or unfrozen since ``adamw`` or ``optimizer``.
+            ConfigError: if parameters were moved, replaced, added or unfrozen since ``adamw`` or ``optimizer``, or if
+                this object was detached, or another one has taken the parameters over.
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
         sharded = self._sharded()
+        if self._is_released:
+            raise ConfigError(
+                problem(
+                    "this HDP was detached, or another HDP has made an optimizer for the same model",
+                    so="gradients do not come here any more",
+                    fix="call step() of the other one, or make a new HDP",
+                )
+            )
         self.handed_out.finish()
         sharded.require_parameters_of(self.model)
         grad_norm = sharded.reduce_gradients()
@@ -397,3 +426,9 @@ class HDP:
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
         content = repr((settings, shapes, weight_sums(self.model)))
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _trainer_of(model: nn.Module) -> HDP | None:
+    """The object that trains the parameters of ``model``, if there is one."""
+    owner = getattr(vars(model).get("zero_grad"), "__self__", None)
+    return owner if isinstance(owner, HDP) else None

@@ -13,14 +13,26 @@ from torch import nn
 from bytescale.attach.refusal import refusal
 
 _DEPENDING = ("dynamic", "longrope")
+_FIXED = "bytescale_longest_document"
+"""Attribute of a module whose angles were fixed: for how many tokens."""
 
 
-def fix_rope(model: nn.Module, longest_document: int | None) -> None:
+def fix_rope(model: nn.Module, longest_document: int | None) -> list[tuple[nn.Module, object]]:
     """Make the angles those of a document of ``longest_document`` tokens, in every pass.
 
-    Raises ``Refusal`` (a ``ConfigError``) where ``longest_document`` is None and angles depend on the pass.
+    Returns what ``unfix_rope`` takes. Raises ``Refusal`` (a ``ConfigError``) where ``longest_document`` is None and
+    angles depend on the pass, or where they were fixed for another number of tokens.
     """
+    fixed_here = list[tuple[nn.Module, object]]()
     for name, module in model.named_modules():
+        fixed_before = getattr(module, _FIXED, longest_document)
+        if longest_document not in (None, fixed_before):
+            raise refusal(
+                name,
+                f"an earlier HDP has fixed its rotary positions for documents of {fixed_before} tokens",
+                so=f"those of {longest_document} tokens would be rotated as if they were of {fixed_before}",
+                fix=f"give HDP(longest_document={fixed_before}), or load the model again",
+            )
         kinds = _kinds(module)
         if not kinds:
             continue
@@ -39,7 +51,17 @@ def fix_rope(model: nn.Module, longest_document: int | None) -> None:
             module(torch.zeros(1, 1, 1, device=device), last, **options)  # computes the angles and keeps them
         rope_type = module.rope_type
         fixed = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+        fixed_here.append((module, rope_type))
         module.rope_type = fixed
+        setattr(module, _FIXED, longest_document)
+    return fixed_here
+
+
+def unfix_rope(fixed: list[tuple[nn.Module, object]]) -> None:
+    """Let the angles depend on the pass again, in modules that one call of ``fix_rope`` has changed."""
+    for module, rope_type in fixed:
+        module.rope_type = rope_type  # type: ignore[assignment]
+        delattr(module, _FIXED)
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:

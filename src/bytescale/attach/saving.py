@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.checkpoint import Checkpointer, RunState
+from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.restoring import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
@@ -64,10 +65,24 @@ class Savings:
             architecture=self._architecture,
             mesh={"hdp": self._group.size},
         )
+        self._refuse_later(folder, state.step)
         checkpoints = self._checkpoints(folder, keep)
         checkpoints.save(state, cast("ShardedAdamW", StoredOptimizer(self._optimizer, state.step > 0)))
         checkpoints.finish()
         return folder / f"step-{state.step:06d}"
+
+    def _refuse_later(self, folder: Path, step: int) -> None:
+        """Raise ``CheckpointError`` if a later checkpoint is there: it would outlive the new one, and be loaded."""
+        error, found = None, complete_checkpoints(folder) if self._participants.is_first else []
+        if found and int(found[-1].name.removeprefix("step-")) > step:
+            error = CheckpointError(
+                problem(
+                    f"{folder} has {found[-1].name}, and this model has made {step} updates",
+                    so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
+                    fix="save to another folder, or move the later checkpoints away",
+                )
+            )
+        settle(error, self._participants.checkpoint_group)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Continue from a checkpoint, or from the newest one in a folder of them. Returns the caller's ``extra``."""

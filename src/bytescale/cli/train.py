@@ -14,6 +14,7 @@ import tyro
 
 from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.cuda_allocator import use_expandable_segments
+from bytescale.common.environment import environment
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.versions import require_torch
 from bytescale.config import (
@@ -163,7 +164,8 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.run_folder import check_is_new
 
     check_trackers(options.config.trainer)
-    config = fit_to_gpus(options.config)
+    # Ray has the GPUs of all its nodes. Those of this machine say nothing about them.
+    config = fit_to_gpus(options.config) if options.launch == "torchrun" else options.config
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
     _check_initial_weights(config)
@@ -221,9 +223,8 @@ def _ray_if_needed(config: Config, launch: str) -> Iterator[None]:
         return
     from bytescale.data.remote.ray_cluster import ray_cluster
 
-    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address:
-        os.environ["RAY_ADDRESS"] = address  # for the ranks, which inherit it
-        yield
+    with ray_cluster(config.data.ray_address, config.parallel.ranks) as address, environment({"RAY_ADDRESS": address}):
+        yield  # the ranks inherit the address
 
 
 def _start_ranks_on_ray(config: Config) -> None:

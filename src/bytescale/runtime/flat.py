@@ -24,6 +24,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError, problem
@@ -136,6 +137,7 @@ class FlatParameters:
         padded = self.buckets[-1].stop
         self.values = torch.zeros(padded, dtype=dtype, device=device)
         self.gradients = torch.zeros(padded, dtype=wide, device=device)
+        self._hooks: list[RemovableHandle] = []
         for (_, parameter), entry in zip(parameters, self.entries, strict=True):
             self._adopt(parameter, entry)
         self.changed()
@@ -166,6 +168,13 @@ class FlatParameters:
         """Set all gradients to zero."""
         self.gradients.zero_()
         self._attach_gradients()
+
+    def release(self) -> None:
+        """Leave the parameters' gradients to others. The parameters stay views of ``values``."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def require_adopted(self) -> None:
         """Raise ``ConfigError`` if a parameter has left ``values``, as ``model.to()`` makes it when it copies."""
@@ -221,9 +230,10 @@ class FlatParameters:
         parameter.data = value
         if gradient.dtype == parameter.dtype:
             parameter.grad = gradient  # autograd adds in place
-            parameter.register_post_accumulate_grad_hook(_keep_gradient_in(gradient))
+            hook = _keep_gradient_in(gradient)
         else:
-            parameter.register_post_accumulate_grad_hook(_move_gradient_to(gradient))
+            hook = _move_gradient_to(gradient)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
 
 def _keep_gradient_in(view: Tensor) -> Callable[[Tensor], None]:

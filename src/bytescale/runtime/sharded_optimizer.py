@@ -66,6 +66,7 @@ class ShardedOptimizer:
             ZeroShards(FlatParameters([item for item in trainable if item[1].dtype == dtype], group.size), mesh)
             for dtype in dtypes
         ]
+        self._made_with = cls, options
         self.torch_optimizer = cls(self._parameter_groups(), **options)
         self.num_updates = 0
 
@@ -82,6 +83,11 @@ class ShardedOptimizer:
                         "hdp.adamw() or hdp.optimizer()",
                     )
                 )
+
+    def release(self) -> None:
+        """Leave the parameters' gradients to others. No update may follow."""
+        for zero in self.zeros:
+            zero.parameters.release()
 
     def zero_gradients(self) -> None:
         """Forget all gradients since the last update."""
@@ -183,6 +189,12 @@ class ShardedOptimizer:
 
     def finish_restore(self, num_updates: int, numbers: dict[str, float]) -> None:
         """After ``state_pieces`` were filled: set the single numbers, and give the weights to all ranks."""
+        if num_updates == 0:
+            # The states are those of no update. Some optimizers have such states, most have none.
+            cls, options = self._made_with
+            untouched = cls([dict(group) for group in self.torch_optimizer.param_groups], **options)
+            self.torch_optimizer.state.clear()
+            self.torch_optimizer.state.update(untouched.state)
         for piece in self._pieces:
             for name, number in numbers.items():
                 self.torch_optimizer.state[piece][name] = _like(self.torch_optimizer.state[piece][name], number)

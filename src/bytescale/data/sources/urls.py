@@ -164,7 +164,9 @@ def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -
     """
     path = file.path
     assert isinstance(path, UrlPath), f"{path} is here"
-    described = "\0".join([str(path), str(file.num_bytes), str(file.mtime_ns), *fields])
+    described = "\0".join(
+        [str(path), str(file.num_bytes), str(file.mtime_ns), *fields, *_versions_beside(path, fields)]
+    )
     key = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
     copy = cache_dir / "fetched" / f"{key}.bin"
     with file_lock(copy.with_suffix(".lock")):
@@ -179,6 +181,21 @@ def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -
                     _fetch(path.with_suffix(f".{name}.idx"), copy.with_suffix(f".{name}.idx"))
             _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
     return copy
+
+
+def _versions_beside(path: UrlPath, fields: Sequence[str]) -> list[str]:
+    """Sizes and versions of what belongs to a ``.bin``: other weights may have the same tokens. Raises ``OSError``."""
+    found = []
+    for ending in (".idx", *(f".{name}{part}" for name in fields for part in (".bin", ".idx"))):
+        try:
+            found.append(str(path.with_suffix(ending).describe()))
+        except (FileNotFoundError, PermissionError):
+            found.append("none")
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the server does not tell the size
+                raise
+            found.append("unknown")
+    return found
 
 
 def _fetch(source: UrlPath, target: Path) -> None:

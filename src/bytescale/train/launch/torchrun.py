@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from bytescale.common.environment import environment
 from bytescale.common.errors import RankFailure, RanksRefused, problem
 from bytescale.config import Config
 from bytescale.train.ranks import LAUNCHER_PID
@@ -44,8 +45,7 @@ def launch_ranks(
         SystemExit: the user or the system asked to stop (SIGINT, SIGTERM); the ranks have ended.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    os.environ[LAUNCHER_PID] = str(os.getpid())
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -59,7 +59,8 @@ def launch_ranks(
         shutdown_timeout=math.ceil(stop_seconds),
     )
     try:
-        _launch(config, arguments, again or f"bytescale train --resume {run_dir}")
+        with environment({"OMP_NUM_THREADS": threads, LAUNCHER_PID: str(os.getpid())}):
+            _launch(config, arguments, again or f"bytescale train --resume {run_dir}")
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
