@@ -1,8 +1,9 @@
 """bytescale: hybrid data parallel (HDP) training on mixed short and very long sequences.
 
 An implementation of ByteScale (Ge et al., SIGCOMM 2025, arXiv 2502.21231). The floors, lowest first, are
-``common``; ``config`` and ``plan``; ``cost`` and ``attention``; ``planner`` and ``models``; ``simulator``,
-``data`` and ``runtime``; ``attach``; ``train``; ``cli``. A module imports lower floors only (docs/architecture.md).
+``common``; ``config`` and ``plan``; ``cost`` and ``attention``; ``planner`` and ``models``; ``simulator``, ``data`` and
+``runtime``; ``checkpoint``; ``attach``; ``train`` and ``parity``; ``report``; ``cli``. A module imports lower floors
+only (docs/architecture.md).
 
 ``bytescale.HDP`` attaches to a model of Hugging Face's transformers in a loop of one's own. The names in ``__all__``
 are loaded when they are first used, so that planning works where torch is not installed.

@@ -1,4 +1,4 @@
-"""What a model does with attention, found by running it once on a few tokens.
+"""What a model does with attention, found by running it on a few tokens.
 
 The probe runs the model with an attention that sees nothing: it returns zeros. Then
 

@@ -4,8 +4,8 @@ It sums all layers, forward and backward, into one number per term. ``cost.stage
 simulator.
 
     work of a sequence on one rank            a q(s) + b s,  q(s) = s^2 without windows (``squares_of``)
-    member of a group of D                    (a Q + b T) / D  +  exposed ring time  +  g
-    with T = sum of s, Q = sum of q(s) over the group's sequences
+    member of a group of D                    (a S + b T) / D  +  exposed ring time  +  g
+    with T = sum of s, S = sum of q(s) over the group's sequences
 
 The members form a grid of P rows and Q columns, D = P Q (``attention.grid``). A ring is the case Q = 1. Only the time
 by which a message is longer than the attention beside it is exposed (paper section 3: O(s^2) work hides O(s) traffic).
@@ -14,7 +14,7 @@ message that backward does not hide is not hidden by forward's attention. Each p
 
     x = ring bytes   T / (D bandwidth) + latency     a message around the column
     y = queries'     T / (D bandwidth) + latency     one along the row, and z, one of results home
-    c = a Q / D^2                                    a block
+    c = a S / D^2                                    a block
     exposed = sum over passes of visible(P, Q; c, x, y, z)  +  messages o     o: ring_message_seconds, never hidden
 """
 
@@ -135,7 +135,7 @@ class CostModel:
         return windowed_squares(lengths, self.windows)
 
     def compute_seconds(self, tokens: ArrayLike, squares: ArrayLike, degree: ArrayLike = 1) -> FloatArray:
-        """Compute of each of ``degree`` members, without g and without communication: (a Q + b T) / D. Broadcasts."""
+        """Compute of each of ``degree`` members, without g and without communication: (a S + b T) / D. Broadcasts."""
         tokens, squares = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
         return (self.attention_seconds_per_pair * squares + self.token_seconds * tokens) / np.asarray(degree)
 
@@ -152,7 +152,7 @@ class CostModel:
 
         Args:
             tokens: T, sum of s over the group's sequences.
-            squares: Q, sum of ``squares_of`` the sequences.
+            squares: S, sum of ``squares_of`` the sequences.
             degree: D, members, at least 1.
             inter_node: whether a column leaves a node (of a ring: the group); the slowest link sets the pace.
             columns: of the grid, a divisor of ``degree``; 1 is a ring.
@@ -283,7 +283,7 @@ class CostModel:
 
         Args:
             tokens: T, sum of s over the group's sequences.
-            squares: Q, sum of ``squares_of`` the sequences.
+            squares: S, sum of ``squares_of`` the sequences.
             degree: D, members, at least 1.
             inter_node: whether the ring leaves a node; its slowest link then sets the pace of every step.
         """

@@ -1,12 +1,13 @@
 """The full cost model: the time of a micro-batch on one pipeline stage, term by term, forward and backward separately.
 
-Per layer, for a member that holds the share ``w`` of a group of D members (T = sum of s, Q = sum of s^2) beside local
-sequences (sum of tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a, b, g) the attention curve. Each of K
-shared and k local sequences adds e to a block of attention, however short it is::
+Per layer, for a member that holds the share ``w`` of the tokens of a group of D members, and computes the share ``u``
+of its pairs (T = sum of s, S = sum of s^2; u = w except in grids of unequal members), beside local sequences (sum of
+tokens ``t``, sum of squares ``q``), ``n = w T + t``, with (a, b, g) the attention curve. The grid has P rows and Q
+columns. Each of K shared and k local sequences adds e to a block of attention, however short it is::
 
     rest         b_r n + g_r
-    attention    a (w Q + q) + b n + g + e (D K + k)
-    block        c = a w Q / D + e K                  one of the D blocks of a grid; a ring is a grid of one column
+    attention    a (u S + q) + b n + g + e (D K + k)
+    block        c = a u S / D + e K                  one of the D blocks of a grid; a ring is a grid of one column
     keys         x = ring bytes * (largest w) T / bandwidth + latency           a message around the column
     row          y of queries there, z of results home, likewise
     ring         visible(P, Q; c, x, y, z)            what no block hides (``cost.visible``)

@@ -1,8 +1,8 @@
 """Peak memory of a micro-batch, part by part, from the model's shape: what fits is known before anything runs.
 
 ``model`` is what others use. It stands on four parts: which layers a device has (``share``), how it computes them
-(``kernels``), what one token's row takes in each of a layer's tensors (``rows``), and what a micro-batch needs in each
-of its phases (``phases``).
+(``device_kernels``), what one token's row takes in each of a layer's tensors (``rows``), and what a micro-batch needs
+in each of its phases (``phases``).
 
 The counts follow what autograd really saves. tests/cost/test_memory.py compares them with counted tensors, phase by
 phase.

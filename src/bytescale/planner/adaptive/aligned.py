@@ -61,7 +61,8 @@ def align(plan: Plan, *, cluster: Cluster, cost: CostModel) -> Plan:
 
     Args:
         plan: from any planner that gives all members of a group equal shares.
-        cluster: the plan's ranks, which are equal.
+        cluster: the plan's ranks. They are placed as if they were equally fast; where they differ, the plan has to be
+            one that the smallest capacity allows on all of them.
         cost: tells times, which decide the choice of ranks. The result is aligned whatever they are.
     """
     if is_aligned(plan):

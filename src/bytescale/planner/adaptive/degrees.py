@@ -35,7 +35,8 @@ class Rectangles(NamedTuple):
     grow: Callable[[int, int, int, float | None], tuple[int, float]]
     """``grow(group, first, most, room)`` is the fewest consecutive ranks, from ``first`` on and at most ``most``, on
     which the group ends within ``room`` seconds, and its time there. If none do, it is the fastest number of ranks; if
-    ``most`` ranks cannot hold it, (0, infinity). Where ``room`` is None, it is all ``most`` ranks."""
+    ``most`` ranks cannot hold it, (0, infinity). Where ``room`` is None, it is all ``most`` ranks. On ranks that differ
+    (``unequal``), compute alone decides the number, so exposed messages may make the group late."""
     speed: Sequence[float]  # [R + 1] sum of the speeds of the ranks before each
     node: int  # groups of at most this many ranks stay inside a node of so many; 1: nodes do not matter
 

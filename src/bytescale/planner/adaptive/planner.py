@@ -8,11 +8,11 @@
     5. Again     while the makespan is not close to the target: steps 2 to 4 with a later makespan T to aim at, and with
                  a shorter longest block, which has more traffic
     6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
-    7. Rivals    a plan that is still not close to the target is replaced by the best plan of the baselines, if that is
-                 better
+    7. Rivals    the plan of a small batch is replaced by the best plan of the baselines, if that is better
 
-In a pipeline, the longest block costs most. Many are tried, and several sizes of packs. Ranks that differ in speed or
-capacity take the same steps (``unequal``).
+In a pipeline of equal ranks, the longest block costs most. Many are tried, and several sizes of packs. Ranks that
+differ in speed or capacity take the same steps with shares of their own (``unequal``), but nothing is reserved. In a
+pipeline, they take the plan without one if it cannot hang, or a rival (``_in_unequal_pipelines``).
 Shape letters: S sequences, longest first; G of them shared; R ranks.
 """
 

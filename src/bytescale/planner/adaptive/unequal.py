@@ -29,7 +29,7 @@ SHORT = 1e-9
 def unequal_blocks(
     lengths: IntArray, fewest: IntArray, cluster: Cluster, cost: CostModel, longest: float
 ) -> Rectangles:
-    """The groups of ``lengths`` ``[G]``, longest first, none of which takes more than ``longest`` seconds if possible.
+    """The groups of ``lengths`` ``[G]``, longest first. If possible, none computes for more than ``longest`` seconds.
 
     ``fewest`` ``[G]`` is a lower bound of the ranks that hold each.
     """
