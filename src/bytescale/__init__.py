@@ -15,13 +15,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bytescale.attach.hdp import HDP, Update
+    from bytescale.attach.hdp import HDP
     from bytescale.attach.micro_batch import Micro
     from bytescale.attach.planned_batch import PlannedBatch
     from bytescale.attach.planning import make_planner
     from bytescale.attach.rank_batch import RankBatch, cut
     from bytescale.attach.score import score
     from bytescale.plan import Plan
+    from bytescale.runtime import Update
 
 __version__ = "0.1.0"
 
@@ -29,7 +30,7 @@ _PLACES = {
     "HDP": "bytescale.attach.hdp",
     "PlannedBatch": "bytescale.attach.planned_batch",
     "RankBatch": "bytescale.attach.rank_batch",
-    "Update": "bytescale.attach.hdp",
+    "Update": "bytescale.runtime",
     "cut": "bytescale.attach.rank_batch",
     "Micro": "bytescale.attach.micro_batch",
     "make_planner": "bytescale.attach.planning",

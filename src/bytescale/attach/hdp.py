@@ -20,7 +20,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,17 +52,8 @@ from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, prob
 from bytescale.config import DataConfig
 from bytescale.cost import CostModel
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import RankGroup, ShardedOptimizer
+from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.sharded_optimizer import GroupOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """What ``HDP.step`` did."""
-
-    num_updates: int
-    grad_norm: float
-    """Of the global gradient, before it was clipped."""
 
 
 class HDP:
@@ -132,7 +122,6 @@ class HDP:
         self.handed_out = HandedOut()
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
-        self._is_released = False
         self._saved: Savings | None = None
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
@@ -158,16 +147,8 @@ class HDP:
         ``state`` and ``save`` still work.
         """
         self._attachment.detach()
-        self._release()
-
-    def _release(self) -> None:
-        """End the training of this object, so that another one can train the same parameters."""
-        if self._optimizer is None:
-            return
-        self._optimizer.release()
-        self._is_released = True
-        if _trainer_of(self.model) is self:
-            del self.model.zero_grad
+        if self._optimizer is not None:
+            self._optimizer.leave(self.model)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -274,12 +255,12 @@ class HDP:
             raise ConfigError(
                 problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
             )
-        former = _trainer_of(self.model)
+        former = ShardedOptimizer.of(self.model)
         if former is not None:
-            former._release()
+            former.leave(self.model)
         named = list(self.model.named_parameters())
         self._optimizer = ShardedOptimizer(named, self.group, cls, options, group_options)
-        self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -300,14 +281,6 @@ class HDP:
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
         sharded = self._sharded()
-        if self._is_released:
-            raise ConfigError(
-                problem(
-                    "this HDP was detached, or another HDP has made an optimizer for the same model",
-                    so="gradients do not come here any more",
-                    fix="call step() of the other one, or make a new HDP",
-                )
-            )
         self.handed_out.finish()
         sharded.require_parameters_of(self.model)
         grad_norm = sharded.reduce_gradients()
@@ -322,8 +295,7 @@ class HDP:
             )
         for group in sharded.torch_optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
-        sharded.update(grad_norm, max_grad_norm)
-        return Update(num_updates=sharded.num_updates, grad_norm=grad_norm)
+        return sharded.update(grad_norm, max_grad_norm)
 
     def gradients(self) -> dict[str, Tensor]:
         """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.
@@ -426,9 +398,3 @@ class HDP:
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
         content = repr((settings, shapes, weight_sums(self.model)))
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _trainer_of(model: nn.Module) -> HDP | None:
-    """The object that trains the parameters of ``model``, if there is one."""
-    owner = getattr(vars(model).get("zero_grad"), "__self__", None)
-    return owner if isinstance(owner, HDP) else None

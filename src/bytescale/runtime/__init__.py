@@ -13,7 +13,7 @@ from bytescale.runtime.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.replicas import TiedHead
-from bytescale.runtime.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.sharded_optimizer import ShardedOptimizer, Update
 from bytescale.runtime.token_shards import TokenShards
 from bytescale.runtime.zero import ShardedAdamW
 
@@ -37,5 +37,6 @@ __all__ = [
     "TiedHead",
     "TokenShards",
     "TrainableModel",
+    "Update",
     "linear_cross_entropy",
 ]

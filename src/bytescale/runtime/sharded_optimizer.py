@@ -8,6 +8,7 @@ at whole matrices; they are refused, after a trial on a few numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ from bytescale.runtime.zero import Shard, ZeroShards
 
 GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
 """From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one update did."""
+
+    num_updates: int
+    grad_norm: float
+    """Of the global gradient, before it was clipped."""
 
 
 class ShardedOptimizer:
@@ -69,9 +79,18 @@ class ShardedOptimizer:
         self._made_with = cls, options
         self.torch_optimizer = cls(self._parameter_groups(), **options)
         self.num_updates = 0
+        self._has_left = False
 
     def require_parameters_of(self, model: nn.Module) -> None:
-        """Raise ``ConfigError`` if a trainable parameter of ``model`` is not one of those that were taken over."""
+        """Raise ``ConfigError`` unless this optimizer has all gradients of ``model``."""
+        if self._has_left:
+            raise ConfigError(
+                problem(
+                    "this HDP was detached, or another HDP has made an optimizer for the same model",
+                    so="gradients do not come here any more",
+                    fix="call step() of the other one, or make a new HDP",
+                )
+            )
         known = {id(parameter) for zero in self.zeros for parameter in zero.parameters.parameters}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -84,10 +103,29 @@ class ShardedOptimizer:
                     )
                 )
 
-    def release(self) -> None:
+    @staticmethod
+    def of(model: nn.Module) -> ShardedOptimizer | None:
+        """The optimizer that ``join`` has given to ``model``, if there is one."""
+        owner = getattr(vars(model).get("zero_grad"), "__self__", None)
+        return owner if isinstance(owner, ShardedOptimizer) else None
+
+    def join(self, model: nn.Module) -> None:
+        """Let ``model.zero_grad()`` mean ``zero_gradients``."""
+        model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def leave(self, model: nn.Module) -> None:
         """Leave the parameters' gradients to others. No update may follow."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if self.of(model) is self:
+            del model.zero_grad
         for zero in self.zeros:
             zero.parameters.release()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``zero_gradients``, as modules call it."""
+        self.zero_gradients()
 
     def zero_gradients(self) -> None:
         """Forget all gradients since the last update."""
@@ -100,7 +138,7 @@ class ShardedOptimizer:
         (squares,) = self.group.sum_of([share])
         return squares**0.5
 
-    def update(self, grad_norm: float, largest_norm: float) -> None:
+    def update(self, grad_norm: float, largest_norm: float) -> Update:
         """One update with gradients scaled so that their norm is at most ``largest_norm`` (0: any); zero gradients."""
         for zero in self.zeros:
             zero.follow_changes()
@@ -111,6 +149,7 @@ class ShardedOptimizer:
         for zero in self.zeros:
             zero.publish()
         self.zero_gradients()
+        return Update(num_updates=self.num_updates, grad_norm=grad_norm)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Sums over ranks of all parameters' gradients, by name. Copies."""
