@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from bytescale.attention import reference_attention
 from bytescale.attention.kernels import MathKernel, merge_rows
@@ -214,19 +215,19 @@ def test_generated_code_computes_what_the_plain_model_does(dtype: torch.dtype) -
 
 
 @pytest.mark.exhaustive
-def test_code_for_another_vector_width_is_not_taken_from_the_compilers_cache(tmp_path: Path) -> None:
+def test_code_for_another_vector_width_is_not_taken_from_the_compilers_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Code for AVX2, built for AVX-512, crashes or gives wrong numbers. A second run at the same width does hit."""
-    script = (
-        "import torch; from torch._dynamo.utils import counters; "
-        "from bytescale.attention.row_compiler import RowCompiler; "
-        "RowCompiler().check(torch.device('cpu')); "
-        "print(sum(count for kind in counters.values() for name, count in kind.items() if name.endswith('cache_hit')))"
-    )
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     hits = []
     for capability in ("default", "avx2", "avx2"):
-        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
-        hits.append(int(ended.stdout))
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        torch._dynamo.reset()
+        counters.clear()
+        RowCompiler().check(torch.device("cpu"))
+        found = (count for kind in counters.values() for name, count in kind.items() if name.endswith("cache_hit"))
+        hits.append(sum(found))
     assert hits[:2] == [0, 0]
     assert hits[2] > 0
 
