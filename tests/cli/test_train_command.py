@@ -111,6 +111,8 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
     ("arguments", "message"),
     [
         (["--data.contxt-length", "9"], r"Unknown option --data.contxt-length.*did you mean --data.context-length\?"),
+        (["--lr", "1e-3"], r"Unknown option --lr.*did you mean --optimizer.lr\?"),
+        (["--set", "trainer.steps=9"], r"Unknown option --set.*write a setting as --section.key value"),
         (["--data.context-length", "1000"], r"1000 exceeds 2 ranks x .*capacity_tokens = 128.*at least 8 ranks"),
         (["--data.batch-tokens", "100"], r"batch_tokens = 100 is smaller than data.context_length = 256.*raise"),
         (["--data.sources", "/nowhere/*.txt"], r"/nowhere/\*\.txt"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,10 +14,11 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import parse_count
 from bytescale.config import Config
-from bytescale.config.load import nearest
 from bytescale.config.shipped import find_config
 
 Options = TypeVar("Options")
+_ALIKE = 0.7
+"""From this likeness of two names (0 to 1) on, one may be meant by the other."""
 
 
 def parse(options: type[Options], arguments: Sequence[str], *, prog: str, default: Options | None = None) -> Options:
@@ -48,8 +50,25 @@ def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in (*known, "--help"):
             raise ConfigError(
-                problem(f"unknown option {name}", so="the setting would have no effect", fix=nearest(name, known))
+                problem(
+                    f"unknown option {name}", so="the setting would have no effect", fix=_similar_option(name, known)
+                )
             )
+
+
+def _similar_option(name: str, known: Sequence[str]) -> str:
+    """A hint with the option whose key (``lr`` of ``optimizer.lr``) or whole name is most like this one."""
+
+    def likeness(option: str) -> tuple[float, float]:
+        names = name.lstrip("-"), option.lstrip("-")
+        whole = difflib.SequenceMatcher(None, *names).ratio()
+        key = difflib.SequenceMatcher(None, *(each.rpartition(".")[2] for each in names)).ratio()
+        return max(whole, key), whole
+
+    closest = max(known, key=likeness)
+    if likeness(closest)[0] < _ALIKE:
+        return "write a setting as --section.key value; --help lists all of them"
+    return f"did you mean {closest}?"
 
 
 def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
