@@ -60,9 +60,9 @@ def _similar_option(name: str, known: Sequence[str]) -> str:
     """A hint with the option whose key (``lr`` of ``optimizer.lr``) or whole name is most like this one."""
 
     def likeness(option: str) -> tuple[float, float]:
-        names = name.lstrip("-"), option.lstrip("-")
-        whole = difflib.SequenceMatcher(None, *names).ratio()
-        key = difflib.SequenceMatcher(None, *(each.rpartition(".")[2] for each in names)).ratio()
+        asked, offered = name.lstrip("-"), option.lstrip("-")
+        whole = difflib.SequenceMatcher(None, asked, offered).ratio()
+        key = difflib.SequenceMatcher(None, asked.rpartition(".")[2], offered.rpartition(".")[2]).ratio()
         return max(whole, key), whole
 
     closest = max(known, key=likeness)
