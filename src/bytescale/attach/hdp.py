@@ -265,7 +265,7 @@ class HDP:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
-        self._sharded().zero_gradients()
+        self._sharded().zero_grad()
 
     def step(self, *, max_grad_norm: float = 1.0, lr: float | None = None) -> Update:
         """Sum gradients over ranks, clip them, update the weights, give them to all ranks, and zero the gradients.
@@ -285,7 +285,7 @@ class HDP:
         sharded.require_parameters_of(self.model)
         grad_norm = sharded.reduce_gradients()
         if not math.isfinite(grad_norm):
-            sharded.zero_gradients()
+            sharded.zero_grad()
             raise NonFiniteError(
                 problem(
                     f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bytescale.checkpoint import Checkpointer, RunState
 from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
+from bytescale.checkpoint.manifest import step_name, step_of
 from bytescale.checkpoint.restoring import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
@@ -69,12 +70,12 @@ class Savings:
         checkpoints = self._checkpoints(folder, keep)
         checkpoints.save(state, cast("ShardedAdamW", StoredOptimizer(self._optimizer, state.step > 0)))
         checkpoints.finish()
-        return folder / f"step-{state.step:06d}"
+        return folder / step_name(state.step)
 
     def _refuse_later(self, folder: Path, step: int) -> None:
         """Raise ``CheckpointError`` if a later checkpoint is there: it would outlive the new one, and be loaded."""
         error, found = None, complete_checkpoints(folder) if self._participants.is_first else []
-        if found and int(found[-1].name.removeprefix("step-")) > step:
+        if found and step_of(found[-1].name) > step:
             error = CheckpointError(
                 problem(
                     f"{folder} has {found[-1].name}, and this model has made {step} updates",

@@ -20,7 +20,7 @@ from bytescale.checkpoint.agree import attempt, settle, share_text
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import clean, complete_checkpoints, delete, hidden_folder, publish, to_delete
 from bytescale.checkpoint.folders import LocalFolder, is_url, unreachable
-from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name
+from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of
 from bytescale.checkpoint.restoring import Place, check_same_model, load_states, read_run_state
 from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
 from bytescale.checkpoint.verify import problems_of
@@ -145,7 +145,7 @@ class Checkpointer:
             return local
         seen = torch.tensor([int(local is not None and (local / MANIFEST).is_file())])
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
-        url = share_text(self._newest_url(int(name.removeprefix("step-")) if int(seen) else -1), group)
+        url = share_text(self._newest_url(step_of(name) if int(seen) else -1), group)
         return url or (local if int(seen) else None)
 
     def restore(self, path: Place, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
@@ -237,7 +237,7 @@ class Checkpointer:
         return str(self._uploader.store.checkpoint(newer[-1])) if newer else ""
 
     def _prune(self) -> None:
-        complete = {int(path.name.removeprefix("step-")): path for path in complete_checkpoints(self.folder)}
+        complete = {step_of(path.name): path for path in complete_checkpoints(self.folder)}
         under_way = self._uploader.step_under_way if self._uploader is not None else None
         in_use = [*(step for step, future in self._exporting.items() if not future.done()), under_way]
         for step in to_delete(list(complete), self.config, in_use=[step for step in in_use if step is not None]):

@@ -109,6 +109,11 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(name: str) -> int:
+    """Return the step of the folder of a checkpoint: the inverse of ``step_name``."""
+    return int(name.removeprefix("step-"))
+
+
 def read_state_json(folder: Folder) -> dict[str, Any]:
     """The content of the manifest, or of format 2's ``run_state.json``, of any format that this version reads.
 

@@ -110,7 +110,7 @@ class ShardedOptimizer:
         return owner if isinstance(owner, ShardedOptimizer) else None
 
     def join(self, model: nn.Module) -> None:
-        """Let ``model.zero_grad()`` mean ``zero_gradients``."""
+        """Let ``model.zero_grad()`` call ``zero_grad`` of this object."""
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def leave(self, model: nn.Module) -> None:
@@ -124,11 +124,7 @@ class ShardedOptimizer:
             zero.parameters.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``zero_gradients``, as modules call it."""
-        self.zero_gradients()
-
-    def zero_gradients(self) -> None:
-        """Forget all gradients since the last update."""
+        """Forget all gradients since the last update, whatever ``set_to_none`` is."""
         for zero in self.zeros:
             zero.parameters.zero_gradients()
 
@@ -148,7 +144,7 @@ class ShardedOptimizer:
         self.num_updates += 1
         for zero in self.zeros:
             zero.publish()
-        self.zero_gradients()
+        self.zero_grad()
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
 
     def whole_gradients(self) -> dict[str, Tensor]:
@@ -221,7 +217,7 @@ class ShardedOptimizer:
     def require_states(self) -> None:
         """Let the optimizer make its states, by an update without gradients, if it has none. A restore follows."""
         if not self.num_updates:
-            self.zero_gradients()
+            self.zero_grad()
             self._attach_gradients()
             self.torch_optimizer.step()
             self.num_updates = 1
@@ -240,7 +236,7 @@ class ShardedOptimizer:
         self.num_updates = num_updates
         for zero in self.zeros:
             zero.publish()
-        self.zero_gradients()
+        self.zero_grad()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         ours = {entry.name: entry.shape for zero in self.zeros for entry in zero.parameters.entries}

@@ -85,13 +85,11 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     if num_stages == 1:
         return _best_of_rivals(_with_or_without_grids(flat, partial(planned, flat)), flat)
     piped = replace(flat, num_stages=num_stages)
-    rings = replace(piped, cost=replace(cost, row_bytes_per_token=None))
-    has_grids = cost.row_bytes_per_token is not None and not is_ideal(cost)
     if not cluster.is_uniform:
-        return _in_unequal_pipelines(piped, [flat, replace(rings, num_stages=1)][: 1 + has_grids], planned)
+        return _in_unequal_pipelines(piped, planned)
     plan = _in_pipeline(piped, planned)
-    if has_grids and _end(piped, plan) > num_stages * rings.fastest:
-        plan = min((plan, _in_pipeline(rings, planned)), key=partial(_end, piped))
+    if piped.rings is not None and _end(piped, plan) > num_stages * piped.rings.fastest:
+        plan = min((plan, _in_pipeline(piped.rings, planned)), key=partial(_end, piped))
     return _best_of_rivals(plan, piped)
 
 
@@ -105,11 +103,11 @@ def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
     return min(plans, key=partial(_end, piped))
 
 
-def _in_unequal_pipelines(piped: Batch, flat: list[Batch], planned: Callable[[Batch, Trial], Plan]) -> Plan:
-    """Steps 2 to 7 in pipelines that differ: for each of ``flat``, the plan without a pipeline, if it cannot hang, and
-    one rival, if equal shares can hold the sequences. The best of them is returned."""
-    plans = list[Plan]()
-    for batch in flat:
+def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
+    """Steps 2 to 7 in pipelines that differ. The best plan of these is returned, with grids and with rings alone: the
+    plan without a pipeline, if it cannot hang, and one rival, if equal shares can hold the sequences."""
+    plans, flat = list[Plan](), replace(piped, num_stages=1)
+    for batch in filter(None, (flat, flat.rings)):
         ours = planned(batch, search(batch))
         plans += filter(is_aligned, [ours])
         if not plans or int(ours.lengths.max()) <= batch.cluster.largest_sequence:
@@ -124,10 +122,9 @@ def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Pla
     That search is left out where it cannot be better, as that with grids is. Its plan gets the best shapes as well: on
     the same ranks, these are never slower than rings.
     """
-    if flat.cost.row_bytes_per_token is None or is_ideal(flat.cost):
+    rings, is_uniform = flat.rings, flat.cluster.is_uniform
+    if rings is None:
         return planned(search(flat))
-    rings = replace(flat, cost=replace(flat.cost, row_bytes_per_token=None))
-    is_uniform = flat.cluster.is_uniform
     if is_uniform and rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
         return planned(search(rings))
     plan = planned(search(flat))

@@ -6,7 +6,7 @@ Shape letters: S sequences, longest first; L of them may have to be shared; R ra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,13 @@ class Batch:
         """The batch of ``lengths`` ``[S]``, longest first, without a pipeline and with packs as large as ranks hold."""
         capacity = int(cluster.capacity_tokens.min() if cluster.is_uniform else cluster.capacity_tokens.max())
         return Batch(lengths=lengths, cluster=cluster, cost=cost, num_stages=1, pack_tokens=capacity)
+
+    @cached_property
+    def rings(self) -> Batch | None:
+        """The batch in whose plans all groups are rings. None where that is no choice, as ``cost`` has no grids."""
+        if self.cost.row_bytes_per_token is None or is_ideal(self.cost):
+            return None
+        return replace(self, cost=replace(self.cost, row_bytes_per_token=None))
 
     @cached_property
     def fewest(self) -> IntArray:
