@@ -156,8 +156,31 @@ def test_a_later_optimizer_takes_a_model_over(llama: nn.Module, dtype: torch.dty
     expected = updates(alone, wanted, 2)
     for name, value in updates(second, model, 2).items():
         assert torch.equal(value, expected[name]), name
-    with pytest.raises(ConfigError, match="another HDP has made an optimizer"):
-        first.step()
+    for refused in (first.step, first.state, first.zero_grad, lambda: first.load_state(second.state())):
+        with pytest.raises(ConfigError, match="another HDP has made an optimizer"):
+            refused()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_state_has_the_weights_that_were_loaded_into_the_model(llama: nn.Module, dtype: torch.dtype) -> None:
+    """Without an update in between, the state of a bf16 model had the weights of before."""
+    model = copy.deepcopy(llama).to(dtype)
+    hdp = bytescale.HDP(model, capacity_tokens=200)
+    hdp.adamw(lr=1e-3)
+    updates(hdp, model, 1)
+    model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
+    for states in hdp.state()["tensors"].values():
+        assert (states["master"] == 0.5).all()
+
+
+def test_what_would_not_reach_a_moved_model_is_not_loaded(llama: nn.Module) -> None:
+    model = copy.deepcopy(llama)
+    hdp = bytescale.HDP(model, capacity_tokens=200)
+    hdp.adamw(lr=1e-3)
+    state = hdp.state()
+    model.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="moved or replaced"):
+        hdp.load_state(state)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])

@@ -237,8 +237,8 @@ class HDP:
     ) -> torch.optim.Optimizer:
         """Train all parameters that require a gradient with any elementwise optimizer of PyTorch.
 
-        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks. If
-        another ``HDP`` trains the model, this one takes over, and ``step`` of the other is refused.
+        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks.
+        A model of another ``HDP`` is taken over; ``step``, ``state`` and ``save`` of the other are refused then.
 
         Args:
             cls: such as ``torch.optim.SGD``; called with ``options``.
@@ -255,8 +255,7 @@ class HDP:
             raise ConfigError(
                 problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
             )
-        former = ShardedOptimizer.of(self.model)
-        if former is not None:
+        if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named = list(self.model.named_parameters())
         self._optimizer = ShardedOptimizer(named, self.group, cls, options, group_options)
@@ -315,7 +314,7 @@ class HDP:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``, exactly. Every rank calls it, after ``adamw`` or ``optimizer``.
 
-        Raises ``CheckpointError`` if the state is of other parameters or of another optimizer.
+        Raises ``CheckpointError`` if it is of other parameters or another optimizer; ``ConfigError`` as ``step``.
         """
         self._sharded().load_state(state)
 
@@ -380,11 +379,12 @@ class HDP:
             raise ConfigError(
                 problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
             )
+        self._optimizer.require_not_replaced(self.model)
         return self._optimizer
 
     def _savings(self) -> Savings:
-        if self._saved is None:
-            self._saved = Savings(self.group, self._sharded(), self.model)
+        optimizer = self._sharded()
+        self._saved = self._saved or Savings(self.group, optimizer, self.model)
         return self._saved
 
     def _kernel(self, dtype: torch.dtype) -> AttentionKernel:

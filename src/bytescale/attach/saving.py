@@ -87,6 +87,7 @@ class Savings:
 
     def load(self, path: Path) -> dict[str, Any]:
         """Continue from a checkpoint, or from the newest one in a folder of them. Returns the caller's ``extra``."""
+        self._optimizer.require_adopted()
         complete = complete_checkpoints(path)
         path = complete[-1] if complete else path
         state = read_run_state(path)

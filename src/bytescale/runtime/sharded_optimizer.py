@@ -81,15 +81,22 @@ class ShardedOptimizer:
         self.num_updates = 0
         self._has_left = False
 
+    def require_not_replaced(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if ``model`` has joined another optimizer, which has its weights now."""
+        if self.of(model) not in (None, self):
+            raise ConfigError(
+                problem(
+                    "the model was taken over: another HDP has made an optimizer for it",
+                    so="the weights and gradients of the model are in the other one",
+                    fix="use the other HDP, or make a new one",
+                )
+            )
+
     def require_parameters_of(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` unless this optimizer has all gradients of ``model``."""
         if self._has_left:
             raise ConfigError(
-                problem(
-                    "this HDP was detached, or another HDP has made an optimizer for the same model",
-                    so="gradients do not come here any more",
-                    fix="call step() of the other one, or make a new HDP",
-                )
+                problem("this HDP was detached", so="gradients do not come here any more", fix="make a new HDP")
             )
         known = {id(parameter) for zero in self.zeros for parameter in zero.parameters.parameters}
         for name, parameter in model.named_parameters():
@@ -102,6 +109,11 @@ class ShardedOptimizer:
                         "hdp.adamw() or hdp.optimizer()",
                     )
                 )
+
+    def require_adopted(self) -> None:
+        """Raise ``ConfigError`` if the model has weights in other memory, which what is loaded here would not reach."""
+        for zero in self.zeros:
+            zero.parameters.require_adopted()
 
     @staticmethod
     def of(model: nn.Module) -> ShardedOptimizer | None:
@@ -175,7 +187,11 @@ class ShardedOptimizer:
         return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state()`` of any number of ranks. Raises ``CheckpointError`` where it does not fit."""
+        """Continue from ``state()`` of any number of ranks.
+
+        Raises ``CheckpointError`` where it does not fit, and ``ConfigError`` where it would not reach the model.
+        """
+        self.require_adopted()
         tensors: dict[str, dict[str, Tensor]] = state["tensors"]
         self._require_fitting(tensors)
         if state["num_updates"]:
@@ -194,8 +210,10 @@ class ShardedOptimizer:
         """All states with one number per weight: ``master``, and what the optimizer has made.
 
         Each is a list over this rank's pieces: the number of the shard, the range inside the shard, and the values,
-        which are the optimizer's own memory.
+        which are the optimizer's own memory. Weights that somebody else has written to are the new masters.
         """
+        for zero in self.zeros:
+            zero.follow_changes()
         names = ["master"]
         if self.num_updates:
             first = self.torch_optimizer.state[self._pieces[0]]
