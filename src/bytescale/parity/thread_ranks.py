@@ -83,9 +83,14 @@ def _forget_locals(errors: Sequence[BaseException]) -> None:
 
 
 def process_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
-    """One rank's gloo group over a store that all ranks share."""
+    """One rank's gloo group over a store that all ranks share; returned once all of its ranks are connected.
+
+    A rank that had nothing to send could otherwise end while another one still connects, which gloo calls a crash.
+    """
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_seconds))
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(size)], timedelta(seconds=timeout_seconds))
     return group
