@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bytescale.common.ports import reserve_port
 from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.cost import Cluster
 from bytescale.cost.assumed import assumed_cost
@@ -76,9 +76,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_processes(num_ranks: int, data: DataConfig, rounds: int) -> dict[str, Any]:
     """Start the ranks on loopback and return what the first one measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reservation = reserve_port()
+    port = reservation.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
@@ -95,6 +94,7 @@ def run_processes(num_ranks: int, data: DataConfig, rounds: int) -> dict[str, An
     finally:
         for process in ranks:
             process.join(10)
+        reservation.close()
 
 
 def one_rank(rank: int, num_ranks: int, port: int, data: DataConfig, rounds: int, sender: Connection) -> None:

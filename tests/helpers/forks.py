@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it: here once, not in every forked rank for 0.6 s
+
+from bytescale.common.ports import reserve_port
 
 DIED = (False, "died without an answer")
 
@@ -29,7 +30,8 @@ def run_forked(
     Raises ``AssertionError`` with the stack trace of every rank that failed, or that still ran at the end.
     """
     context = multiprocessing.get_context("fork")
-    port = free_port()
+    reservation = reserve_port()
+    port = reservation.getsockname()[1]
     processes, pipes = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
@@ -48,16 +50,10 @@ def run_forked(
         process.join(5.0)
         if process.is_alive():
             process.kill()
+    reservation.close()
     failed = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(outcomes) if not succeeded]
     assert not failed, "\n".join(failed)
     return [result for _, result in outcomes]
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _one_rank(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], sender: Connection) -> None:

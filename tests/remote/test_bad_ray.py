@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import ray
 import ray.exceptions
 
 from bytescale.common.errors import ConfigError, DataError, LoaderFailure
+from bytescale.common.ports import reserve_port
 from bytescale.data.remote import ray_cluster
 from bytescale.data.remote.calls import translated, wait_for
 from bytescale.data.remote.remote_feed import RemoteFeed
@@ -28,11 +28,10 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_address_where_nobody_listens() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(ConfigError, match=rf"Ray at 127.0.0.1:{port} does not answer .*ray start --head"):
-        ray_cluster.connect(f"127.0.0.1:{port}")
+    with reserve_port() as reservation:
+        port = reservation.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"Ray at 127.0.0.1:{port} does not answer .*ray start --head"):
+            ray_cluster.connect(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", ["somewhere", "host:port"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
+from bytescale.common.ports import reserve_port
 from bytescale.config import Config
 from bytescale.train.stop import StopRequest
 
@@ -37,12 +37,11 @@ class RankActor:
 
     def __init__(self) -> None:
         self._stop = StopRequest()
+        self._reservation = reserve_port()  # the first rank will listen there
 
     def address(self) -> tuple[str, str, int, int]:
-        """The node's id, its address, a free port on it, and this process's id."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
+        """The node's id, its address, a port on it that is kept for this rank, and this process's id."""
+        port = int(self._reservation.getsockname()[1])
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, os.getpid()
 
     def run(self, config: Config, environment: dict[str, str], console: Any) -> None:

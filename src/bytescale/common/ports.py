@@ -1,0 +1,23 @@
+"""A port for a server that starts later, maybe in another process."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+_ANY_OWN_ADDRESS = (
+    "" if sys.platform == "linux" else "127.0.0.1"
+)  # elsewhere two sockets would need different addresses
+
+
+def reserve_port() -> socket.socket:
+    """A socket that keeps its port, ``getsockname()[1]``, until it is closed; it never listens.
+
+    Nobody who asks for any free port gets this one, and connections do not leave from it. A server that names it and
+    sets ``SO_REUSEADDR``, as PyTorch's key-value store does, can listen there. A port that had only been looked up
+    could be another process's by then.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((_ANY_OWN_ADDRESS, 0))
+    return reservation
