@@ -6,6 +6,7 @@ runtime works exactly as in separate processes, collectives and point-to-point a
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -30,12 +31,27 @@ def run_ranks(
     Raises ``AssertionError`` with the stack traces of all ranks that failed, or the numbers of those that still run.
     """
     store = dist.HashStore()
+    _make_operators()
     gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
         return _run_threads(store, num_ranks, work, timeout_seconds)
     finally:
         gc.collect()  # groups that stand in reference cycles, before their store goes and before anybody forks
         gc.unfreeze()
+
+
+@functools.cache
+def _make_operators() -> None:
+    """Make the Python object of every operator of PyTorch's tensors and messages, before threads do so.
+
+    They are made at their first use under a ``TorchDispatchMode``. When two threads do it at the same time, the second
+    object replaces the first, which is freed, while PyTorch may go on to call it: a segmentation fault (torch 2.13).
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace in ("aten", "c10d"):
+            operator, _, overload = operator.partition(".")
+            getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
 
 
 def _run_threads(
