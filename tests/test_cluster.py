@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,10 +73,24 @@ with Network([Node(link=Link(bytes_per_second=1e6))] * 2) as cluster:
     time.sleep(600)
 """
 
+SLOW_IP = """#!/bin/sh
+case "$2" in
+  exec) sleep 0.2; exec {ip} "$@";;
+  pids) {ip} "$@"; sleep 0.3;;
+  *) exec {ip} "$@";;
+esac
+"""
+"""Processes enter their namespaces while somebody looks for processes there."""
+
 
 @needs_cluster
-def test_everything_is_removed_when_the_owner_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [False, True])
+def test_everything_is_removed_when_the_owner_is_killed(tmp_path: Path, slow: bool) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    if slow:
+        (tmp_path / "ip").write_text(SLOW_IP.format(ip=shutil.which("ip")), encoding="ascii")
+        (tmp_path / "ip").chmod(0o755)
+        environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     command = [sys.executable, "-c", OWNER, str(tmp_path / "log")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert owner.stdout is not None

@@ -32,6 +32,8 @@ from types import TracebackType
 from bytescale.common.errors import ConfigError, problem
 
 PREFIX = "bytescale-"
+OWNER = "BYTESCALE_CLUSTER_OWNER"
+"""Environment variable of every process on a node: the owner's process id."""
 NAMESPACES = Path("/run/netns")
 HOSTS = Path("/etc/netns")
 """``ip netns exec NAME`` shows the files of ``/etc/netns/NAME`` in place of those of ``/etc``."""
@@ -161,7 +163,7 @@ class Network:
                 stdout=file,
                 stderr=file,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **(environment or {}), OWNER: str(self.owner)},
             )
 
     def bytes_sent(self, node: int) -> int:
@@ -245,16 +247,10 @@ def shape(namespace: str, interface: str, link: Link) -> None:
 def remove(owner: int) -> None:
     """Kill every process in the nodes of ``owner``, and remove the nodes."""
     mine = re.compile(rf"{PREFIX}{owner}-")
-    for _ in range(50):
-        pids = _processes(mine)
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not pids:
-            break
-        time.sleep(0.05)
+    _kill(owner, mine)
     for namespace in _matching(NAMESPACES, mine):
         subprocess.run(["ip", "netns", "del", namespace.name], capture_output=True)
+    _kill(owner, mine)  # those that were about to enter a namespace; no other can enter one now
     for folder in _matching(HOSTS, mine):
         shutil.rmtree(folder, ignore_errors=True)
     root = _cpu_root()
@@ -274,6 +270,28 @@ def remove_orphans() -> list[int]:
 
 
 _ANY = re.compile(rf"{PREFIX}(\d+)-")
+
+
+def _kill(owner: int, mine: re.Pattern[str]) -> None:
+    for _ in range(50):
+        pids = _processes(mine) | _started_by(owner)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return
+        time.sleep(0.05)
+
+
+def _started_by(owner: int) -> set[int]:
+    """Ids of the processes that ``owner`` started on its nodes, whether or not they have entered them yet."""
+    found, mark = set(), f"{OWNER}={owner}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it has ended
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.add(int(folder.name))
+    return found - {os.getpid()}
 
 
 def _processes(mine: re.Pattern[str]) -> set[int]:
