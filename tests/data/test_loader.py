@@ -158,17 +158,21 @@ def test_closing_ends_the_thread_and_the_iteration() -> None:
 
 
 def test_waiting_and_planning_are_measured() -> None:
+    planned = []
+
     def slow_planner(lengths: IntArray) -> Plan:
-        time.sleep(0.05)
+        time.sleep(0.3)
+        planned.append(lengths)
         return plan_on_one_rank(lengths)
 
     with loader_of(memory_corpus([5] * 10, 10), planner=slow_planner) as loader:
         first = next(loader)
-        time.sleep(0.5)  # long enough on a busy machine for the next step to be ready
+        while len(planned) < 3:  # the thread plans the third step when the second is ready
+            time.sleep(0.01)
         second = next(loader)
-    assert first.times.planning_seconds >= 0.05
-    assert first.times.wait_seconds >= 0.04
-    assert second.times.wait_seconds < 0.04
+    assert first.times.planning_seconds >= 0.3
+    assert first.times.wait_seconds >= 0.2
+    assert second.times.wait_seconds < 0.2
 
 
 def test_prefetching_stays_within_its_depth() -> None:
