@@ -273,6 +273,10 @@ _ANY = re.compile(rf"{PREFIX}(\d+)-")
 
 
 def _kill(owner: int, mine: re.Pattern[str]) -> None:
+    """Kill the processes of ``owner``: those in its nodes, and those that it started and that are not there yet.
+
+    Neither look finds all of them. A process may overwrite its environment, as Ray's workers do with their titles.
+    """
     for _ in range(50):
         pids = _processes(mine) | _started_by(owner)
         for pid in pids:
@@ -288,7 +292,7 @@ def _started_by(owner: int) -> set[int]:
     found, mark = set(), f"{OWNER}={owner}".encode()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.add(int(folder.name))
     return found - {os.getpid()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import sys
 
-_ANY_OWN_ADDRESS = (
-    "" if sys.platform == "linux" else "127.0.0.1"
-)  # elsewhere two sockets would need different addresses
+# The server will listen on all addresses. On Linux, a socket that does not listen may have the same address and port as
+# the server's. Elsewhere, the addresses have to differ.
+_ADDRESS = "" if sys.platform == "linux" else "127.0.0.1"
 
 
 def reserve_port() -> socket.socket:
@@ -19,5 +19,5 @@ def reserve_port() -> socket.socket:
     """
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.bind((_ANY_OWN_ADDRESS, 0))
+    reservation.bind((_ADDRESS, 0))
     return reservation
