@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.attach.head import causal_model
@@ -24,6 +23,7 @@ from bytescale.data.feed import opened_feed
 from bytescale.data.loading.loader import Reader
 from bytescale.data.order.batches import SamplerState
 from bytescale.runtime import RankGroup
+from bytescale.runtime.plain_data import broadcast_json
 
 if TYPE_CHECKING:
     from bytescale.attach.hdp import HDP
@@ -89,8 +89,7 @@ def loaded_batches(
 
 
 def _tell(group: RankGroup, items: list[Any]) -> None:
-    if group.group is not None:
-        dist.broadcast_object_list(items, group=group.group, group_src=0)
+    items[:] = broadcast_json(items, group.group, device=group.device)
 
 
 def _rank_batch(data: StepData, fields: Sequence[str], dtype: torch.dtype) -> RankBatch:

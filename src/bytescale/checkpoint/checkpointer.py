@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from bytescale.checkpoint.agree import attempt, settle, share_text
+from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import clean, complete_checkpoints, delete, hidden_folder, publish, to_delete
 from bytescale.checkpoint.folders import LocalFolder, is_url, unreachable
@@ -28,6 +28,7 @@ from bytescale.checkpoint.writing import Snapshot, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, problem
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedAdamW
+from bytescale.runtime.plain_data import broadcast_json
 
 
 class Participants(Protocol):
@@ -139,13 +140,13 @@ class Checkpointer:
         group = self.ranks.checkpoint_group
         settle(attempt(self._clean_once), group)
         own = self.latest()
-        name = share_text(own.name if own is not None else "", group)
+        name = broadcast_json(own.name if own is not None else "", group)
         local = self.folder / name if name else None
         if self._uploader is None:
             return local
         seen = torch.tensor([int(local is not None and (local / MANIFEST).is_file())])
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
-        url = share_text(self._newest_url(step_of(name) if int(seen) else -1), group)
+        url = broadcast_json(self._newest_url(step_of(name) if int(seen) else -1), group)
         return url or (local if int(seen) else None)
 
     def restore(self, path: Place, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
@@ -213,7 +214,7 @@ class Checkpointer:
         """Return whether this checkpoint is uploaded now. Every rank calls this, and the first one decides."""
         assert self._uploader is not None, "there is a URL"
         is_chosen = self.ranks.is_first and self._uploader.prepare(step)
-        if share_text("now" if is_chosen else "", self.ranks.checkpoint_group):
+        if broadcast_json("now" if is_chosen else "", self.ranks.checkpoint_group):
             self._not_uploaded = None
             self._uploader.start(step, file_number)
         else:
@@ -291,7 +292,7 @@ class Checkpointer:
         """The error with the newest older checkpoint that is whole; each rank checks a part of its files."""
         group = self.ranks.checkpoint_group
         older = [other.name for other in complete_checkpoints(path.parent) if other.name < path.name]
-        for name in reversed(share_text(" ".join(older), group).split()):
+        for name in reversed(broadcast_json(" ".join(older), group).split()):
             try:
                 found = problems_of(LocalFolder(path.parent / name), part=(group.rank(), group.size()))
                 settle(CheckpointDamage(found[0]) if found else None, group)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import tyro
@@ -16,6 +15,7 @@ from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.environment import environment
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.private_folder import private_folder
 from bytescale.common.versions import require_torch
 from bytescale.config import (
     CHECKPOINT_PREFIX,
@@ -173,8 +173,12 @@ def prepare_and_start(options: TrainOptions) -> None:
     with _ray_if_needed(config, options.launch):
         if config.parallel.ranks == 1 and not options.max_restarts and options.launch == "torchrun":
             from bytescale.train import train
+            from bytescale.train.stop import StopRequest
 
-            train(config)
+            asked = StopRequest(tells=True)
+            train(config, stop=asked)
+            if asked.agreed:
+                raise SystemExit(128 + asked.signal)
             return
         if options.launch == "torchrun":
             from bytescale.train.launch.torchrun import ranks_there
@@ -238,8 +242,8 @@ def _start_ranks(config: Config) -> None:
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
-    with TemporaryDirectory(prefix="bytescale-") as folder:
-        resolved = Path(folder) / "config.toml"
+    with private_folder("bytescale-config-") as folder:
+        resolved = folder / "config.toml"
         resolved.write_text(config_to_toml(config), encoding="utf-8")
         launch_ranks(
             config.parallel.ranks,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,12 @@ from torch.distributed.elastic.utils.store import barrier
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
+from bytescale.runtime.plain_data import all_gather_json
 from bytescale.train.nccl_options import check_nccl_options, check_same_nccl_options
 
+STORE_FILE = "BYTESCALE_STORE_FILE"
+"""Environment variable with the file through which the ranks of one machine find each other. It lies in a folder that
+no other user can enter, whereas a key-value store at a port answers everybody."""
 LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Environment variable with the launcher's process id. The launcher may end before its ranks have imported torch."""
 FILES_BESIDE_SOCKETS = 256
@@ -33,10 +37,8 @@ FILES_BESIDE_SOCKETS = 256
 _LOOK_SECONDS = 0.2
 _OPENINGS = itertools.count()
 """Numbers the times that this process joined others: the same number in all ranks. Each has keys of its own."""
-_RENDEZVOUS: dict[tuple[str | None, str | None, int], tuple[dist.Store, int, int]] = {}
-"""What each address, port and process gave: the store, this rank and the number of ranks."""
-
-Told = TypeVar("Told")
+_RENDEZVOUS: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
+"""What each file or address gave this process: the store, this rank and the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,9 @@ class Ranks:
         """The minimum over ranks of each of these numbers. Every rank calls it, with equally many numbers."""
         return [min(column) for column in zip(*self.world.share(list(own)), strict=True)]
 
-    def everyone(self, own: Told) -> list[Told]:
-        """What every rank tells, in the order of world ranks. Every rank calls it."""
-        told = [own] * self.world.size
-        dist.all_gather_object(told, own, group=self.checkpoint_group)
-        return told
+    def everyone(self, own: Any) -> list[Any]:
+        """What every rank tells, as JSON, in the order of world ranks. Every rank calls it."""
+        return all_gather_json(own, self.checkpoint_group)
 
     @property
     def is_first(self) -> bool:
@@ -125,13 +125,13 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         check_nccl_options()
         torch.cuda.set_device(device)
     prepare_gloo(int(os.environ.get("WORLD_SIZE", "1")))
+    if STORE_FILE in os.environ or local_size == int(os.environ.get("WORLD_SIZE", "1")):
+        _listen_on_loopback()
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     store: dist.Store = dist.HashStore()
     rank, num_ranks = 0, 1
     if under_torchrun():
-        if local_size == int(os.environ["WORLD_SIZE"]) and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: nothing listens beyond it
         store, rank, num_ranks = _rendezvous(timeout)
     store = dist.PrefixStore(f"opening-{next(_OPENINGS)}", store)
     dist.init_process_group(
@@ -154,14 +154,25 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def _listen_on_loopback() -> None:
+    """All ranks are on this machine: sockets of gloo and NCCL need not be reached from another one."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The key-value store of all ranks, this rank, and their number. A store serves its process to the end.
 
     The first rank may be the one that serves it, and a second store at the same port would not do: a fast rank could
     still reach the first one, read addresses there at which nobody listens any more, and wait for ever.
     """
-    place = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), os.getpid())
-    if place not in _RENDEZVOUS:
+    file = os.environ.get(STORE_FILE)
+    place = (file or os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(os.getpid()))
+    if place not in _RENDEZVOUS and file is not None:
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _RENDEZVOUS[place] = dist.FileStore(file, num_ranks), rank, num_ranks
+    elif place not in _RENDEZVOUS:
         _RENDEZVOUS[place] = next(dist.rendezvous("env://", timeout=timeout))
     store, rank, num_ranks = _RENDEZVOUS[place]
     store.set_timeout(timeout)

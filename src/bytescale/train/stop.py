@@ -1,35 +1,46 @@
-"""SIGTERM, which clusters send before they take a machine away: finish the step, save, and end well."""
+"""SIGTERM, which clusters send before they take a machine away, and Ctrl-C: finish the step, save, and end well."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopRequest:
-    """Catches SIGTERM while its ``with`` block runs. All ranks then have to agree on the step after which they stop."""
+    """Catches SIGTERM and SIGINT while its ``with`` block runs. All ranks then agree after which step they stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells: bool = False) -> None:
+        """``tells``: whether this process writes what happens now to standard error, because no launcher does."""
         self.heard = False
         """Whether this rank was asked to stop."""
+        self.signal = signal.SIGTERM
+        """Which signal asked."""
         self.agreed = False
         """Whether any rank was asked to stop. After each step, this is the same on every rank."""
-        self._before: Any = None
+        self._tells = tells
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         # Only the main thread can have signal handlers. Ranks in other threads (tests) are stopped by their owner.
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._hear)
+            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
+        self.heard, self.signal = True, signal.Signals(number)
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
+        if self._tells:  # by the system call: a handler may interrupt Python's own writing
+            text = f"\n{self.signal.name}: finishing the step and saving; a second signal ends the run at once\n"
+            os.write(2, text.encode())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.private_folder import private_folder
 from bytescale.data.loading.loader import Reader
 
 NAMESPACE = "bytescale"
@@ -75,7 +72,8 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             disconnect()
         return
     ray = import_ray()
-    with _session_folder() as folder:
+    # Ray gives the folder mode 0777, so it lies in one of ours. A socket's path may have 107 characters only.
+    with private_folder("bytescale-ray-", "/tmp") as folder:
         context = ray.init(
             address="local",
             num_cpus=max(num_ranks, os.cpu_count() or 1),
@@ -84,7 +82,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             log_to_driver=False,
             logging_level="ERROR",
             namespace=NAMESPACE,
-            _temp_dir=folder,
+            _temp_dir=str(folder / "r"),
             _node_ip_address="127.0.0.1",
         )
         try:
@@ -116,26 +114,6 @@ def joined_ray(ray_address: str, reader: Reader) -> Iterator[str]:
         finally:
             if not reader.is_first:
                 disconnect()
-
-
-@contextmanager
-def _session_folder() -> Iterator[str]:
-    """Make the folder for the sockets and logs of a Ray of our own, and remove the folders of owners that were killed.
-
-    The owner holds a lock inside its folder, which the kernel frees when the owner dies. A process id would not do:
-    containers that share /tmp have process ids of their own.
-    """
-    for lock in Path("/tmp").glob("bytescale-ray-*/lock"):  # in /tmp, as a socket path may have only 107 characters
-        with suppress(OSError), lock.open("a") as file:  # fails if the folder is another user's, in use, or gone
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="bytescale-ray-", dir="/tmp"))
-    try:
-        with (folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield str(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def connect(address: str) -> None:

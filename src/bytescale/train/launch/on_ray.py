@@ -7,9 +7,10 @@ the same process group, the same trainer.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,7 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
 from bytescale.common.ports import reserve_port
+from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
+from bytescale.train.ranks import STORE_FILE
 from bytescale.train.stop import StopRequest
 
 _PLACE_SECONDS = 60.0
@@ -79,7 +82,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
         ConfigError: the cluster has no room for the ranks.
         RanksRefused: the ranks rejected the input.
         RankFailure: a rank failed; the message names the rank and the cause. The other ranks have ended.
-        SystemExit: SIGTERM arrived; the ranks have saved a checkpoint and ended.
+        SystemExit: SIGTERM or SIGINT arrived; the ranks have saved a checkpoint and ended.
     """
     num_ranks = config.parallel.ranks
     bundle = _bundle(config)
@@ -87,6 +90,7 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
     ranks: list[Any] = []
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     console: Any = ray.remote(Console).options(num_cpus=0, scheduling_strategy=here).remote()  # no other node takes it
+    closing = ExitStack()
     try:
         if not group.wait(_PLACE_SECONDS):
             raise _no_room(num_ranks, bundle)
@@ -95,21 +99,23 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
             options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
             ranks.append(ray.remote(RankActor).options(scheduling_strategy=place, **options).remote())
         addresses = _addresses(ranks, config.trainer.run_dir)
+        environments = _environments(addresses, closing.enter_context(private_folder("bytescale-ranks-")))
         running = {
             rank.run.remote(config, environment, console): number
-            for number, (rank, environment) in enumerate(zip(ranks, _environments(addresses), strict=True))
+            for number, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
         }
-        with StopRequest() as asked:
+        with StopRequest(tells=True) as asked:
             failures = _wait(running, ranks, console, print_line, asked)
         if failures:
             raise _failure(failures, [pid for *_, pid in addresses], config.trainer.run_dir)
         if asked.heard:
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(128 + asked.signal)
     finally:
         for rank in ranks:
             ray.kill(rank)
         remove_placement_group(group)
         ray.kill(console)
+        closing.close()
 
 
 def ranks_there(config: Config) -> int:
@@ -160,20 +166,20 @@ def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]
     return addresses
 
 
-def _environments(addresses: list[tuple[str, str, int, int]]) -> list[dict[str, str]]:
-    """The environment variables that torchrun would set.
+def _environments(addresses: list[tuple[str, str, int, int]], folder: Path) -> list[dict[str, str]]:
+    """The environment variables that torchrun would set. Ranks on this node alone find each other through ``folder``.
 
     Ray shows each rank only its own GPU, so every rank counts as the first of its node.
     """
     _, host, port, _ = addresses[0]
-    one_node = len({node for node, *_ in addresses}) == 1
+    here = {node for node, *_ in addresses} == {ray.get_runtime_context().get_node_id()}
     common = {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(len(addresses)),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        **({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"} if one_node else {}),
+        **({STORE_FILE: str(folder / "store")} if here else {}),
     }
     nodes = list(dict.fromkeys(node for node, *_ in addresses))
     return [

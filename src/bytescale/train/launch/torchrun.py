@@ -1,7 +1,8 @@
-"""Starts the ranks of one node with torchrun's own agent, and reports in one message which rank ended a run.
+"""Starts the ranks of this machine as processes, and reports in one message which rank ended a run.
 
-When a rank dies, the agent sees it within 0.1 s and stops the others; a rank that hangs is noticed by its peers after
-``parallel.timeout_seconds``.
+The environment is that of torchrun. Its agent is not used: the agent has a key-value store that listens on all
+interfaces, and unpickles what anyone puts there. When a rank dies, the launcher sees it within 0.1 s and stops the
+others. A rank that hangs is noticed by its peers after ``parallel.timeout_seconds``.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from bytescale.common.environment import environment
 from bytescale.common.errors import RankFailure, RanksRefused, problem
+from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
-from bytescale.train.ranks import LAUNCHER_PID
+from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
+
+_LOOK_SECONDS = 0.1
 
 
 def launch_ranks(
@@ -36,7 +39,7 @@ def launch_ranks(
         num_ranks: processes to start.
         arguments: arguments of the command line.
         run_dir: the run folder, for messages.
-        stop_seconds: time that ranks have to end by themselves after one of them failed or a signal arrived.
+        stop_seconds: time that ranks have to end by themselves after a signal arrived.
         again: the command that continues what was stopped, for messages; empty: that of a training run.
 
     Raises:
@@ -45,35 +48,61 @@ def launch_ranks(
         SystemExit: the user or the system asked to stop (SIGINT, SIGTERM); the ranks have ended.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex[:8],
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=math.ceil(stop_seconds),
-    )
+    again = again or f"bytescale train --resume {run_dir}"
     try:
-        with environment({"OMP_NUM_THREADS": threads, LAUNCHER_PID: str(os.getpid())}):
-            _launch(config, arguments, again or f"bytescale train --resume {run_dir}")
+        with private_folder("bytescale-ranks-") as folder:
+            failures = _run(folder, num_ranks, arguments, stop_seconds, again)
     finally:
         if sys.stdout.isatty():
             Console().show_cursor()  # a rank that was killed while drawing its bar leaves it hidden
+    if failures:
+        raise rank_failure(failures, again)
 
 
-def _launch(config: LaunchConfig, arguments: Sequence[str], again: str) -> None:
+def _run(
+    folder: Path, num_ranks: int, arguments: Sequence[str], stop_seconds: float, again: str
+) -> dict[int, ProcessFailure]:
+    """Start the ranks and wait until all have ended. Returns the failures by rank. Raises as ``launch_ranks``."""
+    common = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))),
+        LAUNCHER_PID: str(os.getpid()),
+        STORE_FILE: str(folder / "store"),
+    }
+    ranks: PContext | None = None
     try:
-        elastic_launch(config, entrypoint=sys.executable)("-u", "-m", "bytescale", *arguments)
-    except ChildFailedError as error:
-        raise rank_failure(error.failures, again) from None
+        ranks = start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(num_ranks), ("-u", "-m", "bytescale", *arguments)),
+            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        )
+        ended = ranks.wait(period=_LOOK_SECONDS)
+        assert ended is not None, "without a time limit, wait returns a result"
+        return ended.failures
     except SignalException as stop:
-        print(f"stopped by {signal.Signals(stop.sigval).name}; continue with: {again}")
+        name = signal.Signals(stop.sigval).name
+        print(
+            f"\n{name}: waiting up to {stop_seconds:.0f} s for the ranks to finish and save; a second signal ends them "
+            "at once",
+            file=sys.stderr,
+            flush=True,
+        )
+        if ranks is not None:
+            _end(ranks, stop_seconds)
+        print(f"stopped by {name}; continue with: {again}")
         raise SystemExit(128 + stop.sigval) from None
+
+
+def _end(ranks: PContext, stop_seconds: float) -> None:
+    """Let the ranks finish their step and save. After ``stop_seconds``, or a second signal, those left are killed."""
+    try:
+        ranks.close(signal.SIGTERM, timeout=math.ceil(stop_seconds))
+    except SignalException:
+        ranks.close(signal.SIGKILL)
 
 
 def ranks_there(config: Config) -> int:

@@ -30,7 +30,7 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
 
     Lines go to ``print_line``. If that is None, they go to standard output; on a terminal, a live bar is shown below.
 
-    SIGTERM, or ``stop.heard``, ends the run after the current step, with a checkpoint.
+    SIGTERM, SIGINT (Ctrl-C), or ``stop.heard``, ends the run after the current step, with a checkpoint.
 
     Raises:
         ConfigError, DataError, PlanError, CheckpointError: bad input, before any work is lost.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.planner import evaluate
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.runtime import Mesh
+from bytescale.runtime.plain_data import broadcast_json
 
 LEAST_BYTES = 2**14
 """Smaller messages say little of a link's rate."""
@@ -46,15 +47,15 @@ class RunCalibration:
 
         Later lines are removed, because their steps are done again.
         """
-        told: list[dict[int, State] | None] = [None]
+        stored: list[dict[str, Any]] = []
         if self._mesh.world.rank == 0:
             lines = _lines_until(path, steps_done)
             path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             self._file = path.open("a", encoding="utf-8")
             stored = [json.loads(line) for line in lines[-self.planner.lag :]]
-            told = [{line["step"] - 1: State.from_dict(line["state"]) for line in stored}]
-        dist.broadcast_object_list(told, src=0, group=group)
-        states = {step: state.for_ranks(self._mesh.hdp.size) for step, state in (told[0] or {}).items()}
+        size = self._mesh.hdp.size
+        stored = broadcast_json(stored, group)
+        states = {line["step"] - 1: State.from_dict(line["state"]).for_ranks(size) for line in stored}
         last = steps_done - 1
         if last in states:
             self.state = states[last]

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from bytescale.config import Config
 from bytescale.data import Feed
 from bytescale.data.feed import opened_feed
 from bytescale.data.loading.loader import Reader
 from bytescale.data.loading.record import RecordingFeed, new_attempt_folder
+from bytescale.runtime.plain_data import broadcast_json
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
 
@@ -23,7 +22,7 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
     """Open the loader that ``data.loader`` names, for the time of the block. Raises as ``opened_feed``."""
 
     def tell(items: list[Any]) -> None:
-        dist.broadcast_object_list(items, src=0, group=ranks.checkpoint_group)
+        items[:] = broadcast_json(items, ranks.checkpoint_group)
 
     reader = Reader(hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, tell=tell)
     with opened_feed(config.data, reader, say) as feed:
@@ -40,6 +39,6 @@ def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) 
     None on ranks that get the same data as another rank: those that are not on the first stage, or not the first
     tensor-parallel rank.
     """
-    told: list[Any] = [new_attempt_folder(folder) if ranks.is_first else None]
+    told: list[Any] = [str(new_attempt_folder(folder)) if ranks.is_first else ""]
     tell(told)
-    return told[0] if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None
+    return Path(told[0]) if ranks.mesh.stage == ranks.mesh.tp.rank == 0 else None

@@ -30,7 +30,7 @@ from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
-from bytescale.train.parts.devices import Devices
+from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.parts.own_model import OwnModel, build_own_model
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.profiling.peak import known_peak
@@ -244,7 +244,8 @@ def _executor(config: Config, ranks: Ranks, parts: Sequence[ModelPart], kernels:
 def devices_of_all(config: Config, ranks: Ranks) -> Devices:
     """The devices of the HDP ranks. Every rank calls it. Raises as ``Devices.of_mesh``."""
     own = rank_device(config, ranks.device, ranks.dtype, ranks.world.size)
-    return Devices.of_mesh(ranks.everyone(own), ranks.mesh.shape)
+    everyone = [RankDevice(**told) for told in ranks.everyone(asdict(own))]
+    return Devices.of_mesh(everyone, ranks.mesh.shape)
 
 
 def measured_profile(config: Config, architecture: Architecture, devices: Set[str]) -> Profile | None:

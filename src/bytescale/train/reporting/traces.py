@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable, Container
 from dataclasses import asdict
 
-import torch.distributed as dist
-
 from bytescale.common.units import format_seconds
 from bytescale.data import StepData
+from bytescale.runtime import RankGroup
+from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator.step_trace import StepTrace, TraceFacts, save_step_trace
 from bytescale.simulator.trace import Lane, Span, simulated_lanes, spread_evenly
 from bytescale.train.parts.job import Job
@@ -45,7 +43,7 @@ class StepTraces:
             return
         ranks = self._job.ranks
         shown = spread_evenly(ranks.mesh.shape.hdp, MAX_RANKS)
-        lanes = _on_first(_own_lane(ranks, record, data, shown), ranks.world.group, ranks.world.size)
+        lanes = _on_first(_own_lane(ranks, record, data, shown), ranks.world)
         if not ranks.is_first:
             return
         assert data.plan is not None, "the first rank has the whole plan"
@@ -98,16 +96,8 @@ def _own_lane(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Contain
     return Lane(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [])
 
 
-def _on_first(lane: Lane, group: dist.ProcessGroup | None, size: int) -> list[Lane]:
-    """The lanes of all ranks, on the first rank; elsewhere none. Text of this kind packs to a tenth."""
-    if group is None:
-        return [lane]
-    packed = zlib.compress(json.dumps(asdict(lane)).encode())
-    rows: list[bytes] | None = [b""] * size if group.rank() == 0 else None
-    dist.gather_object(packed, rows, group=group, group_dst=0)
-    return [_unpacked(row) for row in rows or []]
-
-
-def _unpacked(row: bytes) -> Lane:
-    stored = json.loads(zlib.decompress(row))
-    return Lane(rank=stored["rank"], name=stored["name"], spans=[Span(**span) for span in stored["spans"]])
+def _on_first(lane: Lane, world: RankGroup) -> list[Lane]:
+    """The lanes of all ranks, on the first rank; elsewhere none."""
+    told = all_gather_json(asdict(lane), world.group, world.device)
+    lanes = [Lane(**{**stored, "spans": [Span(**span) for span in stored["spans"]]}) for stored in told]
+    return lanes if world.rank == 0 else []

@@ -1,0 +1,157 @@
+"""A run on one machine: nobody else can reach or block it, Ctrl-C loses no step, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import bytescale
+from bytescale.common.private_folder import private_folder
+from bytescale.config import config_to_toml
+from tests.train.runs import losses, on_ranks, small_run, write_corpus
+
+COMMAND = [sys.executable, "-m", "bytescale", "train"]
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "launch"),
+    [
+        (2, "torchrun"),
+        pytest.param(1, "torchrun", marks=pytest.mark.exhaustive),
+        pytest.param(2, "ray", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ranks: int, launch: str) -> None:
+    config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run"), num_ranks, 256 // num_ranks)
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [*COMMAND, str(tmp_path / "config.toml"), "--trainer.steps", "100000", "--checkpoint.every", "0",
+         "--launch", launch],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")},
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the first step is not done"
+            time.sleep(0.1)
+        of_run = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        places = listening(of_run)
+        assert len(places) >= num_ranks, "ranks of gloo listen somewhere"
+        assert {host for host, _ in places} <= LOOPBACK
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=300)
+    finally:
+        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            each.kill()
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert len(re.findall(r"SIGINT: .*a second signal ends", output)) == 1, output
+    assert "Traceback" not in output
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == f"step-{len(losses(tmp_path / 'run')):06d}"
+    left = [path.name for path in (tmp_path / "tmp").iterdir() if "bytescale" in path.name or "torch" in path.name]
+    assert not [name for name in left if not name.startswith("torchinductor")]
+
+
+def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
+    """Where these processes wait for connections or datagrams from anybody."""
+    places = set()
+    for process in processes:
+        try:
+            connections = process.net_connections("inet")
+        except psutil.NoSuchProcess:
+            continue
+        for connection in connections:
+            datagrams = connection.type == socket.SOCK_DGRAM and connection.laddr and not connection.raddr
+            if connection.status == psutil.CONN_LISTEN or datagrams:
+                places.add((connection.laddr.ip, connection.laddr.port))
+    return places
+
+
+def test_nothing_that_arrives_is_unpickled() -> None:
+    """PyTorch's object collectives and its agent's rendezvous unpickle what other processes send."""
+    forbidden = re.compile(r"gather_object|broadcast_object|scatter_object|recv_object|pickle\.loads?|elastic_launch")
+    for path in Path(bytescale.__file__).parent.rglob("*.py"):
+        assert not forbidden.search(path.read_text(encoding="utf-8")), path
+
+
+def test_a_private_folder_is_private_and_goes(tmp_path: Path) -> None:
+    with private_folder("bytescale-x-", str(tmp_path)) as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        with private_folder("bytescale-x-", str(tmp_path)) as other:
+            assert folder.exists(), "it is in use"
+            assert other != folder
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_killed_owners_are_removed(tmp_path: Path) -> None:
+    code = f"""
+import os
+from bytescale.common.private_folder import private_folder
+with private_folder("bytescale-x-", {str(tmp_path)!r}):
+    os._exit(9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    (left,) = tmp_path.iterdir()
+    with private_folder("bytescale-x-", str(tmp_path)):
+        assert not left.exists()
+
+
+def test_what_others_put_there_neither_blocks_nor_is_touched(tmp_path: Path) -> None:
+    """A FIFO as the lock blocked every start; a link would have let a start remove what it points to."""
+    precious = tmp_path / "precious"
+    precious.mkdir(mode=0o700)
+    (precious / "lock").touch()
+    (tmp_path / "bytescale-x-link").symlink_to(precious)
+    open_to_all = tmp_path / "bytescale-x-open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    os.mkfifo(open_to_all / "lock")
+    own = tmp_path / "bytescale-x-fifo"
+    own.mkdir(mode=0o700)
+    os.mkfifo(own / "lock")
+    with private_folder("bytescale-x-", str(tmp_path)):
+        assert (precious / "lock").exists()
+        assert open_to_all.exists()
+
+
+def test_a_folder_that_is_taken_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start may remove a new folder between its making and its locking."""
+    made, locked = [], []
+    make, lock = tempfile.mkdtemp, fcntl.flock
+
+    def mkdtemp(**options: str) -> str:
+        made.append(make(**options))
+        return made[-1]
+
+    def flock(file: int, operation: int) -> None:
+        locked.append(operation)
+        if len(locked) == 1:
+            shutil.rmtree(made[-1])
+        lock(file, operation)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with private_folder("bytescale-x-", str(tmp_path)) as folder:
+        assert (folder / "lock").exists()
+    assert len(made) == 2
