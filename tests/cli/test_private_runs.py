@@ -45,7 +45,7 @@ def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ra
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path)},
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -69,6 +69,7 @@ def test_a_run_listens_on_loopback_alone_and_ctrl_c_saves(tmp_path: Path, num_ra
     assert "Traceback" not in output
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name == f"step-{len(losses(tmp_path / 'run')):06d}"
+    assert not (tmp_path / ".ray").exists(), "Ray's token would be in a file that all may read"
     left = [path.name for path in (tmp_path / "tmp").iterdir() if "bytescale" in path.name or "torch" in path.name]
     assert not [name for name in left if not name.startswith("torchinductor")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import socket
 import sys
 import uuid
@@ -71,6 +72,8 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
         finally:
             disconnect()
         return
+    # Ray would keep a token of its own in a file of mode 0644. This one is known to this process and its children.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray = import_ray()
     # Ray gives the folder mode 0777, so it lies in one of ours. A socket's path may have 107 characters only.
     with private_folder("bytescale-ray-", "/tmp") as folder:
