@@ -21,6 +21,7 @@ from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import OWN_FIELDS
+from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import DataConfig
@@ -275,7 +276,7 @@ def _print_facts(console: Console, facts: TokenFacts, seconds: float, rate_secon
     if facts.skipped_files:
         console.print(f"left out: {len(facts.skipped_files)} files that are not UTF-8 text, such as")
         for path in facts.skipped_files[:_SHOWN_SKIPPED]:
-            console.print(f"  {path}", highlight=False, soft_wrap=True)
+            console.print(f"  {visible(str(path))}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import select
@@ -10,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from bytescale import __version__
-from bytescale.common.errors import BytescaleError, DiskFullError, problem
+from bytescale.common.errors import BytescaleError
+from bytescale.common.failures import SystemRefusal, foreseen, unexpected
 from bytescale.config.load import nearest
 
 # name: (module with `run(arguments) -> exit code`, one line of help)
@@ -43,28 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return importlib.import_module(COMMANDS[command][0]).run(rest)
-    except BytescaleError as error:
-        return report(command, error)
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and reader_is_gone():
-            return 141  # the exit code that shells give to a program that SIGPIPE has ended
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return report(command, disk_full(error))
-        record_for_torchrun(error)
-        raise
-    except Exception as error:  # a bug of ours: the stack trace is shown
-        record_for_torchrun(error)
-        raise
+    except BrokenPipeError as error:
+        # 141 is the exit code that shells give to a program that SIGPIPE has ended.
+        return 141 if reader_is_gone() else report(command, error)
+    except Exception as error:
+        return report(command, error)
 
 
-def report(command: str, error: BytescaleError) -> int:
+def report(command: str, error: Exception) -> int:
     """Print the error as one message, and return the exit code."""
-    record_for_torchrun(error)
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # under torchrun's agent, the launcher prints it once
-        print(f"bytescale {command}: {error}", file=sys.stderr)
-    return 2 if isinstance(error, ValueError) else 1
+    error = foreseen(error, command)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher prints it once, for all ranks
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    else:
+        shown = error if isinstance(error, BytescaleError) else unexpected(error)
+        print(f"bytescale {command}: {shown}", file=sys.stderr)
+    is_bad_input = isinstance(error, BytescaleError) and isinstance(error, ValueError | SystemRefusal)
+    return 2 if is_bad_input else 1
 
 
 def reader_is_gone() -> bool:
@@ -78,26 +77,6 @@ def reader_is_gone() -> bool:
     if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return gone
-
-
-def disk_full(error: OSError) -> DiskFullError:
-    """Return a complete message for an error in which Python gives a few words, often without the file."""
-    where = f"the disk that holds {error.filename}" if error.filename else "the disk of the run folder"
-    return DiskFullError(
-        problem(
-            f"no space is left on {where}",
-            so="the run cannot go on; earlier checkpoints are complete",
-            fix="free some space, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
-        )
-    )
-
-
-def record_for_torchrun(error: BaseException) -> None:
-    """Write the error where torchrun's agent looks for it. The agent then knows which rank's error came first."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
 
 
 def usage() -> str:

@@ -1,5 +1,7 @@
 """The errors that a user can meet. Each message gives the cause, the value, the consequence and the remedy."""
 
+from bytescale.common.text import visible
+
 
 class BytescaleError(Exception):
     """Base of all errors that the user or the machine causes. They are printed without a stack trace."""
@@ -50,7 +52,7 @@ def problem(what: str, *, so: str = "", fix: str = "") -> str:
         fix: what the user has to do; may be left out.
     """
     parts = [what, so, f"To fix: {fix}" if fix else ""]
-    return " ".join(_sentence(part) for part in parts if part)
+    return visible(" ".join(_sentence(part) for part in parts if part))
 
 
 def _sentence(text: str) -> str:

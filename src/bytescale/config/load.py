@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -25,7 +26,7 @@ def load_config(path: Path) -> Config:
         raise ConfigError(
             problem(f"{path} does not exist", fix="name a TOML file; `bytescale init` writes one")
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError, RecursionError) as error:
         raise ConfigError(problem(f"{path} is not TOML: {error}", fix="mend the line that it names")) from error
     return config_from_dict(content, where=str(path))
 
@@ -118,8 +119,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has the escapes of JSON
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)

@@ -214,7 +214,7 @@ def object_of_line(line: bytes, path: SourcePath, offset: int) -> dict[str, Any]
     """Return the object of one JSONL line. Raises ``DataError``; the line number is counted only for an error."""
     try:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8))
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or too deep
         raise DataError(
             problem(
                 f"{line_place(path, offset)} is not JSON ({error}): {_excerpt(line)}",

@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of the ids. EOS gives no text."""
+        """Text of the ids, with special tokens by their names."""
         ...
 
 
@@ -96,9 +96,9 @@ class ByteTokenizer:
         return ids.astype(np.int64), np.stack([places, places + 1], axis=1)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
-        values = np.asarray(ids, dtype=np.int64)
-        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD. EOS is ``<eos>``."""
+        parts = "".join(map(chr, np.asarray(ids, dtype=np.int64).tolist())).split(chr(self.eos_id))
+        return "<eos>".join(part.encode("latin-1").decode("utf-8", errors="replace") for part in parts)
 
 
 class JsonTokenizer:
@@ -162,7 +162,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         values = np.asarray(ids, dtype=np.int64)
-        return str(self._tokenizer.decode(values[values != self.eos_id].tolist(), skip_special_tokens=False))
+        return str(self._tokenizer.decode(values.tolist(), skip_special_tokens=False))
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:

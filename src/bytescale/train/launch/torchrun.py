@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bytescale.common.errors import RankFailure, RanksRefused, problem
+from bytescale.common.failures import keep_trace
 from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
@@ -133,6 +134,7 @@ def rank_failure(failures: dict[int, ProcessFailure], again: str) -> RankFailure
 
 
 _USER_ERRORS = ("ConfigError", "DataError", "PlanError", "CheckpointError", "NonFiniteError", "DiskFullError")
+_CLEAR_ERRORS = (*_USER_ERRORS, "RankFailure", "LoaderFailure", "SystemRefusal")
 
 
 def _rank_of_blame(failure: ProcessFailure) -> int:
@@ -149,13 +151,22 @@ def _how(failure: ProcessFailure) -> str:
         name = signal.Signals(-failure.exitcode).name
         hint = ", perhaps out of memory" if name == "SIGKILL" else ""
         return f"(pid {failure.pid}) was killed by {name}{hint}"
-    return f"(pid {failure.pid}) failed with exit code {failure.exitcode}: {_message(failure)}"
+    return f"(pid {failure.pid}) failed with exit code {failure.exitcode}: {_message(failure)}{_trace(failure)}"
 
 
 def _message(failure: ProcessFailure) -> str:
     """The text of the rank's exception, without its type if the text is clear by itself."""
     _, _, text = _record(failure).partition(": ")
-    return text if _error_type(failure) in (*_USER_ERRORS, "RankFailure", "LoaderFailure") else _record(failure)
+    return text if _error_type(failure) in _CLEAR_ERRORS else _record(failure)
+
+
+def _trace(failure: ProcessFailure) -> str:
+    """Where the stack trace of an error that nobody foresaw is kept."""
+    message: object = failure.message
+    if not isinstance(message, dict) or _error_type(failure) in _CLEAR_ERRORS:
+        return ""
+    trace = message.get("extraInfo", {}).get("py_callstack")
+    return f" (its stack trace is in {keep_trace(trace)})" if trace else ""
 
 
 def _error_type(failure: ProcessFailure) -> str:

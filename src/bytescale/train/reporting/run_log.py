@@ -9,6 +9,7 @@ from statistics import mean
 from types import TracebackType
 from typing import TextIO
 
+from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
 from bytescale.data import CorpusFacts, StepData
@@ -168,6 +169,7 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """Write a line to the console and to log.txt."""
+        line = visible(line)
         if self._screen is not None:
             self._screen.line(line)
             self._to_file(line)
