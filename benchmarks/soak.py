@@ -246,7 +246,7 @@ class Storm:
 def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
     """Return ``[number of tokens]`` how often each token of the corpus was given to a rank."""
     counts = np.zeros(corpus.pieces.num_tokens + 1, dtype=np.int64)
-    for pieces, starts, stops, _ in (segments.T for segments in read_record(run / "data", steps)):
+    for pieces, starts, stops, _ in (segments.T for segments, _ in read_record(run / "data", steps)):
         first = corpus.pieces.start[corpus.index.rows(pieces)]
         np.add.at(counts, first + starts, 1)
         np.add.at(counts, first + stops, -1)

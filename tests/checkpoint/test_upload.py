@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 
 from bytescale.checkpoint import Checkpointer
 from bytescale.checkpoint import upload as upload_module
-from bytescale.checkpoint.folders import open_folder
+from bytescale.checkpoint.folders import open_folder, tried
+from bytescale.checkpoint.manifest import MANIFEST
 from bytescale.checkpoint.upload import Store
 from bytescale.checkpoint.verify import problems_of
 from bytescale.cli.main import main
@@ -187,6 +189,71 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
     with_checkpointer(MeshShape(2), folder, work, folder=URL, keep=1)
     server.before_change = lambda: None
     assert Store(URL).complete() == [3]
+
+
+def test_a_store_that_answers_nothing_holds_up_nothing(
+    tmp_path: Path, server: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No save waits for the store. The end waits as long as it is told to, and says how to upload by hand."""
+    gate = threading.Event()
+    folder = tmp_path / "checkpoints"
+    said: list[str] = []
+    took: list[float] = []
+
+    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+        server.before_request = lambda: gate.wait(60)
+        checkpoints._say = said.append
+        began = time.monotonic()
+        for step in (1, 2, 3, 4):
+            set_states(optimizer, step)
+            checkpoints.save(run_state(step), optimizer)
+            checkpoints.poll()
+        took.append(time.monotonic() - began)
+        began = time.monotonic()
+        with pytest.raises(
+            CheckpointError, match=r"step-000001 could not be uploaded .*checkpoint upload .*step-000001"
+        ):
+            checkpoints.finish(1.0)
+        took.append(time.monotonic() - began)
+
+    try:
+        with_checkpointer(MeshShape(1), folder, work, folder=URL, keep=9)
+    finally:
+        gate.set()
+        server.before_request = lambda: None
+    assert took[0] < 5, "four small checkpoints were written meanwhile"
+    assert took[1] < 5
+    by_hand = f"bytescale checkpoint upload {folder}/step-000004 {URL}"
+    assert any(by_hand in line for line in said), said
+    capsys.readouterr()
+    assert main(by_hand.split()[1:]) == 0
+    assert f"{URL}/step-000004" in capsys.readouterr().out
+    assert Store(URL).complete()[-1] == 4
+    assert problems_of(open_folder(f"{URL}/step-000004")) == []
+
+
+def test_a_manifest_that_the_store_cut_short_is_not_complete(tmp_path: Path, server: S3Server) -> None:
+    save_and_upload(MeshShape(1), tmp_path / "checkpoints", 1, 2)
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+    path = f"bucket/run/step-000002/{MANIFEST}"
+    system.pipe_file(path, system.cat_file(path)[:-20])
+    assert Store(URL).complete() == [1]
+    (tmp_path / "checkpoints" / ".run-id").rename(tmp_path / "id")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "id").rename(tmp_path / "checkpoints" / ".run-id")
+    assert resume(MeshShape(1), tmp_path / "checkpoints") == (f"{URL}/step-000001", 1)
+    assert main(["checkpoint", "verify", f"{URL}/step-000002"]) == 1, "it is kept, to be looked at"
+
+
+def test_a_call_without_an_answer_is_given_up() -> None:
+    """Some file systems have no time limits of their own."""
+    gate = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"no answer within 0 s"):
+        tried("hdfs://host/run", lambda: gate.wait(60), lambda seconds: None, seconds=0.2)
+    gate.set()
+    assert time.monotonic() - began < 30
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path, server: S3Server) -> None:

@@ -21,6 +21,7 @@ class S3Server:
         self.failing_method = ""  # such as "PUT DELETE"; empty: HEAD and GET
         self.status = "500 Internal Server Error"
         self.changes_left: int | None = None  # after so many, every change is refused as from a stranger; None: never
+        self.before_request: Callable[[], object] = lambda: None
         self.before_change: Callable[[], object] = lambda: None
 
     def changes(self) -> list[tuple[str, str]]:
@@ -58,6 +59,7 @@ def s3_server() -> Iterator[S3Server]:
     def application(environment: dict[str, Any], start_response: Any) -> Any:
         method = environment["REQUEST_METHOD"]
         served.requests.append((method, environment["PATH_INFO"]))
+        served.before_request()
         if method in CHANGES:
             served.before_change()
         if served.refuses(method):

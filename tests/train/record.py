@@ -18,7 +18,7 @@ def times_given(folder: Path, corpus: Corpus, steps: int) -> Counter[tuple[int, 
     for document, start in zip(corpus.pieces.document.tolist(), corpus.pieces.start.tolist(), strict=True):
         first.setdefault(document, start)
     counts: Counter[tuple[int, int]] = Counter()
-    for segments in read_record(folder, steps):
+    for segments, _ in read_record(folder, steps):
         for piece, start, stop, _ in segments.tolist():
             row = int(corpus.index.rows(np.array([piece]))[0])
             document = int(corpus.pieces.document[row])

@@ -103,6 +103,12 @@ def test_what_is_wrong_in_a_record_is_found(
         check(copied, 3)
 
 
+def test_a_resumed_run_may_change_the_size_of_its_batches(copied: Config) -> None:
+    larger = replace(copied, data=replace(copied.data, batch_tokens=1024))
+    run(with_trainer(larger, resume=True, steps=5))
+    assert check(copied, steps=5).num_attempts == 2, "by the config of the first attempt"
+
+
 def test_a_line_that_was_cut_off_does_not_count(copied: Config, tmp_path: Path) -> None:
     path = tmp_path / "run" / "data" / "attempt-0001" / "rank-00000.jsonl"
     path.write_text(path.read_text(encoding="utf-8") + '{"step": 3, "num_ra', encoding="utf-8")

@@ -22,7 +22,7 @@ from bytescale.checkpoint.folder_of_run import clean, complete_checkpoints, dele
 from bytescale.checkpoint.folders import LocalFolder, is_url, unreachable
 from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of
 from bytescale.checkpoint.restoring import Place, check_same_model, load_states, read_run_state
-from bytescale.checkpoint.upload import Store, Uploader, claim, run_id_of
+from bytescale.checkpoint.upload import Store, Uploader, claim, how_to_upload, run_id_of
 from bytescale.checkpoint.verify import problems_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, problem
@@ -122,9 +122,14 @@ class Checkpointer:
         began = time.monotonic()
         error = attempt(lambda: self._finish_upload(upload_seconds))
         if self._not_uploaded is not None:  # it was due while an older one was on its way
-            left = None if upload_seconds is None else max(0.0, upload_seconds - (time.monotonic() - began))
-            self._start_upload(*self._not_uploaded)
-            error = attempt(lambda: self._finish_upload(left))
+            step, file_number = self._not_uploaded
+            if self._any(error is not None):
+                by_hand = how_to_upload(self.folder / step_name(step), self.config.folder)
+                self._say(f"{step_name(step)} is on this machine alone: {by_hand}")
+            else:
+                left = None if upload_seconds is None else max(0.0, upload_seconds - (time.monotonic() - began))
+                self._start_upload(step, file_number)
+                error = attempt(lambda: self._finish_upload(left))
         settle(error, self.ranks.checkpoint_group)
 
     def latest(self) -> Path | None:
@@ -211,14 +216,19 @@ class Checkpointer:
             self._uploader = Uploader(store, self.folder, self.config, run_id=run_id, is_first=is_first, say=self._say)
 
     def _start_upload(self, step: int, file_number: int) -> None:
-        """Return whether this checkpoint is uploaded now. Every rank calls this, and the first one decides."""
+        """Upload this checkpoint unless a rank is still busy with an older one. Every rank calls this."""
         assert self._uploader is not None, "there is a URL"
-        is_chosen = self.ranks.is_first and self._uploader.prepare(step)
-        if broadcast_json("now" if is_chosen else "", self.ranks.checkpoint_group):
+        if self._any(self._uploader.step_under_way is not None):
+            self._not_uploaded = step, file_number
+        else:
             self._not_uploaded = None
             self._uploader.start(step, file_number)
-        else:
-            self._not_uploaded = step, file_number
+
+    def _any(self, own: bool) -> bool:
+        """Whether this holds on any rank. Every rank calls it."""
+        flag = torch.tensor([int(own)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ranks.checkpoint_group)
+        return bool(flag)
 
     def _finish_upload(self, seconds: float | None) -> None:
         assert self._uploader is not None, "there is a URL"

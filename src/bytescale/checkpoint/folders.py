@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +21,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RETRIES = 4
+ANSWER_SECONDS = 45.0
+"""A request to a store is given up after so many seconds: two tries of its client, of 20 s each."""
 _HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
@@ -158,13 +163,25 @@ class UrlFolder:
         return self.url
 
 
-def tried(url: str, action: Callable[[], Result], sleep: Callable[[float], None] = time.sleep) -> Result:
-    """``action()``, tried again some times. Its errors are ``OSError``; a file that is missing is not tried again."""
+def tried(
+    url: str,
+    action: Callable[[], Result],
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    seconds: float = ANSWER_SECONDS,
+) -> Result:
+    """``action()``, tried again some times. Its errors are ``OSError``; a file that is missing is not tried again.
+
+    Each try is given up after ``seconds``, because not every file system has time limits of its own. No new try begins
+    when so much time has passed in all.
+    """
+    began = time.monotonic()
     for attempt in range(RETRIES + 1):
         try:
-            return guarded(url, action)
+            return guarded(url, lambda: _within(seconds, action))
         except OSError as error:
-            if isinstance(error, _HOPELESS) or attempt == RETRIES:
+            is_late = time.monotonic() - began >= seconds
+            if isinstance(error, _HOPELESS) or attempt == RETRIES or is_late:
                 raise
             pause = retry.FIRST_PAUSE_SECONDS * 2**attempt
             logger.warning(
@@ -172,6 +189,28 @@ def tried(url: str, action: Callable[[], Result], sleep: Callable[[float], None]
             )
             sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _within(seconds: float, action: Callable[[], Result]) -> Result:
+    """``action()``. Raises ``TimeoutError`` after ``seconds``; the thread that is stuck ends with the process."""
+    future = in_a_thread(action)
+    if not wait([future], seconds).done:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s")
+    return future.result()
+
+
+def in_a_thread(action: Callable[[], Result]) -> Future[Result]:
+    """The outcome of ``action``, which ends with the process: a run that fails does not wait for a slow store."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # raised by `future.result()`
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="bytescale-store", daemon=True).start()
+    return future
 
 
 def unreachable(error: OSError, place: object) -> CheckpointError:

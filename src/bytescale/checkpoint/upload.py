@@ -3,14 +3,16 @@
 A store has no rename. A checkpoint there is complete when its manifest is there, which is written last and deleted
 first. Every rank uploads its own file. The first rank waits until the store lists all files in their full size, and
 then writes the manifest. One checkpoint at a time is on its way: those that are due meanwhile stay on this machine
-alone, so a slow store never holds up training.
+alone.
+
+While a run trains, only the thread of an upload talks to the store, and nobody waits for that thread. So a store that
+is slow or answers nothing never holds up a step.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import to_delete
-from bytescale.checkpoint.folders import Folder, LocalFolder, UrlFolder, tried, unreachable
+from bytescale.checkpoint.folders import Folder, LocalFolder, UrlFolder, in_a_thread, tried, unreachable
 from bytescale.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, file_name, read_manifest, step_name
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
@@ -30,6 +32,8 @@ OWNER_FILE = "written-by.json"
 _PATIENCE_SECONDS = 300.0
 """Without a new byte from any rank, an upload is given up."""
 _LOOK_SECONDS = 1.0
+_SLOWEST_BYTES_PER_SECOND = 1e6
+"""An upload of one file may take as long as at this speed, and ``_PATIENCE_SECONDS`` more."""
 
 
 class Store:
@@ -45,13 +49,35 @@ class Store:
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints, in rising order."""
-        steps = sorted(int(match[1]) for name in self.folder.folders() if (match := STEP_NAME.fullmatch(name)))
-        return [step for step in steps if MANIFEST in self.checkpoint(step).sizes()]
+        return [step for step in self._steps() if self._is_complete(step)]
+
+    def _steps(self) -> list[int]:
+        return sorted(int(match[1]) for name in self.folder.folders() if (match := STEP_NAME.fullmatch(name)))
+
+    def _is_complete(self, step: int) -> bool:
+        """Whether the manifest is there and whole: a store may have cut it short."""
+        folder = self.checkpoint(step)
+        if MANIFEST not in folder.sizes():
+            return False
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from error
+            return False
+        return True
 
     def put(self, source: Path, step: int) -> None:
         """Copy a file into a checkpoint's folder."""
-        folder = self.checkpoint(step)
-        tried(folder.url_of(source.name), lambda: _put(folder, source))
+        folder, num_bytes = self.checkpoint(step), source.stat().st_size
+        seconds = _PATIENCE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
+        tried(folder.url_of(source.name), lambda: _put(folder, source), seconds=seconds)
+
+    def put_manifest(self, local: Path, step: int) -> None:
+        """Copy the manifest, which completes the checkpoint. Raises ``CheckpointError`` unless it arrived whole."""
+        self.put(local / MANIFEST, step)
+        if self.checkpoint(step).read_file(MANIFEST) != (local / MANIFEST).read_bytes():
+            raise CheckpointError(f"{self.checkpoint(step)}/{MANIFEST} is not what was sent")
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint, the manifest first."""
@@ -61,11 +87,9 @@ class Store:
 
     def clean(self) -> None:
         """Delete what was half uploaded or half deleted when a run was killed."""
-        complete = self.complete()
-        for name in self.folder.folders():
-            match = STEP_NAME.fullmatch(name)
-            if match and int(match[1]) not in complete:
-                self.remove(int(match[1]))
+        for step in self._steps():
+            if MANIFEST not in self.checkpoint(step).sizes():
+                self.remove(step)
 
 
 class Uploader:
@@ -97,21 +121,10 @@ class Uploader:
         self._settle(waits=False)
         return self._pending[0] if self._pending is not None else None
 
-    def prepare(self, step: int) -> bool:
-        """Return whether to upload. Deletes what the store has of this step. For the first rank, before ranks start."""
-        if self.step_under_way is not None:
-            return False
-        try:
-            self.store.remove(step)
-        except OSError as error:
-            self._failed(step, unreachable(error, self.store.folder))
-            return False
-        return True
-
     def start(self, step: int, file_number: int) -> None:
         """Upload this rank's file in the background, and on the first rank the manifest behind all files."""
         self._settle(waits=True)
-        self._pending = step, _in_a_thread(lambda: self._upload(step, file_number))
+        self._pending = step, in_a_thread(lambda: self._upload(step, file_number))
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for the upload under way, at most ``seconds``. Raises ``CheckpointError`` if the last one failed."""
@@ -139,6 +152,7 @@ class Uploader:
             problem(
                 f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
                 so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
+                fix=how_to_upload(self._folder / step_name(step), self.store.folder),
             )
         )
         self._failure.__cause__ = error
@@ -153,7 +167,7 @@ class Uploader:
         manifest = read_manifest(LocalFolder(local))
         self._wait_for_all(step, manifest)
         check_owner(self.store.folder, self._run_id)
-        self.store.put(local / MANIFEST, step)
+        self.store.put_manifest(local, step)
         for old in to_delete(self.store.complete(), self.config):
             self.store.remove(old)
 
@@ -215,17 +229,25 @@ def _put(folder: UrlFolder, source: Path) -> None:
     folder.system.put_file(str(source), folder.path_of(source.name))
 
 
-def _in_a_thread(action: Callable[[], None]) -> Future[None]:
-    """The outcome of ``action``, which ends with the process: a run that fails does not wait for a slow store."""
-    future: Future[None] = Future()
+def how_to_upload(local: Path, url: object) -> str:
+    """The command that uploads a checkpoint by hand."""
+    return f"when the store answers again, run `bytescale checkpoint upload {local} {url}`"
 
-    def work() -> None:
-        try:
-            action()
-        except BaseException as error:  # raised by `future.result()`
-            future.set_exception(error)
-        else:
-            future.set_result(None)
 
-    threading.Thread(target=work, name="bytescale-upload", daemon=True).start()
-    return future
+def upload_checkpoint(local: Path, url: str) -> str:
+    """Copy one whole checkpoint of this machine behind ``url``, which holds checkpoints. Returns its URL.
+
+    Raises:
+        CheckpointError: ``local`` is no whole checkpoint, or the store cannot be reached.
+        ConfigError: there is no file system for ``url``.
+    """
+    manifest, store = read_manifest(LocalFolder(local)), Store(url)
+    step = manifest.state.step
+    try:
+        store.remove(step)
+        for number in range(len(manifest.files)):
+            store.put(local / file_name(number), step)
+        store.put_manifest(local, step)
+    except OSError as error:
+        raise unreachable(error, url) from error
+    return str(store.checkpoint(step))

@@ -14,6 +14,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.units import MOST_COUNT
 from bytescale.config import Config, ModelConfig, RingGradients, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
@@ -116,7 +117,7 @@ def read_lengths(path: Path) -> IntArray:
             values = np.array(json.loads(path.read_text(encoding="utf-8")))
         else:
             values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             problem(
                 f"{path} cannot be read as lengths ({error})",
@@ -127,13 +128,13 @@ def read_lengths(path: Path) -> IntArray:
         raise DataError(
             problem(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
         )
-    wrong = np.flatnonzero((values < 1) | (values != np.floor(values)))
+    wrong = np.flatnonzero((values < 1) | (values > MOST_COUNT) | (values != np.floor(values)))
     if len(wrong):
         raise DataError(
             problem(
                 f"{path}: entry {wrong[0]} is {values[wrong[0]]}",
                 so="no sequence has that many tokens",
-                fix="use whole numbers of at least 1",
+                fix=f"use whole numbers from 1 to {MOST_COUNT}",
             )
         )
     return values.astype(np.int64)

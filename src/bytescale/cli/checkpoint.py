@@ -32,6 +32,16 @@ class VerifyOptions:
 
 
 @dataclass(slots=True, kw_only=True)
+class UploadOptions:
+    """Copy a checkpoint to where checkpoint.folder = "URL" puts those of a run."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A folder checkpoints/step-*."""
+    url: Annotated[str, tyro.conf.Positional]
+    """The URL that holds the checkpoints."""
+
+
+@dataclass(slots=True, kw_only=True)
 class UpgradeOptions:
     """Write a checkpoint of format 2 again in format 3, with checksums, in its place."""
 
@@ -41,9 +51,14 @@ class UpgradeOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code: 1 where a checkpoint is not whole."""
-    commands: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "verify": _verify, "upgrade": _upgrade}
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "list": _list,
+        "verify": _verify,
+        "upload": _upload,
+        "upgrade": _upgrade,
+    }
     if not arguments or arguments[0] not in commands:
-        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN | upgrade FOLDER")
+        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN | upload FOLDER URL | upgrade FOLDER")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     return commands[arguments[0]](arguments[1:])
 
@@ -94,6 +109,14 @@ def _verify(arguments: Sequence[str]) -> int:
         wrong += bool(found)
         print(f"{one}: " + ("every byte is what was written" if not found else "\n  ".join(["not whole", *found])))
     return int(wrong > 0)
+
+
+def _upload(arguments: Sequence[str]) -> int:
+    from bytescale.checkpoint.upload import upload_checkpoint
+
+    options = parse(UploadOptions, arguments, prog="bytescale checkpoint upload")
+    print(f"{options.folder}: now also {upload_checkpoint(options.folder, options.url)}")
+    return 0
 
 
 def _upgrade(arguments: Sequence[str]) -> int:

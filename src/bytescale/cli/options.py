@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, defaul
     """Read options from the command line. Whole numbers may be written as 8K or 2M. Exits with 2 on unknown options."""
     registry = ConstructorRegistry()
     registry.primitive_rule(_count_rule)
+    registry.primitive_rule(_number_rule)
     extra: dict[str, Any] = {} if default is None else {"default": default}
     with registry:
         return tyro.cli(
@@ -100,5 +102,25 @@ def _count_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None
         metavar="INT",
         instance_from_str=from_text,
         is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[float] | None:
+    """Read ``float`` options. Infinity and NaN are refused: no setting means them."""
+    if info.type is not float:
+        return None
+
+    def from_text(texts: list[str]) -> float:
+        number = float(texts[0])
+        if not math.isfinite(number):
+            raise ValueError(f"{texts[0]} is not a finite number")
+        return number
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FLOAT",
+        instance_from_str=from_text,
+        is_instance=lambda value: isinstance(value, float | int) and not isinstance(value, bool),
         str_from_instance=lambda value: [str(value)],
     )

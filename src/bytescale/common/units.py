@@ -8,13 +8,15 @@ from bytescale.common.errors import ConfigError, problem
 
 KIBI = 1024
 GIBI = 1024**3
+MOST_COUNT = 2**53
+"""The largest count of anything: up to there, 64-bit integers and floats hold every whole number."""
 _FACTORS = {"": 1, "K": KIBI, "M": KIBI**2, "G": KIBI**3, "T": KIBI**4}
 
 
 def parse_count(text: str | int) -> int:
     """``"8K"`` -> 8192, ``"2M"`` -> 2097152, ``4096`` -> 4096. Raises ``ConfigError`` on anything else."""
     if isinstance(text, int):
-        return text
+        return _checked(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text.strip().upper().replace("IB", "B"))
     if match is None:
         raise ConfigError(
@@ -23,7 +25,13 @@ def parse_count(text: str | int) -> int:
     value = float(match.group(1)) * _FACTORS[match.group(2)]
     if value != int(value):
         raise ConfigError(problem(f"{text!r} is {value} tokens, not a whole number", fix="use a whole number"))
-    return int(value)
+    return _checked(int(value))
+
+
+def _checked(count: int) -> int:
+    if abs(count) > MOST_COUNT:
+        raise ConfigError(problem(f"{count} is larger than any count", fix=f"use at most {MOST_COUNT}"))
+    return count
 
 
 def format_count(value: float) -> str:

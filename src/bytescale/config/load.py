@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -100,13 +101,15 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(items, list):
             raise ConfigError(problem(f"{where} = {value!r} is not a list", fix='write ["a", "b"]'))
         return tuple(_value(typing.get_args(hint)[0], item, where) for item in items)
-    if hint is int and isinstance(value, str):
+    if hint is int and isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return parse_count(value)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(problem(f"{where} is {value}", fix="use a finite number"))
     if type(value) is not hint:
         raise ConfigError(problem(f"{where} = {value!r} is not {_TYPE_NAMES[hint]}", fix="mend its type"))
     return value

@@ -6,6 +6,7 @@ import math
 
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import RESERVED_FIELDS
+from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached
 from bytescale.config.resolve import resolve_model
@@ -64,10 +65,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         )
     _check_attention(config.trainer)
     _check_trace_steps(config.trainer)
-    if config.trainer.resume and not config.trainer.run_dir:
-        raise ConfigError(
-            problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
-        )
+    _check_run_folder(config.trainer)
 
 
 def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:
@@ -154,6 +152,22 @@ def _check_attention(trainer: TrainerConfig) -> None:
                     fix=f'set trainer.{name} = "{good}", or trainer.attention = "auto"',
                 )
             )
+
+
+def _check_run_folder(trainer: TrainerConfig) -> None:
+    """A run can be continued under the name that it has."""
+    if trainer.resume and not trainer.run_dir:
+        raise ConfigError(
+            problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
+        )
+    if visible(trainer.run_dir) != trainer.run_dir:
+        raise ConfigError(
+            problem(
+                f"trainer.run_dir is {trainer.run_dir!r}, with control characters in it",
+                so="nobody could type the name to continue the run",
+                fix="name a folder without them",
+            )
+        )
 
 
 def _check_trace_steps(trainer: TrainerConfig) -> None:

@@ -37,7 +37,10 @@ class Cluster:
         rules = (
             ("a cluster has no ranks", len(self.speeds) == 0),
             ("a rank's capacity is below one token", bool((self.capacity_tokens < 1).any())),
-            ("a rank's speed is not above 0", bool((self.speeds <= 0).any())),
+            (
+                "a rank's speed is not a finite number above 0",
+                not bool(((self.speeds > 0) & np.isfinite(self.speeds)).all()),
+            ),
         )
         for what, broken in rules:
             if broken:

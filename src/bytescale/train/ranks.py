@@ -35,6 +35,8 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 _LOOK_SECONDS = 0.2
+_CHECKPOINT_LIMIT = timedelta(hours=1)
+"""Ranks write their parts of a checkpoint to disks that may be slow; a rank that died is noticed at once."""
 _OPENINGS = itertools.count()
 """Numbers the times that this process joined others: the same number in all ranks. Each has keys of its own."""
 _RENDEZVOUS: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
@@ -145,7 +147,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     try:
         yield Ranks(
             mesh=_open_mesh(config, RankGroup(dist.group.WORLD, device=device), timeout),
-            checkpoint_group=dist.new_group(backend="gloo", timeout=timeout),
+            checkpoint_group=dist.new_group(backend="gloo", timeout=max(timeout, _CHECKPOINT_LIMIT)),
             device=device,
             dtype=dtype,
         )

@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -32,20 +32,21 @@ _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 class RecordingFeed:
     """A feed that records the token ranges of every step that it hands out."""
 
-    def __init__(self, feed: Feed, rank: int, num_ranks: int, new_folder: Callable[[], Path | None]) -> None:
+    def __init__(self, feed: Feed, rank: int, about: dict[str, int], new_folder: Callable[[], Path | None]) -> None:
         """Write nothing yet.
 
         Args:
             feed: the feed whose steps are recorded.
             rank: HDP rank of this process.
-            num_ranks: number of HDP ranks.
+            about: what stands in every line: ``num_ranks``, the number of HDP ranks, and ``batch_tokens``, which a
+                resumed run may change.
             new_folder: makes or names the folder of this attempt, which is the same on all ranks. It returns None in a
                 process that records nothing, because another process of the same HDP rank (of its tensor-parallel group
                 or pipeline) does.
         """
         self._feed = feed
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._about = about
         self._new_folder = new_folder
 
     @property
@@ -62,7 +63,7 @@ class RecordingFeed:
         folder, loader = self._new_folder(), self._feed.open(planner, stop_step)
         if folder is None:
             return loader
-        return _RecordingLoader(loader, folder / f"rank-{self._rank:05d}.jsonl", self._num_ranks)
+        return _RecordingLoader(loader, folder / f"rank-{self._rank:05d}.jsonl", self._about)
 
     def close(self) -> None:
         self._feed.close()
@@ -71,10 +72,10 @@ class RecordingFeed:
 class _RecordingLoader:
     """Writes the line of a step before it hands the step out, so every step that was trained on has its line."""
 
-    def __init__(self, loader: Loader, path: Path, num_ranks: int) -> None:
+    def __init__(self, loader: Loader, path: Path, about: dict[str, int]) -> None:
         self._loader = loader
         self._path = path
-        self._num_ranks = num_ranks
+        self._about = about
 
     def __enter__(self) -> Iterator[StepData]:
         return self._steps(self._loader.__enter__())
@@ -87,7 +88,7 @@ class _RecordingLoader:
     def _steps(self, steps: Iterator[StepData]) -> Iterator[StepData]:
         with self._path.open("w", encoding="utf-8") as file:
             for data in steps:
-                line = {"step": data.step, "num_ranks": self._num_ranks, "segments": segments_of(data).tolist()}
+                line = {"step": data.step, **self._about, "segments": segments_of(data).tolist()}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 yield data
@@ -116,16 +117,17 @@ def new_attempt_folder(folder: Path) -> Path:
     return path
 
 
-def read_record(folder: Path, num_steps: int) -> list[IntArray]:
-    """Return the segments that trained the weights in steps 0 to ``num_steps - 1``.
+def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None]]:
+    """Return what trained the weights in steps 0 to ``num_steps - 1``.
 
-    The list has one array per step: the rows of ``segments_of``, of all ranks.
+    For each step the rows of ``segments_of``, of all ranks, and ``data.batch_tokens`` (None in records of version 0.1).
 
     Raises:
         DataError: a step or a rank is missing.
     """
     given: dict[int, dict[int, IntArray]] = {}
     needed: dict[int, int] = {}
+    sizes: dict[int, int | None] = {}
     for attempt in sorted(folder.glob("attempt-*"), key=_number):
         of_attempt: dict[int, dict[int, IntArray]] = {}
         for path in attempt.glob("rank-*.jsonl"):
@@ -136,6 +138,7 @@ def read_record(folder: Path, num_steps: int) -> list[IntArray]:
                 segments = np.array(content["segments"], dtype=np.int64).reshape(-1, 4)
                 of_attempt.setdefault(content["step"], {})[_number(path)] = segments
                 needed[content["step"]] = content["num_ranks"]
+                sizes[content["step"]] = content.get("batch_tokens")
         given.update(of_attempt)
     for step in range(num_steps):
         num_given = len(given.get(step, {}))
@@ -147,7 +150,7 @@ def read_record(folder: Path, num_steps: int) -> list[IntArray]:
                     fix="record runs with data.record = true from their first step on, and keep the record whole",
                 )
             )
-    return [np.concatenate([_NO_SEGMENTS, *given[step].values()]) for step in range(num_steps)]
+    return [(np.concatenate([_NO_SEGMENTS, *given[step].values()]), sizes[step]) for step in range(num_steps)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +173,10 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
     """
     sampler = make_sampler(corpus.index, config)
     num_tokens = 0
-    for step, segments in enumerate(read_record(folder, num_steps)):
+    for step, (segments, batch_size) in enumerate(read_record(folder, num_steps)):
+        if batch_size not in (None, config.batch_tokens):
+            config = replace(config, batch_tokens=batch_size)
+            sampler = make_sampler(corpus.index, config, sampler.state_dict())
         batch = sampler.next_batch()
         pieces, starts, stops, checksums = segments.T
         rows = corpus.index.rows(pieces)

@@ -99,6 +99,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise _as_os_error(error, url) from error
     if protocol == "webhdfs":
         _mend_session(system.session)
+    if protocol in ("s3", "s3a"):
+        system.retries = 1  # s3fs would try five times, and each try of its client has a limit of time
     return system, path
 
 

@@ -30,7 +30,8 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
             yield feed
             return
         folder = RunFolder(Path(config.trainer.run_dir)).data
-        yield RecordingFeed(feed, ranks.hdp.rank, ranks.hdp.size, lambda: _new_attempt(folder, ranks, tell))
+        about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
+        yield RecordingFeed(feed, ranks.hdp.rank, about, lambda: _new_attempt(folder, ranks, tell))
 
 
 def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) -> Path | None:
