@@ -55,6 +55,20 @@ def train_on(config: Config) -> None:
     run_forked(config.parallel.ranks, lambda _: str(train(config, print_line=lambda line: None)))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_files_that_changed_in_a_checkpoint_are_not_exported(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    assert main(["convert", str(hf_folder(tmp_path / "source")), str(checkpoint)]) == 0
+    content = bytearray((checkpoint / name).read_bytes())
+    content[0] ^= 1
+    (checkpoint / name).write_bytes(content)
+    assert main(["convert", str(checkpoint), str(tmp_path / "target")]) == 1
+    assert f"{name}: it has another checksum than when it was written" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "changes"),
     [(1, "fp32", {"tie_embeddings": True}), (3, "bf16", MIXTURE)],

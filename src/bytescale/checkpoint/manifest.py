@@ -202,6 +202,22 @@ def manifest_of(folder: Folder, content: dict[str, Any]) -> Manifest:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
 
 
+def wrong_companions(folder: Folder, manifest: Manifest) -> list[str]:
+    """What is wrong with the files that are no tensors; empty: every byte of them is what was written.
+
+    Raises ``CheckpointError`` if one cannot be read.
+    """
+    found = []
+    for name, (_, checksum) in manifest.companions.items():
+        try:
+            content = folder.read_file(name)
+        except OSError as error:
+            raise unreachable(error, f"{folder}/{name}") from error
+        if checksum_of(content) != checksum:
+            found.append(str(damaged(folder, name, "it has another checksum than when it was written")))
+    return found
+
+
 def damaged(folder: Folder, name: str, what: str) -> CheckpointDamage:
     """The error for a file that is not what was written."""
     return CheckpointDamage(

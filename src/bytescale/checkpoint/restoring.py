@@ -14,7 +14,16 @@ from torch import Tensor
 from bytescale.checkpoint import format_2, format_2_states
 from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.folders import Folder, LocalFolder, open_folder
-from bytescale.checkpoint.manifest import FORMAT, Manifest, RunState, manifest_of, read_state_json, run_state_of
+from bytescale.checkpoint.manifest import (
+    FORMAT,
+    CheckpointDamage,
+    Manifest,
+    RunState,
+    manifest_of,
+    read_state_json,
+    run_state_of,
+    wrong_companions,
+)
 from bytescale.checkpoint.reading import CheckpointReader, Wanted
 from bytescale.checkpoint.writing import layout_of
 from bytescale.common.errors import BytescaleError, CheckpointError, problem
@@ -80,6 +89,8 @@ class StoredTensors:
         self.manifest: Manifest | None = None
         if content["format"] == FORMAT:
             self.manifest = manifest_of(self.folder, content)
+            for wrong in wrong_companions(self.folder, self.manifest):  # they are copied or read as settings
+                raise CheckpointDamage(wrong)
             self._reader = CheckpointReader(self.folder, self.manifest)
             return
         self._metadata = format_2.read_metadata(_local(self.folder))

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Layout
 from bytescale.checkpoint.manifest import (
@@ -19,6 +18,7 @@ from bytescale.checkpoint.manifest import (
     manifest_of,
     read_state_json,
     run_state_of,
+    wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.common.errors import BytescaleError, CheckpointError, problem
@@ -57,10 +57,7 @@ def problems_of(folder: Folder, *, part: tuple[int, int] = (0, 1)) -> list[str]:
             _check_file(folder, file, expected[number])
         except CheckpointDamage as damage:
             found.append(str(damage))
-    for name, (_, checksum) in manifest.companions.items() if part[0] == 0 else ():
-        if checksum_of(_content(folder, name)) != checksum:
-            found.append(str(damaged(folder, name, "it has another checksum than when it was written")))
-    return found
+    return found + (wrong_companions(folder, manifest) if part[0] == 0 else [])
 
 
 def wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
@@ -147,10 +144,3 @@ def _check_file(folder: Folder, file: TensorFile, held: Sequence[tuple[Layout, i
         low, high = file.place_of(name)
         for start in range(0, high - low, _READ_BYTES):
             file.read(name, start, memoryview(bytearray(min(_READ_BYTES, high - low - start))))
-
-
-def _content(folder: Folder, name: str) -> bytes:
-    try:
-        return folder.read_file(name)
-    except OSError as error:
-        raise unreachable(error, f"{folder}/{name}") from error

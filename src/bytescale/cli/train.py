@@ -62,6 +62,9 @@ def run(arguments: Sequence[str]) -> int:
     validate(config, num_ranks=_ranks_of_torchrun())
     if options.dry_run:
         _check_initial_weights(config)
+        if config.trainer.resume:
+            newest = _newest_checkpoint(config, Path(config.trainer.run_dir))
+            print(f"resume  from {newest}" if newest else "resume  there is no checkpoint on this machine: from step 1")
         from bytescale.train.loop.dry_run import dry_run
 
         dry_run(config)
@@ -142,15 +145,24 @@ def _from_checkpoint(config: Config, run: Path) -> Config:
     """Take shape and weights from the run's newest checkpoint. The folder that it began with may be gone."""
     if not config.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)) and not config.trainer.init:
         return config
-    from bytescale.checkpoint.folder_of_run import complete_checkpoints
-
-    complete = complete_checkpoints(run / "checkpoints")
-    if not complete:
+    newest = _newest_checkpoint(config, run)
+    if newest is None:
         return config
     model = config.model
     if model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
-        model = replace(model, preset=f"{CHECKPOINT_PREFIX}{complete[-1]}")
+        model = replace(model, preset=f"{CHECKPOINT_PREFIX}{newest}")
     return replace(config, model=model, trainer=replace(config.trainer, init=""))
+
+
+def _newest_checkpoint(config: Config, run: Path) -> Path | None:
+    """The newest complete checkpoint on this machine, if there is any."""
+    from bytescale.checkpoint.folder_of_run import complete_checkpoints
+    from bytescale.checkpoint.folders import is_url
+
+    folder = config.checkpoint.folder
+    elsewhere = bool(folder) and not is_url(folder)
+    complete = complete_checkpoints(Path(folder).expanduser() if elsewhere else run / "checkpoints")
+    return complete[-1] if complete else None
 
 
 def prepare_and_start(options: TrainOptions) -> None:
@@ -158,7 +170,7 @@ def prepare_and_start(options: TrainOptions) -> None:
 
     Whatever can fail without ranks fails here, before any rank is started.
     """
-    from bytescale.train.fit import fit_to_gpus
+    from bytescale.train.fit import check_room, fit_to_gpus
     from bytescale.train.launch.supervise import supervise
     from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
@@ -166,6 +178,8 @@ def prepare_and_start(options: TrainOptions) -> None:
     check_trackers(options.config.trainer)
     # Ray has the GPUs of all its nodes. Those of this machine say nothing about them.
     config = fit_to_gpus(options.config) if options.launch == "torchrun" else options.config
+    if options.launch == "torchrun":
+        check_room(config.parallel.ranks)
     if not config.trainer.resume:
         check_is_new(Path(config.trainer.run_dir))
     _check_initial_weights(config)

@@ -1,4 +1,4 @@
-"""Fits a config that was written for CPU ranks to the GPUs of the machine that it runs on."""
+"""Fits a config to the machine that it runs on: its GPUs, and how many processes have room in its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from bytescale.common.errors import ConfigError, problem
+from bytescale.common.units import format_bytes
 from bytescale.config import Config
+from bytescale.train.parts.budget import machine_bytes
+
+_PROCESS_BYTES = 340e6
+"""What a rank has in memory before its first tensor: Python, PyTorch and their libraries (measured, torch 2.13)."""
 
 
 def fit_to_gpus(config: Config, num_gpus: int | None = None) -> Config:
@@ -26,3 +32,17 @@ def fit_to_gpus(config: Config, num_gpus: int | None = None) -> Config:
         '(trainer.device = "cpu" keeps them on the CPU)'
     )
     return replace(config, parallel=fitted)
+
+
+def check_room(num_ranks: int) -> None:
+    """Raise ``ConfigError`` if so many processes do not even have room on this machine before they hold any tensor."""
+    needed, there = num_ranks * _PROCESS_BYTES, machine_bytes()
+    if needed > there:
+        raise ConfigError(
+            problem(
+                f"{num_ranks} ranks on this machine need {format_bytes(needed)} for their processes alone, and it has "
+                f"{format_bytes(there)}",
+                so="the system would kill some of them",
+                fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (torchrun, --launch ray)",
+            )
+        )

@@ -26,6 +26,7 @@ from bytescale.common.errors import RankFailure, RanksRefused, problem
 from bytescale.common.failures import keep_trace
 from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
+from bytescale.train.fit import check_room
 from bytescale.train.ranks import LAUNCHER_PID, STORE_FILE
 
 _LOOK_SECONDS = 0.1
@@ -44,10 +45,12 @@ def launch_ranks(
         again: the command that continues what was stopped, for messages; empty: that of a training run.
 
     Raises:
+        ConfigError: this machine has no room for so many processes.
         RanksRefused: the ranks rejected the input.
         RankFailure: a rank failed; the message names the rank, the cause, and how to continue.
         SystemExit: the user or the system asked to stop (SIGINT, SIGTERM); the ranks have ended.
     """
+    check_room(num_ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is reported once, below
     again = again or f"bytescale train --resume {run_dir}"
     try:
