@@ -23,6 +23,7 @@ from bytescale.attach.score import score_batch
 from bytescale.common.atomic import remove_stale_temporaries, whole_file
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data import Corpus
 from bytescale.data.loading.corpus import place_of_document
@@ -69,7 +70,7 @@ class ScoreFile:
         if not known.exists():
             with whole_file(known) as temporary:
                 temporary.write_text(wanted, encoding="utf-8")
-        found = json.loads(known.read_text(encoding="utf-8"))
+        found = parse_json(known.read_text(encoding="utf-8"))
         changed = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
         if changed:
             name = changed[0]

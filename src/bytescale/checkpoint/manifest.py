@@ -25,6 +25,7 @@ from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.parsing import parse_json
 
 FORMAT = 3
 """1 stored flat buffers and was never released; 2 is PyTorch's (``format_2``)."""
@@ -121,7 +122,7 @@ def read_state_json(folder: Folder) -> dict[str, Any]:
         CheckpointError: the folder is no checkpoint, or of a newer format.
     """
     try:
-        content = json.loads(folder.read_file(MANIFEST))
+        content = parse_json(folder.read_file(MANIFEST))
         if type(content) is not dict:
             raise ValueError(f"{MANIFEST} is no JSON object")
         found = content.get("format", 1)

@@ -25,6 +25,7 @@ from bytescale.checkpoint.disk import Disk, checksum_of
 from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Box, flat_index
 from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable
+from bytescale.common.parsing import parse_json
 
 BLOCK_BYTES = 2**20
 _METADATA = "bytescale"
@@ -155,8 +156,8 @@ class TensorFile:
     def _parse(self, header: bytearray, expected: StoredFile) -> None:
         if int.from_bytes(header[:8], "little") != len(header) - 8:
             raise ValueError("its length is another")
-        content = json.loads(header[8:])
-        ours = json.loads(content.pop("__metadata__")[_METADATA])
+        content = parse_json(header[8:])
+        ours = parse_json(content.pop("__metadata__")[_METADATA])
         self._block_bytes = int(ours["block_bytes"])
         if self._block_bytes < 8 or self._block_bytes % 8:
             raise ValueError(f"blocks of {self._block_bytes} bytes")

@@ -24,6 +24,7 @@ from bytescale.checkpoint.folder_of_run import to_delete
 from bytescale.checkpoint.folders import Folder, LocalFolder, UrlFolder, in_a_thread, tried, unreachable
 from bytescale.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, file_name, read_manifest, step_name
 from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ def claim(folder: Folder, run_id: str, disk: Disk) -> None:
 def check_owner(folder: Folder, run_id: str) -> None:
     """Raise ``ConfigError`` unless the checkpoints in ``folder`` are this run's."""
     try:
-        owner = json.loads(folder.read_file(OWNER_FILE))["run_id"]
+        owner = parse_json(folder.read_file(OWNER_FILE))["run_id"]
     except (ValueError, KeyError, TypeError) as error:
         owner = f"an unknown run ({error})"
     if owner != run_id:

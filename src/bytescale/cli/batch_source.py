@@ -5,7 +5,6 @@ The batch comes from a file of lengths, a length distribution of the paper, or t
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,12 +13,14 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.common.units import MOST_COUNT
 from bytescale.config import Config, ModelConfig, RingGradients, resolve_architecture
 from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 
 KIBI = 1024
+_LONGEST_START_SECONDS = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,9 +59,16 @@ class RatesConfig:
     """Bytes per second to and from host memory."""
 
     def links(self) -> Links:
-        """Return the links of one device. Raises ``ConfigError`` for a bandwidth that is not above 0."""
-        if min(self.host, self.intra_node, self.inter_node) <= 0:
-            raise ConfigError(problem("a bandwidth in rates is not above 0", fix="give bytes per second"))
+        """Return the links of one device. Raises ``ConfigError`` for rates that no device can have."""
+        if min(self.host, self.intra_node, self.inter_node, self.flops, self.attention_flops) <= 0:
+            raise ConfigError(problem("a rate in rates is not above 0", fix="give operations or bytes per second"))
+        if not 0 <= min(self.latency, self.launch) <= max(self.latency, self.launch) <= _LONGEST_START_SECONDS:
+            raise ConfigError(
+                problem(
+                    f"rates.latency is {self.latency:g} s and rates.launch {self.launch:g} s",
+                    fix=f"use 0 to {_LONGEST_START_SECONDS:.0f} s",
+                )
+            )
         return Links(
             intra_node_bytes_per_second=self.intra_node,
             inter_node_bytes_per_second=self.inter_node,
@@ -104,7 +112,17 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
         return SourceBatch(sampler.next_batch().lengths, origin, corpus.facts.vocab_size)
     from bytescale.data.length_distributions import sample_lengths
 
+    if source.seed < 0:
+        raise ConfigError(problem(f"batch.seed is {source.seed}", fix="use a whole number of at least 0"))
     lengths = sample_lengths(source.distribution, source.tokens, source.seed, source.context)
+    if not len(lengths):
+        raise ConfigError(
+            problem(
+                f"a batch of batch.tokens = {source.tokens} has no document of {source.distribution}",
+                so="there is nothing to plan",
+                fix="raise batch.tokens; the distributions begin at 512 tokens a document",
+            )
+        )
     return SourceBatch(lengths, f"{source.distribution}, seed {source.seed}")
 
 
@@ -114,10 +132,10 @@ def read_lengths(path: Path) -> IntArray:
         if path.suffix == ".npy":
             values = np.load(path, allow_pickle=False)
         elif path.suffix == ".json":
-            values = np.array(json.loads(path.read_text(encoding="utf-8")))
+            values = np.array(parse_json(path.read_text(encoding="utf-8")))
         else:
             values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             problem(
                 f"{path} cannot be read as lengths ({error})",

@@ -11,6 +11,7 @@ import tyro
 from bytescale.cli.attached import PlannedModel, planned_model
 from bytescale.cli.batch_source import DEFAULT_MODEL, CostSource, read_profile
 from bytescale.cli.devices import Devices, devices_of
+from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig
 from bytescale.cost import Profile
 from bytescale.cost.memory import Checkpointing, ModelShare
@@ -31,6 +32,10 @@ class CostOptions:
     """Where the times come from."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
     """The model, if times come from counted operations."""
+
+    def __post_init__(self) -> None:
+        if self.device_gib is not None and self.device_gib <= 0:
+            raise ConfigError(problem(f"device_gib is {self.device_gib}", fix="use a number above 0"))
 
 
 @dataclass(frozen=True)

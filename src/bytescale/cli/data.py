@@ -217,7 +217,7 @@ def audit_command(config: AuditConfig) -> int:
     settings = load_config(config.run / "config.toml").data
     with progress_bar() as progress:
         corpus = prepare_corpus(settings, progress)
-    num_steps = len((config.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    num_steps = len((config.run / "metrics.jsonl").read_bytes().splitlines())
     check = check_record(config.run / "data", num_steps, corpus, settings)
     print(
         f"{check.num_steps} steps in {check.num_attempts} attempts: {check.num_tokens} tokens, all as in the corpus, "

@@ -43,9 +43,10 @@ def foreseen(error: Exception, command: str) -> Exception:
         return disk_full(error)
     if error.filename is None:
         return error
+    name = error.filename if error.filename2 is None else error.filename2  # where a file was to be renamed to
     return SystemRefusal(
         problem(
-            f"{os.fsdecode(error.filename)}: {(error.strerror or str(error)).lower()}",
+            f"{os.fsdecode(name)}: {(error.strerror or str(error)).lower()}",
             so=f"`bytescale {command}` cannot go on; what was complete before is as it was",
             fix=_REMEDIES.get(error.errno or 0, "look at the disk, or at the server of the file system"),
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import Architecture
 
 FAMILIES = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
@@ -39,7 +39,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ``ConfigError`` when there is none."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         return dict(content)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(

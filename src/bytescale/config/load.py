@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import tomllib
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.parsing import parse_toml
 from bytescale.common.units import parse_count
 from bytescale.config.schema import Config
 
@@ -22,12 +22,12 @@ Section = TypeVar("Section")
 def load_config(path: Path) -> Config:
     """Read a TOML file. Relative paths inside it stay relative to the working directory, as on the command line."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
             problem(f"{path} does not exist", fix="name a TOML file; `bytescale init` writes one")
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError, RecursionError) as error:
+    except (ValueError, IsADirectoryError) as error:
         raise ConfigError(problem(f"{path} is not TOML: {error}", fix="mend the line that it names")) from error
     return config_from_dict(content, where=str(path))
 

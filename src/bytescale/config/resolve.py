@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture
 from bytescale.config.hugging_face import NotOurs, architecture_from_hf, architecture_of_folder, read_hf_config
@@ -106,7 +106,7 @@ def _stored_architecture(folder: str) -> dict[str, Any]:
     """How a checkpoint describes its model. ``folder`` may be a URL."""
     try:
         text = _read_url(f"{folder}/run_state.json") if "://" in folder else _read(Path(folder) / "run_state.json")
-        stored = dict(json.loads(text)["architecture"])
+        stored = dict(parse_json(text)["architecture"])
         if not AttachedArchitecture.is_in(stored):
             Architecture(**stored)
         return stored
@@ -147,6 +147,13 @@ def _check_architecture(shape: Architecture) -> None:
     ):
         if getattr(shape, name) < 1:
             raise ConfigError(problem(f"model.{name} is {getattr(shape, name)}", fix="use a number of at least 1"))
+    for name, is_right, allowed in (
+        ("rope_theta", shape.rope_theta > 0, "above 0"),
+        ("norm_eps", shape.norm_eps >= 0, "of at least 0"),
+        ("init_std", shape.init_std >= 0, "of at least 0"),
+    ):
+        if not is_right:
+            raise ConfigError(problem(f"model.{name} is {getattr(shape, name)}", fix=f"use a number {allowed}"))
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
             problem(

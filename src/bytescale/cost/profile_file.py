@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import tomllib
 from collections.abc import Set
 from dataclasses import fields
 from importlib import resources
@@ -15,6 +14,7 @@ import numpy as np
 
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.parsing import parse_toml
 from bytescale.config import Architecture
 from bytescale.cost.curve import Curve, relative_errors
 from bytescale.cost.links import Links
@@ -65,8 +65,8 @@ def load_profile(name: str | Path) -> Profile:
                 )
             ) from error
     try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        content = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(problem(f"profile {name} is not TOML: {error}", fix="take the profile again")) from error
     return _profile(content, str(name))
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.models.hf import Piece
 
 INDEX = "model.safetensors.index.json"
@@ -120,7 +121,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     index, single = folder / INDEX, folder / SINGLE
     try:
         if index.exists():
-            return {n: folder / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+            return {n: folder / f for n, f in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items()}
         with safe_open(single, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), single)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError, ConfigError, problem
+from bytescale.common.parsing import parse_json, parse_toml
 from bytescale.config import Config
 from bytescale.plan.io import load_plan
 from bytescale.simulator.step_trace import StepTrace, load_step_trace
@@ -137,7 +136,7 @@ def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
         for key in getattr(defaults, section).__dataclass_fields__
     }
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read ({error}); settings are shown at their defaults.")
         return settings
@@ -158,7 +157,7 @@ def _lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str
     steps: dict[int, dict[str, Any]] = {}
     for place, line in enumerate(lines, start=1):
         try:
-            content = json.loads(line)
+            content = parse_json(line)
             for name in needed:
                 float(content[name])
             steps[int(content["step"])] = content

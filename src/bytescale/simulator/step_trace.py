@@ -17,6 +17,7 @@ from typing import Any
 
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.simulator.trace import MICRO, Lane, Span, entries_of
 
 _MEASURED, _PREDICTED = ", measured", ", predicted"
@@ -65,7 +66,7 @@ def save_step_trace(trace: StepTrace, path: Path) -> None:
 def load_step_trace(path: Path) -> StepTrace:
     """Read what ``save_step_trace`` wrote. Raises ``ConfigError`` when the file is something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         about = dict(content["otherData"])
         shift = float(about.pop("shift_seconds"))
         lanes = _lanes(content["traceEvents"], shift)

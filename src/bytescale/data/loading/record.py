@@ -19,6 +19,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import Feed, Loader, StepData
@@ -134,7 +135,7 @@ def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
                 if not line.endswith("\n"):  # cut off by kill -9, before the step was handed out
                     continue
-                content = json.loads(line)
+                content = parse_json(line)
                 segments = np.array(content["segments"], dtype=np.int64).reshape(-1, 4)
                 of_attempt.setdefault(content["step"], {})[_number(path)] = segments
                 needed[content["step"]] = content["num_ranks"]

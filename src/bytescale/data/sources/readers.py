@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import difflib
 import itertools
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import DataError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.data.sources.retry import unreadable
 from bytescale.data.sources.source_file import SourceFile, SourcePath
 
@@ -213,8 +213,8 @@ def jsonl_lines(unit: WorkUnit) -> Iterator[tuple[int, bytes]]:
 def object_of_line(line: bytes, path: SourcePath, offset: int) -> dict[str, Any]:
     """Return the object of one JSONL line. Raises ``DataError``; the line number is counted only for an error."""
     try:
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8))
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or too deep
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:  # not JSON, or not UTF-8
         raise DataError(
             problem(
                 f"{line_place(path, offset)} is not JSON ({error}): {_excerpt(line)}",

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.parsing import parse_json
 
 _START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -88,7 +89,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 problem(
                     f"{self.name} refuses the conversation ({error or type(error).__name__})",
@@ -217,7 +218,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(
             problem(f"{path} is not JSON ({error})", so="its chat template is unknown", fix="mend it")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import DataError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.data.sources.source_file import SourceFile, fingerprint_files
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path, pair_paths
@@ -186,7 +187,7 @@ def load_facts(prefix: Path) -> TokenFacts | None:
 
 def _load(path: Path) -> TokenFacts | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the file is absent, or another program's: the facts are gathered again
         return None
     names = {spec.name for spec in fields(TokenFacts)}

@@ -10,7 +10,6 @@ about ``<|endoftext|>`` does not end there. It adds no special token, and neithe
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.parsing import parse_json
 
 EOS_NAMES = (
     "<|endoftext|>",
@@ -205,7 +205,7 @@ def _configured_eos(folder: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        entry = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError, OSError) as error:
         raise DataError(
             problem(f"{path} is not JSON ({error})", so="its eos_token is unknown", fix="mend it or set data.eos_token")

@@ -15,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from bytescale.attention.exchange import TimedMessage
+from bytescale.common.parsing import parse_json
 from bytescale.common.units import format_count
 from bytescale.cost import CostModel
 from bytescale.cost.calibration import FEWEST_STEPS, FIRST_STEPS, LinkSamples, RankCounts, State
@@ -52,7 +53,7 @@ class RunCalibration:
             lines = _lines_until(path, steps_done)
             path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             self._file = path.open("a", encoding="utf-8")
-            stored = [json.loads(line) for line in lines[-self.planner.lag :]]
+            stored = [parse_json(line) for line in lines[-self.planner.lag :]]
         size = self._mesh.hdp.size
         stored = broadcast_json(stored, group)
         states = {line["step"] - 1: State.from_dict(line["state"]).for_ranks(size) for line in stored}
@@ -180,10 +181,10 @@ def _or_infinite(link: LinkSamples) -> float:
 def _lines_until(path: Path, steps_done: int) -> list[str]:
     """The lines of steps up to ``steps_done``. The last line of a killed run may be cut off."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= steps_done:
+            if parse_json(line)["step"] <= steps_done:
                 kept.append(line)
-        except (json.JSONDecodeError, KeyError):
+        except (ValueError, KeyError, TypeError):
             break
     return kept

@@ -13,6 +13,7 @@ import torch
 
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import NonFiniteError, problem
+from bytescale.common.parsing import parse_json
 from bytescale.train.run_folder import RunFolder
 
 
@@ -71,7 +72,7 @@ def drop_metrics_after(path: Path, step: int) -> None:
     """Remove the lines of steps that a resumed run will repeat, so that each step is in the file once."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= step]
     with whole_file(path) as temporary:
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
@@ -109,6 +110,6 @@ class Stopwatch:
 
 def _step_of(line: str) -> int:
     try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):  # the last line of a killed run may be cut off
+        return int(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):  # the last line of a killed run may be cut off
         return 1 << 62

@@ -1,0 +1,248 @@
+"""Bad input to every command: one message with a cause and a remedy, no stack trace, nothing that steers a terminal.
+
+Every case is a command line in a folder of bad files. A message ends in exit code 1 or 2.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bytescale.cli.main import main
+from bytescale.config import config_to_toml
+from tests.train.runs import on_ranks, small_run, write_corpus
+
+DEEP = "[" * 100_000
+LONG = "n" * 300
+ESCAPE = "\x1b[2J"
+STEP = "step-000003"
+
+FILES: dict[str, str | bytes] = {
+    "file": "x",
+    "deep.toml": f"a = {DEEP}",
+    "binary.toml": b"\0\0\xff",
+    "empty.toml": "",
+    "section.toml": "data = 3",
+    "key.toml": f'[data]\n"so{ESCAPE}urces" = 1'.replace(ESCAPE, "\\u001b[2J"),
+    "infinite.toml": '[data]\nsources = ["corpus"]\n[optimizer]\nlr = inf',
+    "huge.toml": '[data]\nsources = ["corpus"]\nbatch_tokens = 99999999999999999999999',
+    "lengths.txt": "100 200 3000 50",
+    "cut.npy": b"\x93NUMPYxx",
+    "nan.txt": "1 nan 3",
+    "inf.txt": "1 inf",
+    "negative.txt": "-3 5",
+    "none.txt": "",
+    "words.txt": "a b c",
+    "large.txt": "1e30",
+    "object.json": '{"a": 1}',
+    "nested.json": "[[1, 2], [3]]",
+    "deep.json": DEEP,
+    "deep.jsonl": f'{{"text": "fine"}}\n{{"text": {DEEP}}}\n',
+    "escape.jsonl": f"{ESCAPE}{{bad\n",
+    "key.jsonl": '{"a\\u001b[2Jb": "x"}\n',
+    "array.jsonl": "[1]\n",
+    "bad.parquet": b"PAR1xxxxPAR1",
+    "bad.jsonl.gz": b"\x1f\x8b\x08 nothing",
+    "bad.bin": b"\0" * 100,
+    "role.jsonl": json.dumps({"messages": [{"role": f"us{ESCAPE}er", "content": "hi"}]}),
+    "chat.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+    "range.jinja": "{% for i in range(10**9) %}x{% endfor %}",
+    "bad.jinja": "{% for %}",
+    "undefined.jinja": "{{ a.b.c }}",
+    "escape.jinja": "{{ ''.__class__.__mro__ }}",
+    "zero.jinja": "{{ 1 // 0 }}",
+    "object-tokenizer.json": "{}",
+    "profile.toml": "x = 1",
+    "no-type/config.json": "{}",
+    "no-shape/config.json": '{"model_type": "llama"}',
+    "deep-model/config.json": DEEP,
+    "list-model/config.json": "[1]",
+    "unknown-model/config.json": '{"model_type": "nope\\u001b[2J"}',
+}
+
+CONFIGS = [
+    "deep.toml", "binary.toml", "empty.toml", "section.toml", "key.toml", "infinite.toml", "huge.toml", "nothing.toml",
+    "file/x.toml", f"{LONG}.toml", "/dev/null", "corpus",
+]  # fmt: skip
+LENGTHS = [
+    "cut.npy", "nan.txt", "inf.txt", "negative.txt", "none.txt", "words.txt", "large.txt", "object.json", "nested.json",
+    "deep.json", "nothing.txt", "corpus", LONG,
+]  # fmt: skip
+SOURCES = [
+    "deep.jsonl", "escape.jsonl", "key.jsonl", "array.jsonl", "bad.parquet", "bad.jsonl.gz", "bad.bin", "nothing", LONG,
+    "file/x", "nope://x",
+]  # fmt: skip
+TEMPLATES = ["range.jinja", "bad.jinja", "undefined.jinja", "escape.jinja", "zero.jinja", "nothing.jinja"]
+MODELS = ["no-type", "no-shape", "deep-model", "list-model", "unknown-model", "nothing", "file", "corpus"]
+OUTPUTS = ["/proc/x/y", "file/out", LONG, "/sys/out"]
+SETTINGS = [
+    ("--optimizer.lr", "inf"), ("--optimizer.lr", "nan"), ("--optimizer.lr", "1e999"), ("--optimizer.lr", "x"),
+    ("--optimizer.weight-decay", "-inf"), ("--data.batch-tokens", "1e30"), ("--data.batch-tokens", "-5"),
+    ("--data.batch-tokens", "9" * 30), ("--data.batch-tokens", "8Q"), ("--parallel.ranks", "0"),
+    ("--cost.profile", "profile.toml"), ("--cost.profile", "deep.toml"), ("--cost.profile", "nothing"),
+    ("--model.rope-theta", "-1"), ("--model.norm-eps", "-1"), ("--init", "nothing"), ("--init", "checkpoint:nothing"),
+]  # fmt: skip
+DRAWN = ("plan", "--ranks", "4", "--batch.tokens", "64K", "--batch.context", "16K")
+PLANS = [
+    ("--capacity-tokens", "-1"), ("--device-gib", "0"), ("--tp", "0"), ("--pp", "-1"), ("--ranks", "0"),
+    ("--ranks-per-node", "0"), ("--batch.tokens", "7"), ("--batch.context", "0"), ("--batch.seed", "-1"),
+    ("--cost.rates.flops", "0"), ("--cost.rates.flops", "nan"), ("--cost.rates.intra-node", "-1"),
+    ("--cost.rates.latency", "1e15"), ("--model.num-layers", "0"), ("--model.hidden-size", "-1"),
+    ("--model.num-experts", "7"),
+]  # fmt: skip
+
+
+def cases() -> list[tuple[str, ...]]:
+    """All command lines but those about runs and checkpoints."""
+    lines: list[tuple[str, ...]] = [
+        *((command, config) for config in CONFIGS for command in ("train", "plan", "simulate")),
+        *(("plan", "--ranks", "4", "--batch.lengths", lengths) for lengths in LENGTHS),
+        *(("data", "stats", source) for source in SOURCES),
+        *(("data", "tokenize", source, "--output", "out") for source in SOURCES),
+        *(("data", "show", "chat.jsonl", "--content", "messages", "--tokenizer", "bytes", "--chat-template", template)
+          for template in TEMPLATES),
+        ("data", "show", "role.jsonl", "--content", "messages", "--tokenizer", "bytes"),
+        *(("data", "tokenize", "corpus", "--output", "out", "--tokenizer", tokenizer)
+          for tokenizer in ("object-tokenizer.json", "deep.json", "nothing.json", "file")),
+        *(("train", "c.toml", "--init", f"hf:{model}") for model in MODELS),
+        *(("convert", model, "converted") for model in MODELS),
+        *(("score", model, "corpus", "--out", "scores.parquet") for model in MODELS),
+        *(("plan", "c.toml", "--model.preset", f"hf:{model}") for model in MODELS),
+        *(("train", "c.toml", "--dry-run", *setting) for setting in SETTINGS),
+        *((*DRAWN, *option) for option in PLANS),
+        *(("train", "c.toml", "--trainer.run-dir", place) for place in (*OUTPUTS, "a\x1bb")),
+        *(("init", place) for place in (*OUTPUTS, "c.toml")),
+        *(("simulate", "c.toml", "--trace", place) for place in (*OUTPUTS, "corpus")),
+        *((*DRAWN, "--png", place) for place in OUTPUTS),
+        *((*DRAWN, "--save", place) for place in OUTPUTS),
+        *(("report", "run", "--out", place) for place in (*OUTPUTS, "corpus")),
+        *(("convert", f"run/checkpoints/{STEP}", place) for place in (*OUTPUTS, "corpus")),
+        *(("data", "tokenize", "corpus", "--output", place) for place in OUTPUTS),
+        ("simulate", "c.toml", "--cluster.num-gpus", "0"),
+        ("simulate", "c.toml", "--cluster.gpus-per-node", "0"),
+        ("train", "c.toml", "--parallel.ranks", "5000"),
+        ("profile", "--ranks", "0"),
+        ("checkpoint", "list", "nothing"),
+        ("checkpoint", "upload", "run", "nope://x"),
+        ("checkpoint", "upload", f"run/checkpoints/{STEP}", "nope://x"),
+        ("report", "nothing"),
+        ("report", "file"),
+        ("data", "audit", "run"),
+    ]  # fmt: skip
+    return lines
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bad files, a corpus, a config of one rank, and its run of three steps."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    config = on_ranks(small_run(write_corpus(folder / "corpus", 20), folder / "run", steps=3), 1)
+    (folder / "c.toml").write_text(config_to_toml(config), encoding="utf-8")
+    assert main(["train", str(folder / "c.toml")]) == 0
+    return folder
+
+
+def complaint(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is wrong with how a command refuses bad input; empty: nothing is."""
+    capsys.readouterr()
+    try:
+        code: object = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        code = f"{type(error).__name__}: {error}"
+    output = "".join(capsys.readouterr())
+    wrong = [
+        what
+        for what, is_wrong in (
+            (f"exit code {code}", code not in (1, 2)),
+            ("a stack trace", "Traceback" in output or "Nobody has foreseen" in output),
+            ("an escape sequence", ESCAPE in output),
+            ("nothing said", not output.strip()),
+            ("no remedy", f"bytescale {arguments[0]}:" in output and "To fix:" not in output),
+        )
+        if is_wrong
+    ]
+    return f"{' '.join(arguments)[:120]}: {', '.join(wrong)}: {output[-300:]}" if wrong else ""
+
+
+def test_every_bad_input_is_one_clear_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert len(cases()) >= 150
+    complaints = [found for arguments in cases() if (found := complaint(arguments, capsys))]
+    assert not complaints, "\n\n".join(complaints)
+
+
+def manifests() -> dict[str, Callable[[bytes], bytes]]:
+    """What can be done to ``run_state.json``, by name."""
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "empty": lambda content: b"",
+        "half": lambda content: content[: len(content) // 2],
+        "list": lambda content: b"[]",
+        "deep": lambda content: DEEP.encode(),
+    }
+    for key in ("step", "sampler", "architecture", "mesh", "format", "layouts", "files", "companions", "checksum"):
+        for name, value in (("gone", ...), ("null", None), ("text", "x"), ("list", [None])):
+            changes[f"{key}-{name}"] = lambda content, key=key, value=value: _with(content, key, value)  # type: ignore[misc]
+    return changes
+
+
+def _with(content: bytes, key: str, value: object) -> bytes:
+    changed = json.loads(content)
+    changed.pop(key)
+    return json.dumps(changed if value is ... else {**changed, key: value}).encode()
+
+
+TENSORS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "huge-header": lambda content: struct.pack("<Q", 2**62) + content[8:],
+    "junk-header": lambda content: struct.pack("<Q", 20) + b"[" * 20 + content[28:],
+    "no-tensors": lambda content: struct.pack("<Q", 2) + b"{}" + content[10:],
+    "cut": lambda content: content[:-100],
+}
+
+
+def test_crafted_checkpoints_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    complaints = []
+    crafted = [("run_state.json", *change) for change in manifests().items()]
+    crafted += [("tensors-00000.safetensors", *change) for change in TENSORS.items()]
+    for file, name, change in crafted:
+        run = tmp_path / f"{file.partition('.')[0]}-{name}"
+        shutil.copytree(folder / "run", run)
+        path = run / "checkpoints" / STEP / file
+        path.write_bytes(change(path.read_bytes()))
+        for command in (("train", "--resume", run.name, "--trainer.steps", "4"), ("checkpoint", "verify", run.name)):
+            complaints.append(complaint(command, capsys))
+        shutil.rmtree(run)
+    assert not any(complaints), "\n\n".join(filter(None, complaints))
+
+
+def test_damaged_records_of_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What only tells people of a run neither stops its continuation nor its report."""
+    monkeypatch.chdir(tmp_path)
+    for number, content in enumerate(
+        [b'{"step": NaN}\n', b"garbage\n[1, 2]\n", b"", b"\xff\xfe\0\0", DEEP.encode(), b'{"step": 1, "loss": "x"}\n']
+    ):
+        run = tmp_path / f"run-{number}"
+        shutil.copytree(folder / "run", run)
+        for name in ("metrics.jsonl", "calibration.jsonl", "traces/step-000001.json"):
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_bytes(content)
+        assert main(["report", run.name, "--out", f"{number}.html"]) == 0
+        assert main(["train", "--resume", run.name, "--trainer.steps", "4"]) == 0, capsys.readouterr().err
+        assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
