@@ -385,6 +385,7 @@ def test_data_show_prints_what_is_trained_on(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "'1+1='" in shown
     assert "2 of 6 tokens" in shown
+    assert "'2<eos>'" in shown, "whether the end is trained on is what people look for"
     assert run(["show", str(source), "--content", "prompt", "--cache-dir", str(tmp_path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["document"], row["start"], row["stop"], row["weight"]) for row in rows] == [

@@ -37,7 +37,7 @@ def test_bytes_and_back(text: str) -> None:
     tokenizer = ByteTokenizer()
     (ids,) = tokenizer.encode_batch([text])
     assert ids.tolist() == list(text.encode())
-    assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text + "<eos>"
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
     assert tokenizer.vocab_size == tokenizer.eos_id + 1 == 257
 
 
@@ -149,4 +149,4 @@ def test_training_needs_room_for_all_bytes_and_some_text(tmp_path: Path) -> None
 
 def test_decode_takes_arrays(trained: JsonTokenizer) -> None:
     (ids,) = trained.encode_batch(["the dog"])
-    assert trained.decode(np.append(ids, trained.eos_id).astype(np.uint16)) == "the dog<|endoftext|>"
+    assert trained.decode(np.append(ids, trained.eos_id).astype(np.uint16)) == "the dog"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ import pytest
 
 import bytescale.data.remote  # noqa: F401  sets what Ray reads when it is imported, before any test module imports it
 
-# A Ray that a program starts lets in only those who know its token. The starter's children inherit this variable; the
-# test process is none, and reads it when it imports Ray.
+# A Ray that a program starts lets in only those who know its token. The starter's children inherit these variables; the
+# test process is none, and reads them when it imports Ray.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 OWN_PROCESS = "BYTESCALE_TESTS_RAY"
 """Set in the process of a test that forks ranks: the address of the Ray that it joins."""

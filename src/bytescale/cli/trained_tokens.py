@@ -58,7 +58,12 @@ def _runs(corpus: Corpus, number: int, piece: int) -> Iterator[TokenRun]:
 
 
 def _text(corpus: Corpus, ids: NDArray) -> str:
-    return " ".join(map(str, ids.tolist())) if corpus.tokenizer is None else corpus.tokenizer.decode(ids)
+    """The text of tokens, the end of a document by its name: whether it is trained on is what people look for."""
+    if corpus.tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    parts = np.split(ids, np.flatnonzero(ids == corpus.tokenizer.eos_id))
+    texts = [corpus.tokenizer.decode(part) for part in parts]  # each part but the first begins with the end of a text
+    return corpus.tokenizer.eos_text.join(texts)
 
 
 def _shortened(text: str) -> str:

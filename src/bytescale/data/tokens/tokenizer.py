@@ -56,6 +56,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def eos_text(self) -> str:
+        """What people call that id."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """16 hex digits, equal for tokenizers that encode everything alike."""
         ...
@@ -72,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of the ids, with special tokens by their names."""
+        """Text of the ids. EOS gives no text."""
         ...
 
 
@@ -82,6 +87,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eos_id = 256
+    eos_text = "<eos>"
     fingerprint = "bytes-eos-256"
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -96,9 +102,9 @@ class ByteTokenizer:
         return ids.astype(np.int64), np.stack([places, places + 1], axis=1)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD. EOS is ``<eos>``."""
-        parts = "".join(map(chr, np.asarray(ids, dtype=np.int64).tolist())).split(chr(self.eos_id))
-        return "<eos>".join(part.encode("latin-1").decode("utf-8", errors="replace") for part in parts)
+        """Text of the ids. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
+        values = np.asarray(ids, dtype=np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
@@ -118,6 +124,7 @@ class JsonTokenizer:
         self._tokenizer = tokenizer
         self.name = name
         self.eos_id = _find_eos(tokenizer, name, eos_token)
+        self.eos_text = str(tokenizer.id_to_token(self.eos_id))
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         content = f"{self.eos_id}\0{tokenizer.to_str()}".encode()
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -162,7 +169,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         values = np.asarray(ids, dtype=np.int64)
-        return str(self._tokenizer.decode(values.tolist(), skip_special_tokens=False))
+        return str(self._tokenizer.decode(values[values != self.eos_id].tolist(), skip_special_tokens=False))
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
