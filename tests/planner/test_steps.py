@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
-from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, equal_blocks
+from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles, block_seconds, degrees_within, equal_blocks
 from bytescale.planner.adaptive.fill import deal, into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
@@ -62,7 +62,7 @@ def members_of(placement: Placement) -> list[np.ndarray]:
 
 def blocks_of(lengths: np.ndarray, degrees: np.ndarray, cost: CostModel, num_ranks: int) -> Rectangles:
     """Groups of these lengths, each on at least so many ranks, descending."""
-    return equal_blocks(lengths, degrees, num_ranks, cost, np.inf)
+    return equal_blocks(DegreeGrid(cost, num_ranks), lengths, degrees, np.inf)
 
 
 def reserved(
@@ -317,7 +317,7 @@ def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: flo
     every = np.arange(fewest[0], num_ranks + 1)
     taken = block_seconds(LINKS, np.full(len(every), length), every)
     limit = factor * float(taken.max())
-    degree, seconds = degrees_within(LINKS, np.array([length]), fewest, num_ranks, limit)
+    degree, seconds = degrees_within(DegreeGrid(LINKS, num_ranks), np.array([length]), fewest, limit)
     assert seconds[0] == pytest.approx(float(taken[degree[0] - fewest[0]]), rel=1e-12)
     in_time = every[taken <= limit]
     if len(in_time):
@@ -334,7 +334,7 @@ def test_the_target_of_free_communication_is_the_mean() -> None:
 
 
 def test_the_target_is_never_below_the_longest_on_its_best_degree() -> None:
-    target = target_seconds(LINKS, np.array([2_000_000]), np.array([250]), 0.0, 4096)
+    target = target_seconds(DegreeGrid(LINKS, 4096), np.array([2_000_000]), np.array([250]), 0.0)
     every = np.arange(250, 4097)
     best = float(block_seconds(LINKS, np.full(len(every), 2_000_000), every).min())
     assert best <= target <= 1.01 * best

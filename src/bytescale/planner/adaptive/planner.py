@@ -263,11 +263,11 @@ def _stacked_within(batch: Batch, makespan: float) -> Trial:
 
 def _blocks(batch: Batch, longest: float) -> Rectangles:
     """Step 2: the sequences that are shared, which are the longest."""
-    cluster, cost, count = batch.cluster, batch.cost, batch.num_shared(longest)
+    cluster, count = batch.cluster, batch.num_shared(longest)
     lengths, fewest = batch.lengths[:count], batch.fewest[:count]
     if cluster.is_uniform:
-        return equal_blocks(lengths, fewest, cluster.num_ranks, cost, longest)
-    return unequal_blocks(lengths, fewest, cluster, cost, longest)
+        return equal_blocks(batch.tried, lengths, fewest, longest)
+    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest)
 
 
 def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
