@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
 from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles, block_seconds, degrees_within, equal_blocks
@@ -22,7 +23,7 @@ from bytescale.planner.batch import longest_first
 from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit, micro_batches
 from tests.helpers.effort import examples
-from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
+from tests.planner.helpers import GRIDS, IDEAL, LINKS, heavy_tailed
 
 LINEAR = CostModel(attention_seconds_per_pair=0.0, token_seconds=1.0)
 """A token takes a second."""
@@ -325,6 +326,27 @@ def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: flo
         assert in_time[0] <= degree[0] <= max(in_time[0] + 1, 1.07 * in_time[0])
     else:
         assert seconds[0] <= 1.01 * taken.min()
+
+
+def test_a_length_is_tried_once_for_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a pipeline's levels, in any order, give the degrees that each gives alone."""
+    tried = list[int]()
+    once = DegreeGrid._try
+
+    def counted(self: DegreeGrid, lengths: list[int], fewest: IntArray) -> None:
+        tried.extend(lengths)
+        once(self, lengths, fewest)
+
+    monkeypatch.setattr(DegreeGrid, "_try", counted)
+    lengths = np.sort(heavy_tailed(300, 2_000_000, 3, exponent=0.3))[::-1].copy()
+    fewest = -(-lengths // 8192)
+    limits = [10.0, 0.1, 3.0, 0.5, 10.0, 1.0]
+    kept = DegreeGrid(GRIDS, 512)
+    together = [degrees_within(kept, lengths, fewest, limit) for limit in limits]
+    assert 0 < len(tried) == len(set(tried))
+    for limit, found in zip(limits, together, strict=True):
+        for one, other in zip(found, degrees_within(DegreeGrid(GRIDS, 512), lengths, fewest, limit), strict=True):
+            assert (one == other).all()
 
 
 def test_the_target_of_free_communication_is_the_mean() -> None:

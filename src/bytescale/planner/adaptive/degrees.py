@@ -44,10 +44,11 @@ class Rectangles(NamedTuple):
 
 def is_ideal(cost: CostModel) -> bool:
     """Whether communication is free."""
-    return cost.latency_seconds(False) == cost.latency_seconds(True) == cost.ring_message_seconds == 0 and (
-        cost.ring_bytes_per_token == 0
-        or (np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second))
+    no_latency = cost.latency_seconds(False) == cost.latency_seconds(True) == cost.ring_message_seconds == 0
+    no_transfers = cost.ring_bytes_per_token == 0 or bool(
+        np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second)
     )
+    return no_latency and no_transfers
 
 
 def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:

@@ -8,7 +8,7 @@
     5. Again     while the makespan is not close to the target: steps 2 to 4 with a later makespan T to aim at, and with
                  a shorter longest block, which has more traffic
     6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
-    7. Rivals    the plan of a small batch is replaced by the best plan of the baselines, if that is better
+    7. Rivals    a plan that is not good enough is replaced by the best plan of the baselines, if that is better
 
 In a pipeline of equal ranks, the longest block costs most. Many are tried, and several sizes of packs. Ranks that
 differ in speed or capacity take the same steps with shares of their own (``unequal``), but nothing is reserved. In a
@@ -83,7 +83,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     flat = Batch.of(lengths[order], cluster, cost)
     planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
     if num_stages == 1:
-        return _best_of_rivals(_with_or_without_grids(flat, partial(planned, flat)), flat)
+        return _without_pipeline(flat, partial(planned, flat))
     piped = replace(flat, num_stages=num_stages)
     if not cluster.is_uniform:
         return _in_unequal_pipelines(piped, planned)
@@ -116,21 +116,23 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
     return min(plans, key=partial(_end, piped))
 
 
-def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
-    """Steps 2 to 6. The plan never ends later than one that is searched with rings alone.
+def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
+    """Steps 2 to 7. The plan never ends later than one that is searched with rings alone.
 
     That search is left out where it cannot be better, as that with grids is. Its plan gets the best shapes as well: on
     the same ranks, these are never slower than rings.
     """
     rings, is_uniform = flat.rings, flat.cluster.is_uniform
-    if rings is None:
-        return planned(search(flat))
-    if is_uniform and rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
-        return planned(search(rings))
-    plan = planned(search(flat))
-    if _end(flat, plan) <= rings.fastest if is_uniform else flat.cluster.num_ranks < WIDE:
-        return plan
-    return min((plan, planned(search(rings))), key=partial(_end, flat))
+    no_grids = rings if is_uniform and rings and max(rings.fastest, rings.target) <= CLOSE * flat.target else None
+    trial = search(no_grids or flat)
+    plan = planned(trial)
+    if (rings and not no_grids) and (
+        _end(flat, plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
+    ):
+        plan = min((plan, planned(search(rings))), key=partial(_end, flat))
+    if plan.num_sequences > FEW and trial.end <= GOOD_ENOUGH * flat.target:
+        return plan  # evaluating it would take as long as planning
+    return _best_of_rivals(plan, flat)
 
 
 def pack_sizes(capacity: int) -> list[int]:
@@ -216,7 +218,7 @@ def _trials(batch: Batch) -> Iterator[Trial]:
             trial = _stacked(batch, blocks, later, snap)
             ends.append(trial.end)
             yield trial
-        if min(ends) > late and len(batch.lengths) > FEW:
+        if min(ends) > late and len(blocks.items) > FEW:
             break  # shorter blocks would take even more ranks and time
         late = min(late, *ends)
     if reserves or not is_flat:
@@ -225,15 +227,14 @@ def _trials(batch: Batch) -> Iterator[Trial]:
 
 
 def _parts(batch: Batch) -> list[int]:
-    """The target over the longest blocks tried: several where there are few sequences, or where ranks differ.
+    """The target over the longest blocks tried: those that make few groups.
 
     With grids, blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
     """
-    if len(batch.lengths) > FEW and batch.cluster.is_uniform:
-        return [PARTS[0]]
+    few = [part for part in PARTS if part == PARTS[0] or batch.num_shared(LATER * batch.target / part) <= FEW]
     if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
-        return list(PARTS)
-    return [part for part in PARTS if part == PARTS[0] or batch.target / part >= batch.fastest]
+        return few
+    return [part for part in few if part == PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
@@ -305,20 +306,23 @@ def _end(batch: Batch, plan: Plan) -> float:
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
-    With free communication, a static mesh balances every batch at no cost. A plan close to the target is then good
-    enough. Otherwise only all compute spread evenly is, which no plan beats. The target can be beaten: the sequences of
+    With free communication, a static mesh balances every batch at no cost, at the latest one of all ranks. A plan close
+    to the target is then good enough, and so it is for a batch of many sequences, which takes longer to plan. Otherwise
+    only all compute spread evenly is, which no plan beats. The target can be beaten: the sequences of
     a mesh's pack hide each other's messages, and a plan gets better shapes than the target knows. So plans with grids
     and plans with rings are compared with the same baselines, and grids are never slower.
     """
-    if plan.num_sequences > FEW or int(plan.lengths.max()) > batch.cluster.largest_sequence:
+    if int(plan.lengths.max()) > batch.cluster.largest_sequence:
         return plan  # baselines give all members of a group equal shares
-    enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.even_seconds
+    is_free = is_ideal(batch.cost)
+    enough = GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > FEW else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
     paper = partial(paper_plan, pipeline=batch.num_stages > 1)
     rivals: list[Callable[..., Plan]] = [partial(greedy_plan, num_buckets=1), greedy_plan, paper]
-    for planner in rivals + [static_plan] * mesh_holds:  # the mesh does not offload
+    meshes: list[Callable[..., Plan]] = [static_plan] + [partial(static_plan, cp=cluster.num_ranks)] * is_free
+    for planner in rivals + meshes * mesh_holds:  # a mesh does not offload
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)

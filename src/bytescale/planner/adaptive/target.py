@@ -25,9 +25,10 @@ from bytescale.planner.adaptive.degrees import (
 PRECISION = 1.002
 """The target's lower and upper bound differ by at most this factor."""
 FEW = 4096
-"""Batches of up to this many sequences are planned with more effort: each sequence matters, and takes little time."""
+"""Shorter blocks are tried while they make at most this many groups. The plan of a batch of more sequences is compared
+with baselines only if it is not good enough."""
 PARTS = (1, 4, 16, 64)
-"""The target over the longest blocks tried without a pipeline, where there are few sequences or ranks differ."""
+"""The target over the longest blocks tried without a pipeline."""
 LEVELS = 32
 """Longest blocks in a pipeline, in geometric steps from the target down to a 64th of a pack of whole sequences."""
 
