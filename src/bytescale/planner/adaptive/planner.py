@@ -218,7 +218,7 @@ def _trials(batch: Batch) -> Iterator[Trial]:
             trial = _stacked(batch, blocks, later, snap)
             ends.append(trial.end)
             yield trial
-        if min(ends) > late and len(blocks.items) > FEW:
+        if min(ends) > late and len(batch.lengths) > FEW:
             break  # shorter blocks would take even more ranks and time
         late = min(late, *ends)
     if reserves or not is_flat:
