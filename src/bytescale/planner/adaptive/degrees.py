@@ -16,12 +16,9 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
+from bytescale.planner.adaptive.effort import GRID, TRIES
 from bytescale.planner.order import rising
 
-GRID = 96
-"""Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
-TRIES = 4
-"""Times that ranks are added for the exposed time that was found."""
 AT_ONCE = 96
 """Sequences for which the grid is computed at once: its arrays stay in the processor's cache."""
 _NEVER = np.iinfo(np.int64).max

@@ -28,12 +28,13 @@ from numpy.typing import ArrayLike
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.planner.adaptive import effort
 from bytescale.planner.adaptive.aligned import align, is_aligned
 from bytescale.planner.adaptive.degrees import Rectangles, equal_blocks, is_ideal
 from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.adaptive.free import Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
-from bytescale.planner.adaptive.target import FEW, PARTS, Batch
+from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
 from bytescale.planner.baselines.greedy import greedy_plan
@@ -41,29 +42,6 @@ from bytescale.planner.baselines.paper import paper_plan
 from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.evaluate import evaluate
-
-GOOD_ENOUGH = 1.009
-"""A makespan within this factor of the target ends the search."""
-GOOD_ENOUGH_UNEQUAL = 1.015
-"""The same factor for ranks that differ, where an attempt takes ten times as long."""
-CLOSE = 1.002
-"""Makespans within this factor of each other count as equal. Of such trials, that with the least traffic is taken."""
-FIRST, LATER = 1.004, 1.008
-"""Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
-BISECTIONS = 4
-"""Makespans that reservations aim at, after the first one."""
-MOST_RESERVED = 4096
-"""Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
-SNAPS = (0.0, 0.3, 0.6)
-"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``)."""
-SNAPS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-"""The same in a pipeline, where blocks cannot be replaced by reservations."""
-REFINED, AIMS = 3, 3
-"""Longest blocks in a pipeline that are tried with every snap, and makespans to aim at for each snap."""
-LEAST_TRIALS, EFFORT = 16, 150_000
-"""Trials in a pipeline, for each size of packs: at least so many, and so many times sequences."""
-MIN_PACK = 8192
-"""Tokens; in a pipeline, packs are halved down to this size."""
 
 
 def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Plan:
@@ -123,14 +101,16 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
     the same ranks, these are never slower than rings.
     """
     rings, is_uniform = flat.rings, flat.cluster.is_uniform
-    no_grids = rings if is_uniform and rings and max(rings.fastest, rings.target) <= CLOSE * flat.target else None
+    no_grids = (
+        rings if is_uniform and rings and max(rings.fastest, rings.target) <= effort.CLOSE * flat.target else None
+    )
     trial = search(no_grids or flat)
     plan = planned(trial)
     if (rings and not no_grids) and (
         _end(flat, plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
     ):
         plan = min((plan, planned(search(rings))), key=partial(_end, flat))
-    if plan.num_sequences > FEW and trial.end <= GOOD_ENOUGH * flat.target:
+    if plan.num_sequences > effort.FEW and trial.end <= effort.GOOD_ENOUGH * flat.target:
         return plan  # evaluating it would take as long as planning
     return _best_of_rivals(plan, flat)
 
@@ -141,29 +121,29 @@ def pack_sizes(capacity: int) -> list[int]:
     Smaller packs fill and drain a pipeline in less time, at the cost of more launches. Packs below ``MIN_PACK`` tokens
     are not tried.
     """
-    return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / MIN_PACK))) + 1)]
+    return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / effort.MIN_PACK))) + 1)]
 
 
 def tried_in_pipeline(batch: Batch) -> list[Trial]:
     """Steps 2 to 5 in a pipeline: several longest blocks, and the best of them with several snaps and makespans."""
-    allowed = max(LEAST_TRIALS, EFFORT // len(batch.lengths))
+    allowed = max(effort.LEAST_TRIALS, effort.SEQUENCES_TRIED // len(batch.lengths))
     levels = {}
     for longest in batch.longest_blocks():
         blocks = _blocks(batch, longest)
         levels[blocks.degrees.tobytes()] = batch.promised(blocks), longest, blocks
     trials, best_of = list[Trial](), list[tuple[float, float, float, Rectangles]]()
     for promised, longest, blocks in sorted(levels.values(), key=lambda level: level[:2])[
-        : allowed // (2 * len(SNAPS))
+        : allowed // (2 * len(effort.SNAPS))
     ]:
         if best_of and promised > min(best_of)[0]:
             break
-        trials += [_stacked(batch, blocks, LATER * promised, snap) for snap in SNAPS]
-        best_of.append((min(trial.end for trial in trials[-len(SNAPS) :]), promised, longest, blocks))
-    for end, promised, _, blocks in sorted(best_of, key=lambda level: level[:3])[:REFINED]:
-        for snap in SNAPS_IN_PIPELINE:
-            early, late = LATER * promised, max(end, 1.03 * LATER * promised)
-            first = math.sqrt(early * late) if snap in SNAPS else early
-            attempts = min(AIMS, allowed - len(trials))
+        trials += [_stacked(batch, blocks, effort.LATER * promised, snap) for snap in effort.SNAPS]
+        best_of.append((min(trial.end for trial in trials[-len(effort.SNAPS) :]), promised, longest, blocks))
+    for end, promised, _, blocks in sorted(best_of, key=lambda level: level[:3])[: effort.REFINED]:
+        for snap in effort.SNAPS_IN_PIPELINE:
+            early, late = effort.LATER * promised, max(end, 1.03 * effort.LATER * promised)
+            first = math.sqrt(early * late) if snap in effort.SNAPS else early
+            attempts = min(effort.AIMS, allowed - len(trials))
             trials += bisected(partial(_stacked, batch, blocks, snap=snap), early, late, first, attempts)
     return trials
 
@@ -171,12 +151,12 @@ def tried_in_pipeline(batch: Batch) -> list[Trial]:
 def bisected(attempt: Callable[[float], Trial], early: float, late: float, aim: float, most: int) -> Iterator[Trial]:
     """At most so many attempts to end by a makespan: first ``aim``, then others between ``early`` and ``late``."""
     for _ in range(most):
-        if late < CLOSE * early:
+        if late < effort.CLOSE * early:
             break
         trial = attempt(aim)
         yield trial
         late = min(late, max(trial.end, early))
-        early, late = (early, min(aim, late)) if trial.end <= CLOSE * aim else (max(aim, early), late)
+        early, late = (early, min(aim, late)) if trial.end <= effort.CLOSE * aim else (max(aim, early), late)
         aim = math.sqrt(early * late)
 
 
@@ -184,7 +164,7 @@ def search(batch: Batch) -> Trial:
     """Steps 2 to 5: the first trial that is good enough, or else the best."""
     trials = []
     for trial in _trials(batch):
-        if trial.end <= (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target:
+        if trial.end <= (effort.GOOD_ENOUGH if batch.cluster.is_uniform else effort.GOOD_ENOUGH_UNEQUAL) * batch.target:
             return trial
         trials.append(trial)
     return best(trials)
@@ -192,13 +172,13 @@ def search(batch: Batch) -> Trial:
 
 def best(trials: list[Trial]) -> Trial:
     """The trial with the least traffic of those that end about first."""
-    latest = CLOSE * min(trial.end for trial in trials)
+    latest = effort.CLOSE * min(trial.end for trial in trials)
     return min((trial for trial in trials if trial.end <= latest), key=lambda trial: trial.traffic_tokens)
 
 
 def _trials(batch: Batch) -> Iterator[Trial]:
     """Trials of steps 2 to 4, roughly in the order of their traffic and of the time that they take."""
-    first, later, enough = (factor * batch.target for factor in (FIRST, LATER, GOOD_ENOUGH))
+    first, later, enough = (factor * batch.target for factor in (effort.FIRST, effort.LATER, effort.GOOD_ENOUGH))
     is_flat, late = batch.cluster.is_uniform, np.inf
     if is_flat:
         yield _stacked(batch, _blocks(batch, first), first)
@@ -208,22 +188,22 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         count = len(blocks.items)
         share_low(free, batch.lengths[count:], batch.work_seconds[count:], batch.cost)
         yield _filled(batch, blocks, free.placement())
-    reserves = is_flat and batch.cluster.num_ranks <= MOST_RESERVED
+    reserves = is_flat and batch.cluster.num_ranks <= effort.MOST_RESERVED
     if reserves:
         yield _reserved(batch, later)
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
         ends = []
-        for snap in SNAPS:
+        for snap in effort.SNAPS:
             trial = _stacked(batch, blocks, later, snap)
             ends.append(trial.end)
             yield trial
-        if min(ends) > late and len(batch.lengths) > FEW:
+        if min(ends) > late and len(batch.lengths) > effort.FEW:
             break  # shorter blocks would take even more ranks and time
         late = min(late, *ends)
     if reserves or not is_flat:
         attempt = partial(_reserved if reserves else _stacked_within, batch)
-        yield from bisected(attempt, later, late, math.sqrt(later * late), BISECTIONS)
+        yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
 
 
 def _parts(batch: Batch) -> list[int]:
@@ -231,10 +211,14 @@ def _parts(batch: Batch) -> list[int]:
 
     With grids, blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
     """
-    few = [part for part in PARTS if part == PARTS[0] or batch.num_shared(LATER * batch.target / part) <= FEW]
+    few = [
+        part
+        for part in effort.PARTS
+        if part == effort.PARTS[0] or batch.num_shared(effort.LATER * batch.target / part) <= effort.FEW
+    ]
     if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
         return few
-    return [part for part in few if part == PARTS[0] or batch.target / part >= batch.fastest]
+    return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
@@ -315,7 +299,7 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     if int(plan.lengths.max()) > batch.cluster.largest_sequence:
         return plan  # baselines give all members of a group equal shares
     is_free = is_ideal(batch.cost)
-    enough = GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > FEW else batch.even_seconds
+    enough = effort.GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())

@@ -21,16 +21,7 @@ from bytescale.planner.adaptive.degrees import (
     fastest_seconds,
     is_ideal,
 )
-
-PRECISION = 1.002
-"""The target's lower and upper bound differ by at most this factor."""
-FEW = 4096
-"""Shorter blocks are tried while they make at most this many groups. The plan of a batch of more sequences is compared
-with baselines only if it is not good enough."""
-PARTS = (1, 4, 16, 64)
-"""The target over the longest blocks tried without a pipeline."""
-LEVELS = 32
-"""Longest blocks in a pipeline, in geometric steps from the target down to a 64th of a pack of whole sequences."""
+from bytescale.planner.adaptive.effort import LEVELS, PRECISION
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
