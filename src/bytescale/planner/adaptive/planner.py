@@ -110,7 +110,7 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
         _end(flat, plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
     ):
         plan = min((plan, planned(search(rings))), key=partial(_end, flat))
-    if plan.num_sequences > effort.FEW and trial.end <= effort.GOOD_ENOUGH * flat.target:
+    if plan.num_sequences > effort.FEW and trial.end <= _good_enough(flat):
         return plan  # evaluating it would take as long as planning
     return _best_of_rivals(plan, flat)
 
@@ -164,10 +164,14 @@ def search(batch: Batch) -> Trial:
     """Steps 2 to 5: the first trial that is good enough, or else the best."""
     trials = []
     for trial in _trials(batch):
-        if trial.end <= (effort.GOOD_ENOUGH if batch.cluster.is_uniform else effort.GOOD_ENOUGH_UNEQUAL) * batch.target:
+        if trial.end <= _good_enough(batch):
             return trial
         trials.append(trial)
     return best(trials)
+
+
+def _good_enough(batch: Batch) -> float:
+    return batch.target * (effort.GOOD_ENOUGH if batch.cluster.is_uniform else effort.GOOD_ENOUGH_UNEQUAL)
 
 
 def best(trials: list[Trial]) -> Trial:
@@ -299,7 +303,7 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     if int(plan.lengths.max()) > batch.cluster.largest_sequence:
         return plan  # baselines give all members of a group equal shares
     is_free = is_ideal(batch.cost)
-    enough = effort.GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
+    enough = _good_enough(batch) if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
