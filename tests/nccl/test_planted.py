@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 
 from bytescale.plan import RankPlan
-from bytescale.runtime import MeshShape, RankGroup, token_shards
+from bytescale.runtime import Mesh, MeshShape, RankGroup, token_shards
 from bytescale.runtime.buckets import BucketCollectives
-from tests.nccl.recorder import Event
+from tests.nccl.recorder import Event, Log, RecordedGroup
 from tests.nccl.steps import uneven
 from tests.nccl.test_nccl import assert_finishes, recorded
 
@@ -75,6 +75,34 @@ def idle_without_gather() -> AbstractContextManager:
             gather(self)
 
     return patch.object(BucketCollectives, "gather", skipping)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "used"),
+    [
+        (MeshShape(hdp=9), [0] * 8 + [1], 8),  # one rank is alone on its node
+        (MeshShape(hdp=6, pp=4), [rank // 8 for rank in range(24)], 12),  # two HDP groups of four lie inside nodes
+        (MeshShape(hdp=4, tp=2), [0, 0, 0, 0, 1, 1, 1, 1], 8),
+        (MeshShape(hdp=4), [0, 0, 0, 0], 0),
+        (MeshShape(hdp=3), [0, 1, 2], 0),
+    ],
+    ids=str,
+)
+def test_all_ranks_make_equally_many_groups(shape: MeshShape, nodes: list[int], used: int) -> None:
+    """Making one splits the communicator of all ranks, which waits for all of them."""
+    made, with_node = dict[int, list[tuple[int, ...]]](), 0
+    for rank in range(shape.size):
+        log, groups = Log(rank), made.setdefault(rank, [])
+
+        def make(name: str, ranks: Sequence[int], log: Log = log, groups: list = groups) -> RecordedGroup:
+            groups.append(tuple(ranks))
+            return RecordedGroup(log, name, ranks)
+
+        world = RankGroup(RecordedGroup(log, "world", range(shape.size)))
+        mesh = Mesh.of(world, shape, make, nodes=nodes)
+        with_node += mesh.node is not mesh.hdp
+    assert len({len(groups) for groups in made.values()}) == 1
+    assert with_node == used
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -93,11 +93,11 @@ def disk_full(error: OSError) -> DiskFullError:
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Write the error where torchrun's agent looks for it. The agent then knows which rank's error came first."""
+    """Write the error where torchrun's agent looks for it, if there is an agent."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        from bytescale.train.ranks import record_for_torchrun as record
 
-        get_error_handler().record_exception(error)
+        record(error)
 
 
 def usage() -> str:
