@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,6 +211,17 @@ def test_an_implementation_that_this_torch_does_not_know(monkeypatch: pytest.Mon
     monkeypatch.delitem(registry(), "FA4")
     reason = flash.why_not(FA4, HOPPER, CPU, FP32, HEADS)
     assert reason == f"is unknown to torch {torch.__version__}"
+
+
+def test_a_package_that_was_built_for_another_torch_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for ``flash_attn.cute`` imports ``flash_attn``."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = flash.why_not(FA4, HOPPER, CPU, FP32, HEADS)
+    assert reason == "is installed but fails (ImportError: undefined symbol: _ZN3c104cuda)"
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4"])

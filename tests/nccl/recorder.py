@@ -123,11 +123,11 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _allgather_base(self, full: Tensor, part: Tensor, options: Any = None) -> RecordedWork:
         full.view(self.size(), -1).copy_(part.clone().view(1, -1))
-        return self._collective("all-gather", part)
+        return self._collective("all-gather", part, full)
 
     def _reduce_scatter_base(self, part: Tensor, full: Tensor, options: Any = None) -> RecordedWork:
         part.zero_()
-        return self._collective("reduce-scatter", part)
+        return self._collective("reduce-scatter", part, full)
 
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names since torch 2.13
 
@@ -143,8 +143,10 @@ class RecordedGroup(dist.ProcessGroup):
     def batch(self, ends: Sequence[End]) -> RecordedWork:
         return self.log.post(self.communicator, ends)
 
-    def _collective(self, kind: str, tensor: Tensor) -> RecordedWork:
-        return self.log.post(self.communicator, collective=f"{kind} of {tensor.numel()} {tensor.dtype}")
+    def _collective(self, kind: str, tensor: Tensor, full: Tensor | None = None) -> RecordedWork:
+        """``full``: what the ranks have together. Its place in its buffer tells buckets of one size apart."""
+        place = (tensor if full is None else full).storage_offset()
+        return self.log.post(self.communicator, collective=f"{kind} of {tensor.numel()} {tensor.dtype} at {place}")
 
 
 class ZeroKernel:

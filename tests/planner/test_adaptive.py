@@ -37,6 +37,18 @@ def test_everybody_ends_together_when_communication_is_free(num_ranks: int, expo
     assert evaluate(plan, cluster=cluster, cost=cost).over_ideal <= 1.01
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "long"), [(15, [47581, 12608, 9564, 7510, 4500]), (66, [415494, 98633, 31747, 15723, 5000])]
+)
+@pytest.mark.parametrize("crumbs", [4000, 5000, 20_000])
+def test_the_number_of_short_sequences_does_not_matter(num_ranks: int, long: list[int], crumbs: int) -> None:
+    """A batch that is hard because of five sequences is as hard with thousands of one token, which are no work."""
+    cluster = Cluster.uniform(num_ranks, 8192)
+    plan = adaptive_plan([*long, *[1] * crumbs], cluster=cluster, cost=IDEAL)
+    verify(plan)
+    assert evaluate(plan, cluster=cluster, cost=IDEAL).over_ideal <= 1.01
+
+
 def test_short_sequences_cause_no_traffic() -> None:
     cluster = Cluster.uniform(8, 100)
     lengths = heavy_tailed(500, 100, 0)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytescale.common.arrays import IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.planner import greedy_plan, naive_plan, paper_plan
-from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, equal_blocks
+from bytescale.planner.adaptive.degrees import DegreeGrid, Rectangles, block_seconds, degrees_within, equal_blocks
 from bytescale.planner.adaptive.fill import deal, into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
@@ -22,7 +23,7 @@ from bytescale.planner.batch import longest_first
 from bytescale.planner.order import rising
 from bytescale.planner.packing import best_fit, micro_batches
 from tests.helpers.effort import examples
-from tests.planner.helpers import IDEAL, LINKS, heavy_tailed
+from tests.planner.helpers import GRIDS, IDEAL, LINKS, heavy_tailed
 
 LINEAR = CostModel(attention_seconds_per_pair=0.0, token_seconds=1.0)
 """A token takes a second."""
@@ -62,7 +63,7 @@ def members_of(placement: Placement) -> list[np.ndarray]:
 
 def blocks_of(lengths: np.ndarray, degrees: np.ndarray, cost: CostModel, num_ranks: int) -> Rectangles:
     """Groups of these lengths, each on at least so many ranks, descending."""
-    return equal_blocks(lengths, degrees, num_ranks, cost, np.inf)
+    return equal_blocks(DegreeGrid(cost, num_ranks), lengths, degrees, np.inf)
 
 
 def reserved(
@@ -317,7 +318,7 @@ def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: flo
     every = np.arange(fewest[0], num_ranks + 1)
     taken = block_seconds(LINKS, np.full(len(every), length), every)
     limit = factor * float(taken.max())
-    degree, seconds = degrees_within(LINKS, np.array([length]), fewest, num_ranks, limit)
+    degree, seconds = degrees_within(DegreeGrid(LINKS, num_ranks), np.array([length]), fewest, limit)
     assert seconds[0] == pytest.approx(float(taken[degree[0] - fewest[0]]), rel=1e-12)
     in_time = every[taken <= limit]
     if len(in_time):
@@ -327,6 +328,27 @@ def test_degrees_are_the_fewest_in_time(length: int, num_ranks: int, factor: flo
         assert seconds[0] <= 1.01 * taken.min()
 
 
+def test_a_length_is_tried_once_for_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a pipeline's levels, in any order, give the degrees that each gives alone."""
+    tried = list[int]()
+    once = DegreeGrid._try
+
+    def counted(self: DegreeGrid, lengths: list[int], fewest: IntArray) -> None:
+        tried.extend(lengths)
+        once(self, lengths, fewest)
+
+    monkeypatch.setattr(DegreeGrid, "_try", counted)
+    lengths = np.sort(heavy_tailed(300, 2_000_000, 3, exponent=0.3))[::-1].copy()
+    fewest = -(-lengths // 8192)
+    limits = [10.0, 0.1, 3.0, 0.5, 10.0, 1.0]
+    kept = DegreeGrid(GRIDS, 512)
+    together = [degrees_within(kept, lengths, fewest, limit) for limit in limits]
+    assert 0 < len(tried) == len(set(tried))
+    for limit, found in zip(limits, together, strict=True):
+        for one, other in zip(found, degrees_within(DegreeGrid(GRIDS, 512), lengths, fewest, limit), strict=True):
+            assert (one == other).all()
+
+
 def test_the_target_of_free_communication_is_the_mean() -> None:
     lengths = heavy_tailed(500, 4096, 1)[::-1].copy()
     batch = Batch.of(np.sort(lengths)[::-1].copy(), Cluster.uniform(64, 64), IDEAL)
@@ -334,7 +356,7 @@ def test_the_target_of_free_communication_is_the_mean() -> None:
 
 
 def test_the_target_is_never_below_the_longest_on_its_best_degree() -> None:
-    target = target_seconds(LINKS, np.array([2_000_000]), np.array([250]), 0.0, 4096)
+    target = target_seconds(DegreeGrid(LINKS, 4096), np.array([2_000_000]), np.array([250]), 0.0)
     every = np.arange(250, 4097)
     best = float(block_seconds(LINKS, np.full(len(every), 2_000_000), every).min())
     assert best <= target <= 1.01 * best

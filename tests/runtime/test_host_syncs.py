@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bytescale.runtime.executor as executor
+from bytescale.attach import head, micro_batch
+from bytescale.attach.head import loss_sum
+from bytescale.attach.micro_batch import Micro
 from bytescale.attention import Exchange, blocks, copies
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
 from bytescale.models import build_model
@@ -51,7 +54,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copied.append(host.numel())
         return torch.empty(host.shape, dtype=host.dtype, device=device)
 
-    for module in (blocks, copies, executor, loss):
+    for module in (blocks, copies, executor, loss, head, micro_batch):
         monkeypatch.setattr(module, "to_device", to_device)
     monkeypatch.setitem(LOGITS_PER_CHUNK, "meta", 200)
     monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "meta", 500)
@@ -113,6 +116,20 @@ def test_a_step_never_waits_for_the_device(
     changes = {**(MIXTURE if mixture else {}), "ffn_hidden_size": 32, "hidden_size": 32, "head_dim": 8}
     run_on_meta(monkeypatch, checkpointing=checkpointing, head_groups=head_groups, **changes)
     assert on_meta, "tokens were copied"
+
+
+def test_an_attached_models_micro_batch_and_loss_never_wait_for_the_device(on_meta: list[int]) -> None:
+    """Its fields are in CPU memory, as loaders give them; the loss is that of a head of any kind."""
+    (plan, *_) = RankPlan.of(two_micro_batches(), 0).micro_batches
+    fields = {name: torch.arange(plan.num_tokens) % 5 for name in ("tokens", "labels")}
+    words = nn.Linear(4, 8, device=META)
+    words.num_words = 8  # type: ignore[assignment]
+    hidden = torch.empty(plan.num_tokens, 4, device=META, requires_grad=True)
+    with NoPageableCopies():
+        micro = Micro(plan, fields, None, META)  # type: ignore[arg-type]
+        loss_sum(words, hidden, fields["labels"], token_weights=torch.ones(plan.num_tokens)).backward()  # type: ignore[arg-type]
+    assert micro.inputs["input_ids"].device == micro.inputs["position_ids"].device == META
+    assert len(on_meta) == 6
 
 
 def test_what_the_meta_device_catches(on_meta: list[int]) -> None:

@@ -358,6 +358,32 @@ def test_pages_are_shared_by_neighbours_and_reused() -> None:
     assert pool.bytes_allocated == 512
 
 
+def test_pages_are_there_before_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned in few pieces, since each of them waits for the whole device; no more than a step needs, or may have."""
+    pieces, empty = list[int](), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **options: (pieces.append(size), empty(size, **options))[1])
+    pool = HostPool(10**6, pinned=False, page_bytes=256, token_bytes=100.0)
+    pool.prepare(1000, 3)
+    assert pieces == [64 * 256] * 6 + [8 * 256, 2 * 256]
+    assert (pool.bytes_in_use, pool.bytes_allocated) == (0, 394 * 256)
+    pool.prepare(900, 3)
+    assert len(PageWriter(pool).reserve(100_000)) == 391
+    assert len(pieces) == 8, "a forward has nothing to allocate"
+    pool.prepare(10**9, 3)
+    assert 10**6 - 256 < pool.bytes_allocated <= 10**6
+
+
+def test_a_step_prepares_the_pages_of_its_largest_micro_batch() -> None:
+    shape = small_shape(num_layers=5)
+    model = make_model(shape, torch.float32)
+    FlatParameters(model.named_parameters(), 1)
+    pool = HostPool(LIMIT, pinned=False, page_bytes=256, token_bytes=1000.0)
+    activations = Activations(model.layers, pool=pool)
+    micro_batches = RankPlan.of(local_plan([30, 64], [0.5, 1.0]), 0).micro_batches
+    activations.begin_step(micro_batches)
+    assert pool.bytes_allocated == (64 * 1000 // 256 + 3) * 256
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", ["none", "full", "attention"])
 def test_on_a_gpu_gradients_are_bitwise_equal_and_memory_is_saved(checkpointing: str) -> None:

@@ -39,6 +39,18 @@ def reference_parameters(num_ranks: int) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def test_flat_parameters_take_six_bytes_at_the_peak() -> None:
+    """Of BF16: gradients in FP32 come when the parameters' own memory is free."""
+    with LiveBytes() as live:
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).to(torch.bfloat16)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert live.now == pytest.approx(2 * count, rel=0.01)
+        live.peak = live.now
+        FlatParameters(model.named_parameters(), 1)
+    assert live.now == pytest.approx(6 * count, rel=0.01)
+    assert live.peak <= 6.1 * count
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
     def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from bytescale.parity import small_model
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.loop.learning_rate import learning_rate
-from bytescale.train.parts.attached_model import build_attached_model
+from bytescale.train.parts.attached_model import AttachedModel, build_attached_model
 from tests.attach.support import on_ranks as on_thread_ranks
 from tests.helpers.effort import one_of
 
@@ -278,6 +278,25 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
         hidden.backward(torch.ones_like(hidden))
     assert saved == pytest.approx(model.rows.saved_per_token * rows, rel=0.05)
     assert live.peak == pytest.approx(model.rows.fixed + model.rows.peak_per_token * rows, rel=0.05)
+
+
+def test_a_rank_keeps_the_exact_weights_of_its_shard_alone(corpus: Path, tmp_path: Path) -> None:
+    """BF16 parameters of a model in FP32: no second copy of all weights, and those of all ranks are all weights."""
+    config = run_from(hf_folder(tmp_path / "a", "qwen3"), corpus, tmp_path / "run", 1)
+    architecture: Any = resolve_model(config.model)
+    kernel = select_kernel("auto", CPU, torch.bfloat16)
+
+    def build(dtype: torch.dtype, rank: int) -> AttachedModel:
+        return build_attached_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3, rank=rank)
+
+    whole = build(torch.float32, 0)
+    assert not whole.masters
+    ranks = [build(torch.bfloat16, rank) for rank in range(3)]
+    for rank, model in enumerate(ranks):
+        for place, own in zip(model.parameters.shards(rank), model.masters, strict=True):
+            assert own.untyped_storage().nbytes() == 4 * (place.stop - place.start)
+            assert torch.equal(own, whole.parameters.values[place])
+            assert torch.equal(own.bfloat16(), model.parameters.values[place])
 
 
 def test_windows_make_attention_cheaper_for_planners(corpus: Path, tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import multiprocessing
 import os
 import resource
 import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config
+from bytescale.config import Config, ParallelConfig
 from bytescale.train import ranks
-from bytescale.train.ranks import FILES_BESIDE_SOCKETS, open_ranks, prepare_gloo
+from bytescale.train.ranks import FILES_BESIDE_SOCKETS, group_options, leave_early, open_ranks, prepare_gloo
 from tests.helpers.forks import run_forked
 
 
@@ -31,6 +34,59 @@ def test_the_limit_of_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.
         prepare_gloo(4096)
     limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     prepare_gloo(100_000)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_error_is_told_before_anything_can_wait(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Destroying NCCL's groups may take for ever, so these are aborted."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    left = list[tuple[str, bool]]()
+    monkeypatch.setattr(ranks, "abort_process_groups", lambda: left.append(("aborted", file.exists())))
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: left.append(("destroyed", file.exists())))
+    leave_early(ValueError("the cause"), torch.device(device))
+    assert left == [("aborted" if device == "cuda" else "destroyed", True)]
+    assert "the cause" in file.read_text()
+
+
+def test_groups_are_left_after_an_error() -> None:
+    with pytest.raises(ValueError, match="the cause"), open_ranks(Config()):
+        raise ValueError("the cause")
+    assert not dist.is_initialized()
+    with open_ranks(Config()) as opened:
+        assert opened.world.size == 1
+
+
+def test_a_message_may_take_half_an_hour_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[float]()
+
+    def told(*_: object, timeout: timedelta, **__: object) -> None:
+        given.append(timeout.total_seconds())
+        raise InterruptedError
+
+    monkeypatch.setattr(ranks.dist, "init_process_group", told)
+    monkeypatch.setattr(ranks.torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(ranks, "group_options", lambda name, device: None)
+    for device, config in (
+        ("cpu", Config()),
+        ("cuda", Config()),
+        ("cuda", Config(parallel=ParallelConfig(timeout_seconds=7))),
+    ):
+        monkeypatch.setattr(ranks, "choose_device", lambda *_, device=device: torch.device(device))
+        with pytest.raises(InterruptedError), open_ranks(config):
+            pass
+    assert given == [120, 1800, 7]
+
+
+def test_messages_of_rings_and_pipelines_go_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    for name in ("world", "HDP 0", "HDP node 8", "pipeline forward 0 0", "pipeline backward 1 3"):
+        assert group_options(name, torch.device("cuda")).is_high_priority_stream
+    for name in ("TP 0", "HDP gradients 0"):
+        assert group_options(name, torch.device("cuda")) is None
+    assert group_options("HDP 0", torch.device("cpu")) is None
 
 
 def test_ranks_close_their_groups_together() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bytescale.attach.refusal import refusal
+from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
 from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
@@ -96,10 +97,11 @@ class _HeadLoss(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        rows = (labels != IGNORE_INDEX).nonzero().squeeze(1).to(hidden.device)
-        targets = labels.to(hidden.device)[rows]
-        weights = torch.ones_like(labels, dtype=wide) if token_weights is None else token_weights.to(wide)
-        factors = weights.to(hidden.device)[rows]
+        rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        weights = (
+            torch.ones_like(labels, dtype=wide) if token_weights is None else token_weights.to(labels.device, wide)
+        )
+        rows, targets, factors = (to_device(own, hidden.device) for own in (rows, labels[rows], weights[rows]))
         loss = hidden.new_zeros((), dtype=wide)
         sums = [torch.zeros_like(parameter, dtype=wide) for parameter in parameters]
         d_hidden = torch.zeros_like(hidden)

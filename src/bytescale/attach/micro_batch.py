@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bytescale.attach.head import fused_loss_sum, has_plain_head, hidden_states, log_probabilities
 from bytescale.attach.interface import KEYWORD
 from bytescale.attach.passes import MicroBatchPass
+from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.plan import MicroBatch
@@ -37,8 +38,8 @@ class Micro:
         self.num_rows = plan.num_tokens
         self.target = target
         self._given = fields
-        self._fields = {name: rows.to(device, non_blocking=True) for name, rows in fields.items()}
-        tokens, position_ids = self._fields["tokens"], torch.as_tensor(plan.position_ids()).to(device)
+        self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
+        tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
         if not self.num_rows:
             tokens, position_ids = tokens.new_zeros(1), position_ids.new_zeros(1)
         self.inputs: dict[str, Any] = {

@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """``host``, a tensor in CPU memory, on ``device``: itself on the CPU, else a copy that runs on the current stream.
+    """``host`` on ``device``: itself if it is there, else a copy that runs on the current stream.
 
     A copy from pageable memory makes the host wait until the device has done all its work. The pinned memory comes from
     PyTorch's caching allocator, which does not reuse it before the copy is done.
     """
-    if device.type == "cpu":
-        return host
+    if device.type == "cpu" or host.device.type != "cpu":
+        return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

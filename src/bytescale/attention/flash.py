@@ -166,9 +166,10 @@ def why_not(
         needed = " or ".join(f"{capability}.x" for capability in implementation.capabilities)
         return f"needs a GPU of compute capability {needed}, and this one has {major}.x"
     package, _, inner = implementation.module.partition(".")
-    if find_spec(package) is None or (inner and find_spec(implementation.module) is None):
-        return f"is not installed (no module {implementation.module})"
     try:
+        # Looking for a module inside a package imports the package, which fails if it was built for another torch.
+        if find_spec(package) is None or (inner and find_spec(implementation.module) is None):
+            return f"is not installed (no module {implementation.module})"
         with active(implementation):
             error = trial_error(CudaFlashKernel(), device, dtype, heads)
     except Exception as failure:  # anything that a package of others may raise

@@ -56,9 +56,9 @@ def report(command: str, error: Exception) -> int:
     """Print the error as one message, and return the exit code."""
     error = foreseen(error, command)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher prints it once, for all ranks
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        from bytescale.train.ranks import record_for_launcher
 
-        get_error_handler().record_exception(error)
+        record_for_launcher(error)
     else:
         shown = error if isinstance(error, BytescaleError) else unexpected(error)
         print(f"bytescale {command}: {shown}", file=sys.stderr)

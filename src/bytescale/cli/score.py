@@ -38,8 +38,8 @@ class ScoreOptions(CorpusOptions):
     """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU for every rank of this node."""
-    timeout_seconds: float = 120.0
-    """If a message takes longer than this, a rank counts as lost, and all ranks stop."""
+    timeout_seconds: float | None = None
+    """If a message takes longer than this, a rank counts as lost, and all ranks stop. Unset: 120, or 1800 on GPUs."""
     model: str = ""
     """The folder of the model; it may also be given as the first argument."""
 

@@ -144,8 +144,9 @@ class ParallelConfig:
     capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
     """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what the rank's memory
     allows. All capacities together must hold the context, unless activations are offloaded."""
-    timeout_seconds: float = 120.0
-    """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message."""
+    timeout_seconds: float | None = None
+    """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message. Unset: 120, or on
+    GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
     stop_seconds: float = 30.0
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
 

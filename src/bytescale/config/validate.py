@@ -298,7 +298,10 @@ def _at_least_one(config: Config) -> None:
     positive = (
         ("parallel.stop_seconds", config.parallel.stop_seconds),
         ("data.answer_seconds", config.data.answer_seconds),
-        ("parallel.timeout_seconds", config.parallel.timeout_seconds),
+        (
+            "parallel.timeout_seconds",
+            1.0 if config.parallel.timeout_seconds is None else config.parallel.timeout_seconds,
+        ),
         ("memory.device_gib", 1.0 if config.memory.device_gib is None else config.memory.device_gib),
         ("memory.host_gib", 1.0 if config.memory.host_gib is None else config.memory.host_gib),
         ("optimizer.lr", config.optimizer.lr),

@@ -263,14 +263,15 @@ class CostModel:
             return np.where(far, across[0], near[0]), np.where(far, across[1], near[1])
         return across if far else near
 
-    def exposed_of_one(self, length: int, degree: int, columns: int) -> float:
+    def exposed_of_one(self, length: int, degree: int, columns: int, *, far: bool | None = None) -> float:
         """The same as ``shape_seconds``, for one group of one sequence, in plain floats: much faster for one value.
 
-        The group leaves a node if it has more ranks than a node.
+        ``far``: whether the group leaves a node; None: if it has more ranks than a node.
         """
         pairs = float(self.squares_of(length)) if self.windows else float(length) * length
         load = _Load(degree, length / degree, self.attention_seconds_per_pair * pairs / (degree * degree))
-        node, far = self.ranks_per_node, degree > self.ranks_per_node
+        node = self.ranks_per_node
+        far = degree > node if far is None else far
         seconds = self._exposed(load, columns, far, far and node % columns != 0, max)
         if far and columns > 1 and node % (degree // columns) == 0:
             seconds = min(seconds, self._exposed(load, columns, False, True, max))

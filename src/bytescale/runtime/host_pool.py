@@ -7,6 +7,7 @@ partly empty. A page returns to the pool when the last tensor in it is gone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from bytescale.runtime.copy_lane import Event
 
 GPU_PAGE_BYTES = 2**24  # PCIe reaches full speed at a few MiB a copy; CUDA rounds pinned memory up to powers of two
 CPU_PAGE_BYTES = 2**16
+PAGES_AT_ONCE = 64
 ALIGNMENT = 64  # bytes; each tensor in a page starts at a multiple of it
 
 
@@ -52,14 +54,23 @@ class Extent:
 
 
 class HostPool:
-    """The pages of one rank. Pages are allocated on demand, up to ``limit_bytes``, and never freed."""
+    """The pages of one rank. They are allocated before a step or on demand, up to ``limit_bytes``, and never freed."""
 
-    def __init__(self, limit_bytes: int, *, pinned: bool, page_bytes: int | None = None) -> None:
-        """``pinned``: allocate page-locked memory, so that copies overlap with compute. It needs a CUDA device."""
+    def __init__(
+        self, limit_bytes: int, *, pinned: bool, page_bytes: int | None = None, token_bytes: float = 0.0
+    ) -> None:
+        """Make an empty pool.
+
+        Args:
+            limit_bytes: the most that it may allocate.
+            pinned: allocate page-locked memory, so that copies overlap with compute. It needs a CUDA device.
+            page_bytes: bytes of a page; None: the usual size.
+            token_bytes: what an offloaded token takes in all layers, for ``prepare``.
+        """
         self.page_bytes = page_bytes or (GPU_PAGE_BYTES if pinned else CPU_PAGE_BYTES)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # most that was ever in use
-        self._pinned = pinned
+        self._pinned, self._token_bytes = pinned, token_bytes
         self._free: list[Page] = []
         self._made = 0
 
@@ -73,11 +84,25 @@ class HostPool:
         """Bytes of all pages, never more than ``limit_bytes``."""
         return self._made * self.page_bytes
 
+    def prepare(self, num_tokens: int, num_writers: int) -> None:
+        """Allocate the pages of so many offloaded tokens, before a step; each writer may leave one partly empty.
+
+        Pinning memory waits for all streams of the device. During forward, that would be in the middle of rings.
+        """
+        pages = math.ceil(num_tokens * self._token_bytes / self.page_bytes)
+        wanted = min(pages + num_writers * (pages > 0), self.limit_bytes // self.page_bytes)
+        while (missing := wanted - self._made) > 0:
+            # CUDA rounds pinned memory up to powers of two, so pages are pinned by powers of two of them.
+            self._allocate(min(PAGES_AT_ONCE, 1 << (missing.bit_length() - 1)))
+
+    def _allocate(self, count: int) -> None:
+        memory = torch.empty(count * self.page_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        self._free += map(Page, memory.split(self.page_bytes))
+        self._made += count
+
     def take(self) -> Page:
         """Take a page out of the pool; it then has one user. Raises ``HostMemoryError`` at the limit."""
-        if self._free:
-            page = self._free.pop()
-        else:
+        if not self._free:
             if self.bytes_allocated + self.page_bytes > self.limit_bytes:
                 raise HostMemoryError(
                     problem(
@@ -87,8 +112,8 @@ class HostPool:
                         fix="raise memory.host_gib, or lower parallel.capacity_tokens so that less is offloaded",
                     )
                 )
-            page = Page(torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=self._pinned))
-            self._made += 1
+            self._allocate(1)
+        page = self._free.pop()
         page.users = 1
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return page

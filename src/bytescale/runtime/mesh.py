@@ -33,6 +33,7 @@ operations of two rings at once. NCCL's guide demands this of programs with seve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ from bytescale.plan import SharedGroup
 from bytescale.runtime.group import RankGroup
 
 GroupMaker = Callable[[str, Sequence[int]], dist.ProcessGroup]
-"""``(name, world ranks in order) -> process group``, called by the group's members alone, in the same order on each."""
+"""``(name, world ranks in order) -> process group``, called by the group's members alone, and equally often by all
+ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +195,7 @@ class Mesh:
             tp=group("TP"),
             forward=[group("pipeline", f" forward {colour}") for colour in colours],
             backward=[group("pipeline", f" backward {colour}") for colour in colours],
-            # Last, because some ranks make one and others none. PyTorch names a group after its ranks and the number of
-            # groups that a rank has made before: after a group of some, the others would wait under another name.
-            node=node_group(hdp_group, members["HDP"], nodes, make_group),
+            node=node_group(hdp_group, shape, world.rank, nodes, make_group),
         )
 
     @staticmethod
@@ -209,20 +209,25 @@ class Mesh:
 
 
 def node_group(
-    hdp: RankGroup, world_ranks: Sequence[int], nodes: Sequence[int] | None, make_group: GroupMaker
+    hdp: RankGroup, shape: MeshShape, world_rank: int, nodes: Sequence[int] | None, make_group: GroupMaker
 ) -> RankGroup:
     """Return the group of the HDP ranks on this rank's node: ``hdp`` itself if it has all of them or only this one.
 
-    ``world_ranks`` are the HDP group's, in its order. Each node gets one communicator, at the start. A slice group
-    never gets one.
+    Each node gets one communicator, at the start. A slice group never gets one. Under NCCL, making a group splits the
+    communicator of all ranks, which waits for all of them. So all ranks make one, or none: where any rank needs one, a
+    rank that is alone on its node makes a group of itself, which it does not use.
     """
     if nodes is None:
         return hdp
-    here = [index for index, rank in enumerate(world_ranks) if nodes[rank] == nodes[world_ranks[hdp.rank]]]
-    if len(here) in (1, len(world_ranks)):
+    places = [shape.coordinates(rank) for rank in range(shape.size)]
+    here_of = [(stage, tp, nodes[rank]) for rank, (stage, _, tp) in enumerate(places)]
+    if all(number in (1, shape.hdp) for number in Counter(here_of).values()):
         return hdp
-    made = make_group(f"HDP node {world_ranks[here[0]]}", [world_ranks[index] for index in here])
-    return RankGroup(made, device=hdp.device, name=hdp.name, members=here)
+    ranks = [rank for rank, here in enumerate(here_of) if here == here_of[world_rank]]
+    made = make_group(f"HDP node {ranks[0]}", ranks)
+    if len(ranks) in (1, shape.hdp):
+        return hdp
+    return RankGroup(made, device=hdp.device, name=hdp.name, members=[places[rank][1] for rank in ranks])
 
 
 def boundary_colour(boundary: int, num_stages: int) -> int:

@@ -96,6 +96,7 @@ class ActivationOffload:
         constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         self._constant_storages = {tensor.untyped_storage().data_ptr() for tensor in constants}
         self._plan = [(micro_batch.num_tokens, offloaded_tokens(micro_batch)) for micro_batch in micro_batches]
+        self.pool.prepare(max((moved for _, moved in self._plan), default=0), self._num_offloaded_layers)
 
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:

@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.utils.store import barrier
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.common.failures import foreseen
 from bytescale.config import Config
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
 from bytescale.runtime.plain_data import all_gather_json
@@ -34,6 +37,9 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 """Environment variable with the launcher's process id. The launcher may end before its ranks have imported torch."""
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
+TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
+"""How long a message may take. NCCL's watchdog counts from posting, and a rank may post its reductions before its peers
+have begun a long context. A rank that dies is seen by torchrun's agent, not by this limit."""
 _LOOK_SECONDS = 0.2
 _CHECKPOINT_LIMIT = timedelta(hours=1)
 """Ranks write their parts of a checkpoint to disks that may be slow; a rank that died is noticed at once."""
@@ -122,7 +128,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = choose_device(config.trainer.device, local_rank, local_size)
     dtype = choose_dtype(config.trainer.dtype, device)
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    timeout = timedelta(seconds=config.parallel.timeout_seconds or TIMEOUT_SECONDS[device.type])
     if device.type == "cuda":
         check_nccl_options()
         torch.cuda.set_device(device)
@@ -143,6 +149,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         world_size=num_ranks,
         timeout=timeout,
         device_id=device_id,
+        pg_options=group_options("world", device),
     )
     try:
         yield Ranks(
@@ -152,7 +159,22 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
             dtype=dtype,
         )
         _meet_at_the_end(store, rank, num_ranks, timeout)
-    finally:
+    except BaseException as error:
+        leave_early(error, device)
+        raise
+    dist.destroy_process_group()
+
+
+def leave_early(error: BaseException, device: torch.device) -> None:
+    """Tell the error, and leave all groups without waiting for anybody.
+
+    Destroying NCCL's groups waits for what has been posted, and for ever where a peer does not come.
+    """
+    if isinstance(error, Exception):
+        record_for_launcher(error)
+    if device.type == "cuda":
+        abort_process_groups()
+    else:
         dist.destroy_process_group()
 
 
@@ -161,6 +183,12 @@ def _listen_on_loopback() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def record_for_launcher(error: Exception) -> None:
+    """Write the error where the launcher, if there is one, looks for it. It then knows whose error came first."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(foreseen(error, "train"))
 
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -218,7 +246,10 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
     """The groups of this rank. Under NCCL all of them are connected here, while no rank waits for anything else."""
 
     def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+        options = group_options(name, world.device)
+        group = dist.new_group(
+            list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=name
+        )
         if world.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=world.device), group=group)
         return group
@@ -237,6 +268,17 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
     )
     mesh.connect()
     return mesh
+
+
+def group_options(name: str, device: torch.device) -> Any:
+    """NCCL's options of a group, by its name in the mesh (``Mesh.of``).
+
+    Messages of rings and pipelines take the next free multiprocessor. They would otherwise wait behind attention, which
+    waits for them. Sums of gradients do not have to hurry, and TP's collectives have nothing beside them.
+    """
+    if device.type != "cuda" or name.startswith("TP") or "gradients" in name:
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def own_node(rank: int) -> int:

@@ -7,6 +7,7 @@ Shape letter: L sequences that may have to be shared, longest first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,12 +16,9 @@ from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
+from bytescale.planner.adaptive.effort import GRID, TRIES
 from bytescale.planner.order import rising
 
-GRID = 96
-"""Number of degrees tried, in geometric steps, for sequences for which the formula finds none."""
-TRIES = 4
-"""Times that ranks are added for the exposed time that was found."""
 AT_ONCE = 96
 """Sequences for which the grid is computed at once: its arrays stay in the processor's cache."""
 _NEVER = np.iinfo(np.int64).max
@@ -43,10 +41,11 @@ class Rectangles(NamedTuple):
 
 def is_ideal(cost: CostModel) -> bool:
     """Whether communication is free."""
-    return cost.latency_seconds(False) == cost.latency_seconds(True) == cost.ring_message_seconds == 0 and (
-        cost.ring_bytes_per_token == 0
-        or (np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second))
+    no_latency = cost.latency_seconds(False) == cost.latency_seconds(True) == cost.ring_message_seconds == 0
+    no_transfers = cost.ring_bytes_per_token == 0 or bool(
+        np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second)
     )
+    return no_latency and no_transfers
 
 
 def block_seconds(cost: CostModel, lengths: IntArray, degrees: IntArray) -> FloatArray:
@@ -65,8 +64,52 @@ def _shaped_seconds(cost: CostModel, lengths: FloatArray, degrees: IntArray, col
     return cost.compute_seconds(lengths, squares, degrees) + exposed + cost.micro_batch_seconds
 
 
+class DegreeGrid:
+    """``GRID`` degrees, from fewest to all, of sequences near their shortest possible time.
+
+    Times do not depend on a limit, so every length is tried once, however many limits are asked for. What is kept of
+    it are the degrees that are faster than every smaller one, rising.
+    """
+
+    def __init__(self, cost: CostModel, num_ranks: int) -> None:
+        self.cost, self.num_ranks = cost, num_ranks
+        self._kept: dict[int, tuple[FloatArray, IntArray]] = {}  # length: minus the seconds, rising, and the degrees
+
+    def within(self, lengths: IntArray, fewest: IntArray, seconds: float) -> tuple[IntArray, FloatArray]:
+        """``degrees_within`` of these degrees alone. ``fewest`` may not differ between sequences of one length."""
+        ranks = dict(zip(lengths.tolist(), fewest.tolist(), strict=True))
+        missing = [length for length in ranks if length not in self._kept]
+        for start in range(0, len(missing), AT_ONCE):
+            some = missing[start : start + AT_ONCE]
+            self._try(some, np.array([ranks[length] for length in some]))
+        found = list[tuple[int, float]]()
+        for length in lengths.tolist():
+            taken, degrees = self._kept[length]
+            at = min(bisect_left(taken, -seconds), len(taken) - 1)
+            found.append((degrees[at], -taken[at]))
+        chosen = np.array(found)
+        return chosen[:, 0].astype(np.int64), chosen[:, 1]
+
+    def _try(self, lengths: list[int], fewest: IntArray) -> None:
+        steps = (self.num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
+        columns = _columns(self.cost, self.num_ranks)[:, None, None]  # [C, 1, 1]
+        degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]
+        degrees = np.minimum(degrees, self.num_ranks // columns * columns)
+        taken = np.where(
+            degrees < fewest, np.inf, _shaped_seconds(self.cost, np.array(lengths, np.float64), degrees, columns)
+        )
+        degrees, taken = (part.reshape(-1, len(lengths)) for part in (degrees, taken))
+        by_degree = np.argsort(degrees, axis=0, kind="stable")
+        degrees, taken = (np.take_along_axis(part, by_degree, axis=0) for part in (degrees, taken))
+        least = np.minimum.accumulate(taken, axis=0)
+        is_faster = taken < np.concatenate((np.full((1, len(lengths)), np.inf), least[:-1]))
+        for item, length in enumerate(lengths):
+            kept = is_faster[:, item]
+            self._kept[length] = -taken[kept, item], degrees[kept, item]
+
+
 def degrees_within(
-    cost: CostModel, lengths: IntArray, fewest: IntArray, num_ranks: int, seconds: float
+    tried: DegreeGrid, lengths: IntArray, fewest: IntArray, seconds: float
 ) -> tuple[IntArray, FloatArray]:
     """Fewest ranks on which each sequence ends within ``seconds``, and its time there, both ``[L]``.
 
@@ -75,12 +118,12 @@ def degrees_within(
     A sequence that no degree ends in time takes its fastest degree.
 
     Args:
-        cost: tells the time of a group.
+        tried: tells the time of a group, and the most ranks that any may have.
         lengths: ``[L]`` tokens.
         fewest: ``[L]`` ranks that hold each sequence.
-        num_ranks: R, the most that any may have.
         seconds: the time limit.
     """
+    cost, num_ranks = tried.cost, tried.num_ranks
     work = cost.work_seconds(lengths)
     room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
     degrees = np.clip(np.ceil(work / room * (1 - 1e-12)), fewest, num_ranks).astype(np.int64)
@@ -94,7 +137,7 @@ def degrees_within(
         degrees[late], taken[late] = _with_exposed(cost, tokens[late], degrees[late], num_ranks, seconds)
         late = late[taken[late] > limit]
     if len(late):
-        degrees[late], taken[late] = _best_on_grid(cost, tokens[late], fewest[late], num_ranks, seconds)
+        degrees[late], taken[late] = tried.within(lengths[late], fewest[late], seconds)
     return degrees, taken
 
 
@@ -119,30 +162,6 @@ def _with_exposed(
     return _chosen(asked, np.where(asked < degrees, np.inf, taken), limit)
 
 
-def _best_on_grid(
-    cost: CostModel, lengths: FloatArray, fewest: IntArray, num_ranks: int, seconds: float
-) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` for sequences near their shortest possible time, of which equal neighbours are tried once."""
-    differs = np.append(True, (np.diff(lengths) != 0) | (np.diff(fewest) != 0))
-    cuts = range(AT_ONCE, int(differs.sum()), AT_ONCE)
-    pieces = zip(np.split(lengths[differs], cuts), np.split(fewest[differs], cuts), strict=True)
-    degrees, taken = zip(*(_tried_on_grid(cost, *piece, num_ranks, seconds) for piece in pieces), strict=True)
-    like = np.cumsum(differs) - 1
-    return np.concatenate(degrees)[like], np.concatenate(taken)[like]
-
-
-def _tried_on_grid(
-    cost: CostModel, lengths: FloatArray, fewest: IntArray, num_ranks: int, seconds: float
-) -> tuple[IntArray, FloatArray]:
-    """The same for a few sequences: try ``GRID`` degrees from fewest to all."""
-    steps = (num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
-    columns = _columns(cost, num_ranks)[:, None, None]  # [C, 1, 1]
-    degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]
-    degrees = np.minimum(degrees, num_ranks // columns * columns)
-    taken = np.where(degrees < fewest, np.inf, _shaped_seconds(cost, lengths, degrees, columns))
-    return _chosen(degrees.reshape(-1, len(lengths)), taken.reshape(-1, len(lengths)), seconds)
-
-
 def _chosen(degrees: IntArray, taken: FloatArray, limit: float) -> tuple[IntArray, FloatArray]:
     """``[L]`` of ``[n, L]`` the fewest degrees that end within ``limit``; where there are none, the fastest."""
     in_time = taken <= limit
@@ -151,13 +170,13 @@ def _chosen(degrees: IntArray, taken: FloatArray, limit: float) -> tuple[IntArra
     return degrees[chosen, items], taken[chosen, items]
 
 
-def fastest_seconds(cost: CostModel, length: int, fewest: int, num_ranks: int) -> float:
+def fastest_seconds(tried: DegreeGrid, length: int, fewest: int) -> float:
     """Seconds of a sequence on its fastest number of ranks, from ``fewest`` on: any for rings, some for grids."""
-    every = np.arange(fewest, num_ranks + 1)
-    ring = float(_shaped_seconds(cost, np.full(len(every), float(length)), every, 1).min())
-    if cost.row_bytes_per_token is None:
+    every = np.arange(fewest, tried.num_ranks + 1)
+    ring = float(_shaped_seconds(tried.cost, np.full(len(every), float(length)), every, 1).min())
+    if tried.cost.row_bytes_per_token is None:
         return ring
-    _, taken = _best_on_grid(cost, np.array([float(length)]), np.array([fewest]), num_ranks, 0.0)
+    _, taken = tried.within(np.array([length]), np.array([fewest]), 0.0)
     return min(ring, float(taken[0]))
 
 
@@ -213,12 +232,13 @@ def grow(cost: CostModel, length: int, degree: int, most: int, room: float) -> t
     return (degree, fewest) if fewest <= all_of_it else (most, all_of_it)
 
 
-def equal_blocks(lengths: IntArray, fewest: IntArray, num_ranks: int, cost: CostModel, longest: float) -> Rectangles:
+def equal_blocks(tried: DegreeGrid, lengths: IntArray, fewest: IntArray, longest: float) -> Rectangles:
     """The groups of ``lengths`` ``[L]`` on equal ranks, each on the fewest that end it within ``longest`` seconds.
 
     ``fewest`` ``[L]`` are the ranks that hold each.
     """
-    degrees, seconds = degrees_within(cost, lengths, fewest, num_ranks, longest)
+    cost, num_ranks = tried.cost, tried.num_ranks
+    degrees, seconds = degrees_within(tried, lengths, fewest, longest)
     order = rising(degrees.max(initial=1) - degrees)
     degrees, lengths = degrees[order], lengths[order]
     tokens, widths = lengths.tolist(), degrees.tolist()

@@ -7,13 +7,8 @@ from bisect import bisect_right
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
+from bytescale.planner.adaptive.effort import ROUND_RATIO
 from bytescale.planner.order import rising
-
-ROUND_RATIO = 0.5
-"""Sequences are assigned in one round if their times differ by less than this factor.
-
-A ratio of 0.8 gives no smaller makespan and takes 2.3 times as long.
-"""
 
 
 def deal(

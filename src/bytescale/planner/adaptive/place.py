@@ -19,19 +19,9 @@ import numpy as np
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import CostModel
 from bytescale.planner.adaptive.degrees import Rectangles, block_seconds
+from bytescale.planner.adaptive.effort import LITTLE, LOW, ORDERS, RESERVATIONS, STEPS_UP
 from bytescale.planner.adaptive.fill import into_holes
 from bytescale.planner.adaptive.free import FreeTime, Placement
-
-ORDERS = 24
-"""Orders tried at most."""
-EFFORT = 600
-"""Reservations made in all orders together, some 100 microseconds each; the first order is always tried."""
-STEPS_UP = 5
-"""A group moves forward by 1 to this many places, in turn."""
-LITTLE = 1.01
-"""The search ends when the traffic is at most this many times the traffic without growth."""
-LOW = 1.5
-"""Gaps up to this many times the shortest sequence are filled (1 to 3 were tried: all keep to the target)."""
 
 
 def stack(blocks: Rectangles, num_ranks: int, *, target: float, num_stages: int = 1, snap: float = 0.0) -> FreeTime:
@@ -117,7 +107,7 @@ def reserve(
             if least <= LITTLE * fewest or not any(extra):
                 break
             late = free.taken[int(np.argmax(extra))][0]  # it would have been late, had it not grown
-        if effort > EFFORT:
+        if effort > RESERVATIONS:
             break
         at = order.index(late)
         order.insert(max(0, at - 1 - turn % STEPS_UP), order.pop(at))

@@ -8,7 +8,7 @@
     5. Again     while the makespan is not close to the target: steps 2 to 4 with a later makespan T to aim at, and with
                  a shorter longest block, which has more traffic
     6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
-    7. Rivals    the plan of a small batch is replaced by the best plan of the baselines, if that is better
+    7. Rivals    a plan that is not good enough is replaced by the best plan of the baselines, if that is better
 
 In a pipeline of equal ranks, the longest block costs most. Many are tried, and several sizes of packs. Ranks that
 differ in speed or capacity take the same steps with shares of their own (``unequal``), but nothing is reserved. In a
@@ -28,12 +28,13 @@ from numpy.typing import ArrayLike
 
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
+from bytescale.planner.adaptive import effort
 from bytescale.planner.adaptive.aligned import align, is_aligned
 from bytescale.planner.adaptive.degrees import Rectangles, equal_blocks, is_ideal
 from bytescale.planner.adaptive.fill import deal
 from bytescale.planner.adaptive.free import Placement
 from bytescale.planner.adaptive.place import reserve, share_low, stack
-from bytescale.planner.adaptive.target import FEW, PARTS, Batch
+from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
 from bytescale.planner.baselines.greedy import greedy_plan
@@ -41,29 +42,6 @@ from bytescale.planner.baselines.paper import paper_plan
 from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.batch import checked_lengths, longest_first
 from bytescale.planner.evaluate import evaluate
-
-GOOD_ENOUGH = 1.009
-"""A makespan within this factor of the target ends the search."""
-GOOD_ENOUGH_UNEQUAL = 1.015
-"""The same factor for ranks that differ, where an attempt takes ten times as long."""
-CLOSE = 1.002
-"""Makespans within this factor of each other count as equal. Of such trials, that with the least traffic is taken."""
-FIRST, LATER = 1.004, 1.008
-"""Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
-BISECTIONS = 4
-"""Makespans that reservations aim at, after the first one."""
-MOST_RESERVED = 4096
-"""Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
-SNAPS = (0.0, 0.3, 0.6)
-"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``)."""
-SNAPS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-"""The same in a pipeline, where blocks cannot be replaced by reservations."""
-REFINED, AIMS = 3, 3
-"""Longest blocks in a pipeline that are tried with every snap, and makespans to aim at for each snap."""
-LEAST_TRIALS, EFFORT = 16, 150_000
-"""Trials in a pipeline, for each size of packs: at least so many, and so many times sequences."""
-MIN_PACK = 8192
-"""Tokens; in a pipeline, packs are halved down to this size."""
 
 
 def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Plan:
@@ -83,7 +61,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     flat = Batch.of(lengths[order], cluster, cost)
     planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
     if num_stages == 1:
-        return _best_of_rivals(_with_or_without_grids(flat, partial(planned, flat)), flat)
+        return _without_pipeline(flat, partial(planned, flat))
     piped = replace(flat, num_stages=num_stages)
     if not cluster.is_uniform:
         return _in_unequal_pipelines(piped, planned)
@@ -116,21 +94,25 @@ def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan])
     return min(plans, key=partial(_end, piped))
 
 
-def _with_or_without_grids(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
-    """Steps 2 to 6. The plan never ends later than one that is searched with rings alone.
+def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
+    """Steps 2 to 7. The plan never ends later than one that is searched with rings alone.
 
     That search is left out where it cannot be better, as that with grids is. Its plan gets the best shapes as well: on
     the same ranks, these are never slower than rings.
     """
     rings, is_uniform = flat.rings, flat.cluster.is_uniform
-    if rings is None:
-        return planned(search(flat))
-    if is_uniform and rings.fastest <= CLOSE * flat.target and rings.target <= CLOSE * flat.target:
-        return planned(search(rings))
-    plan = planned(search(flat))
-    if _end(flat, plan) <= rings.fastest if is_uniform else flat.cluster.num_ranks < WIDE:
-        return plan
-    return min((plan, planned(search(rings))), key=partial(_end, flat))
+    no_grids = (
+        rings if is_uniform and rings and max(rings.fastest, rings.target) <= effort.CLOSE * flat.target else None
+    )
+    trial = search(no_grids or flat)
+    plan = planned(trial)
+    if (rings and not no_grids) and (
+        _end(flat, plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
+    ):
+        plan = min((plan, planned(search(rings))), key=partial(_end, flat))
+    if plan.num_sequences > effort.FEW and trial.end <= _good_enough(flat):
+        return plan  # evaluating it would take as long as planning
+    return _best_of_rivals(plan, flat)
 
 
 def pack_sizes(capacity: int) -> list[int]:
@@ -139,29 +121,29 @@ def pack_sizes(capacity: int) -> list[int]:
     Smaller packs fill and drain a pipeline in less time, at the cost of more launches. Packs below ``MIN_PACK`` tokens
     are not tried.
     """
-    return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / MIN_PACK))) + 1)]
+    return [capacity >> halving for halving in range(max(0, int(np.log2(max(capacity, 1) / effort.MIN_PACK))) + 1)]
 
 
 def tried_in_pipeline(batch: Batch) -> list[Trial]:
     """Steps 2 to 5 in a pipeline: several longest blocks, and the best of them with several snaps and makespans."""
-    allowed = max(LEAST_TRIALS, EFFORT // len(batch.lengths))
+    allowed = max(effort.LEAST_TRIALS, effort.SEQUENCES_TRIED // len(batch.lengths))
     levels = {}
     for longest in batch.longest_blocks():
         blocks = _blocks(batch, longest)
         levels[blocks.degrees.tobytes()] = batch.promised(blocks), longest, blocks
     trials, best_of = list[Trial](), list[tuple[float, float, float, Rectangles]]()
     for promised, longest, blocks in sorted(levels.values(), key=lambda level: level[:2])[
-        : allowed // (2 * len(SNAPS))
+        : allowed // (2 * len(effort.SNAPS))
     ]:
         if best_of and promised > min(best_of)[0]:
             break
-        trials += [_stacked(batch, blocks, LATER * promised, snap) for snap in SNAPS]
-        best_of.append((min(trial.end for trial in trials[-len(SNAPS) :]), promised, longest, blocks))
-    for end, promised, _, blocks in sorted(best_of, key=lambda level: level[:3])[:REFINED]:
-        for snap in SNAPS_IN_PIPELINE:
-            early, late = LATER * promised, max(end, 1.03 * LATER * promised)
-            first = math.sqrt(early * late) if snap in SNAPS else early
-            attempts = min(AIMS, allowed - len(trials))
+        trials += [_stacked(batch, blocks, effort.LATER * promised, snap) for snap in effort.SNAPS]
+        best_of.append((min(trial.end for trial in trials[-len(effort.SNAPS) :]), promised, longest, blocks))
+    for end, promised, _, blocks in sorted(best_of, key=lambda level: level[:3])[: effort.REFINED]:
+        for snap in effort.SNAPS_IN_PIPELINE:
+            early, late = effort.LATER * promised, max(end, 1.03 * effort.LATER * promised)
+            first = math.sqrt(early * late) if snap in effort.SNAPS else early
+            attempts = min(effort.AIMS, allowed - len(trials))
             trials += bisected(partial(_stacked, batch, blocks, snap=snap), early, late, first, attempts)
     return trials
 
@@ -169,12 +151,12 @@ def tried_in_pipeline(batch: Batch) -> list[Trial]:
 def bisected(attempt: Callable[[float], Trial], early: float, late: float, aim: float, most: int) -> Iterator[Trial]:
     """At most so many attempts to end by a makespan: first ``aim``, then others between ``early`` and ``late``."""
     for _ in range(most):
-        if late < CLOSE * early:
+        if late < effort.CLOSE * early:
             break
         trial = attempt(aim)
         yield trial
         late = min(late, max(trial.end, early))
-        early, late = (early, min(aim, late)) if trial.end <= CLOSE * aim else (max(aim, early), late)
+        early, late = (early, min(aim, late)) if trial.end <= effort.CLOSE * aim else (max(aim, early), late)
         aim = math.sqrt(early * late)
 
 
@@ -182,21 +164,25 @@ def search(batch: Batch) -> Trial:
     """Steps 2 to 5: the first trial that is good enough, or else the best."""
     trials = []
     for trial in _trials(batch):
-        if trial.end <= (GOOD_ENOUGH if batch.cluster.is_uniform else GOOD_ENOUGH_UNEQUAL) * batch.target:
+        if trial.end <= _good_enough(batch):
             return trial
         trials.append(trial)
     return best(trials)
 
 
+def _good_enough(batch: Batch) -> float:
+    return batch.target * (effort.GOOD_ENOUGH if batch.cluster.is_uniform else effort.GOOD_ENOUGH_UNEQUAL)
+
+
 def best(trials: list[Trial]) -> Trial:
     """The trial with the least traffic of those that end about first."""
-    latest = CLOSE * min(trial.end for trial in trials)
+    latest = effort.CLOSE * min(trial.end for trial in trials)
     return min((trial for trial in trials if trial.end <= latest), key=lambda trial: trial.traffic_tokens)
 
 
 def _trials(batch: Batch) -> Iterator[Trial]:
     """Trials of steps 2 to 4, roughly in the order of their traffic and of the time that they take."""
-    first, later, enough = (factor * batch.target for factor in (FIRST, LATER, GOOD_ENOUGH))
+    first, later, enough = (factor * batch.target for factor in (effort.FIRST, effort.LATER, effort.GOOD_ENOUGH))
     is_flat, late = batch.cluster.is_uniform, np.inf
     if is_flat:
         yield _stacked(batch, _blocks(batch, first), first)
@@ -206,34 +192,37 @@ def _trials(batch: Batch) -> Iterator[Trial]:
         count = len(blocks.items)
         share_low(free, batch.lengths[count:], batch.work_seconds[count:], batch.cost)
         yield _filled(batch, blocks, free.placement())
-    reserves = is_flat and batch.cluster.num_ranks <= MOST_RESERVED
+    reserves = is_flat and batch.cluster.num_ranks <= effort.MOST_RESERVED
     if reserves:
         yield _reserved(batch, later)
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
         ends = []
-        for snap in SNAPS:
+        for snap in effort.SNAPS:
             trial = _stacked(batch, blocks, later, snap)
             ends.append(trial.end)
             yield trial
-        if min(ends) > late and len(batch.lengths) > FEW:
+        if min(ends) > late and len(batch.lengths) > effort.FEW:
             break  # shorter blocks would take even more ranks and time
         late = min(late, *ends)
     if reserves or not is_flat:
         attempt = partial(_reserved if reserves else _stacked_within, batch)
-        yield from bisected(attempt, later, late, math.sqrt(later * late), BISECTIONS)
+        yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
 
 
 def _parts(batch: Batch) -> list[int]:
-    """The target over the longest blocks tried: several where there are few sequences, or where ranks differ.
+    """The target over the longest blocks tried: those that make few groups.
 
     With grids, blocks to which the longest sequence cannot keep would give it, and many others, far too many ranks.
     """
-    if len(batch.lengths) > FEW and batch.cluster.is_uniform:
-        return [PARTS[0]]
+    few = [
+        part
+        for part in effort.PARTS
+        if part == effort.PARTS[0] or batch.num_shared(effort.LATER * batch.target / part) <= effort.FEW
+    ]
     if not batch.cluster.is_uniform or batch.cost.row_bytes_per_token is None:
-        return list(PARTS)
-    return [part for part in PARTS if part == PARTS[0] or batch.target / part >= batch.fastest]
+        return few
+    return [part for part in few if part == effort.PARTS[0] or batch.target / part >= batch.fastest]
 
 
 def _reserved(batch: Batch, makespan: float) -> Trial:
@@ -263,11 +252,11 @@ def _stacked_within(batch: Batch, makespan: float) -> Trial:
 
 def _blocks(batch: Batch, longest: float) -> Rectangles:
     """Step 2: the sequences that are shared, which are the longest."""
-    cluster, cost, count = batch.cluster, batch.cost, batch.num_shared(longest)
+    cluster, count = batch.cluster, batch.num_shared(longest)
     lengths, fewest = batch.lengths[:count], batch.fewest[:count]
     if cluster.is_uniform:
-        return equal_blocks(lengths, fewest, cluster.num_ranks, cost, longest)
-    return unequal_blocks(lengths, fewest, cluster, cost, longest)
+        return equal_blocks(batch.tried, lengths, fewest, longest)
+    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest)
 
 
 def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
@@ -305,20 +294,23 @@ def _end(batch: Batch, plan: Plan) -> float:
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
 
-    With free communication, a static mesh balances every batch at no cost. A plan close to the target is then good
-    enough. Otherwise only all compute spread evenly is, which no plan beats. The target can be beaten: the sequences of
+    With free communication, a static mesh balances every batch at no cost, at the latest one of all ranks. A plan close
+    to the target is then good enough, and so it is for a batch of many sequences, which takes longer to plan. Otherwise
+    only all compute spread evenly is, which no plan beats. The target can be beaten: the sequences of
     a mesh's pack hide each other's messages, and a plan gets better shapes than the target knows. So plans with grids
     and plans with rings are compared with the same baselines, and grids are never slower.
     """
-    if plan.num_sequences > FEW or int(plan.lengths.max()) > batch.cluster.largest_sequence:
+    if int(plan.lengths.max()) > batch.cluster.largest_sequence:
         return plan  # baselines give all members of a group equal shares
-    enough = GOOD_ENOUGH * batch.target if is_ideal(batch.cost) else batch.even_seconds
+    is_free = is_ideal(batch.cost)
+    enough = _good_enough(batch) if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
     paper = partial(paper_plan, pipeline=batch.num_stages > 1)
     rivals: list[Callable[..., Plan]] = [partial(greedy_plan, num_buckets=1), greedy_plan, paper]
-    for planner in rivals + [static_plan] * mesh_holds:  # the mesh does not offload
+    meshes: list[Callable[..., Plan]] = [static_plan] + [partial(static_plan, cp=cluster.num_ranks)] * is_free
+    for planner in rivals + meshes * mesh_holds:  # a mesh does not offload
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)

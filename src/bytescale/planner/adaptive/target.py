@@ -13,16 +13,15 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
-from bytescale.planner.adaptive.degrees import Rectangles, block_seconds, degrees_within, fastest_seconds, is_ideal
-
-PRECISION = 1.002
-"""The target's lower and upper bound differ by at most this factor."""
-FEW = 4096
-"""Batches of up to this many sequences are planned with more effort: each sequence matters, and takes little time."""
-PARTS = (1, 4, 16, 64)
-"""The target over the longest blocks tried without a pipeline, where there are few sequences or ranks differ."""
-LEVELS = 32
-"""Longest blocks in a pipeline, in geometric steps from the target down to a 64th of a pack of whole sequences."""
+from bytescale.planner.adaptive.degrees import (
+    DegreeGrid,
+    Rectangles,
+    block_seconds,
+    degrees_within,
+    fastest_seconds,
+    is_ideal,
+)
+from bytescale.planner.adaptive.effort import LEVELS, PRECISION
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,19 +33,22 @@ class Batch:
     cost: CostModel
     num_stages: int
     pack_tokens: int  # most tokens of whole sequences in one micro-batch
+    tried: DegreeGrid  # of this cost model, on as many ranks
 
     @staticmethod
     def of(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
         """The batch of ``lengths`` ``[S]``, longest first, without a pipeline and with packs as large as ranks hold."""
         capacity = int(cluster.capacity_tokens.min() if cluster.is_uniform else cluster.capacity_tokens.max())
-        return Batch(lengths=lengths, cluster=cluster, cost=cost, num_stages=1, pack_tokens=capacity)
+        tried = DegreeGrid(cost, cluster.num_ranks)
+        return Batch(lengths=lengths, cluster=cluster, cost=cost, num_stages=1, pack_tokens=capacity, tried=tried)
 
     @cached_property
     def rings(self) -> Batch | None:
         """The batch in whose plans all groups are rings. None where that is no choice, as ``cost`` has no grids."""
         if self.cost.row_bytes_per_token is None or is_ideal(self.cost):
             return None
-        return replace(self, cost=replace(self.cost, row_bytes_per_token=None))
+        cost = replace(self.cost, row_bytes_per_token=None)
+        return replace(self, cost=cost, tried=DegreeGrid(cost, self.cluster.num_ranks))
 
     @cached_property
     def fewest(self) -> IntArray:
@@ -91,12 +93,12 @@ class Batch:
             return float(self.work_seconds.sum() / self.cluster.speeds.sum())
         count = self.num_shared(float(self.work_seconds.sum()) / self.cluster.num_ranks)
         rest = float(self.work_seconds[count:].sum())
-        return target_seconds(self.cost, self.lengths[:count], self.fewest[:count], rest, self.cluster.num_ranks)
+        return target_seconds(self.tried, self.lengths[:count], self.fewest[:count], rest)
 
     @cached_property
     def fastest(self) -> float:
         """Seconds of the longest sequence on its fastest number of equal ranks: no plan of such groups ends earlier."""
-        return fastest_seconds(self.cost, int(self.lengths[0]), int(self.fewest[0]), self.cluster.num_ranks)
+        return fastest_seconds(self.tried, int(self.lengths[0]), int(self.fewest[0]))
 
     def pack_seconds(self, count: int) -> float:
         """Time of a micro-batch of whole sequences, in seconds, if the ``count`` longest sequences are shared.
@@ -144,9 +146,7 @@ class Batch:
         return max((work + (self.num_stages - 1) * bubbles) / num_ranks, self.num_stages * slowest)
 
 
-def target_seconds(
-    cost: CostModel, long_lengths: IntArray, fewest: IntArray, whole_seconds: float, num_ranks: int
-) -> float:
+def target_seconds(tried: DegreeGrid, long_lengths: IntArray, fewest: IntArray, whole_seconds: float) -> float:
     """The earliest makespan if all work could be spread evenly, exposed communication included.
 
     It is the smallest T for which the time of all ranks, R T, is as much as all sequences take. Whole sequences take
@@ -154,22 +154,22 @@ def target_seconds(
     less than the time of the longest sequence on its fastest degree.
 
     Args:
-        cost: tells the time of a group.
+        tried: tells the time of a group on R ranks.
         long_lengths: ``[L]`` sequences that may have to be shared.
         fewest: ``[L]`` ranks that hold each.
         whole_seconds: sum of the times of all other sequences.
-        num_ranks: R.
     """
+    cost, num_ranks = tried.cost, tried.num_ranks
     work = float(cost.work_seconds(long_lengths).sum())
     target = (work + whole_seconds) / num_ranks
     if len(long_lengths) == 0:
         return target
     if is_ideal(cost) and cost.micro_batch_seconds == 0:
         return target
-    target = max(target, fastest_seconds(cost, int(long_lengths[0]), int(fewest[0]), num_ranks))
+    target = max(target, fastest_seconds(tried, int(long_lengths[0]), int(fewest[0])))
 
     def needed(seconds: float) -> float:
-        degrees, taken = degrees_within(cost, long_lengths, fewest, num_ranks, seconds)
+        degrees, taken = degrees_within(tried, long_lengths, fewest, seconds)
         return (float((degrees * taken).sum()) + whole_seconds) / num_ranks
 
     too_early, enough = target, needed(target)

@@ -38,6 +38,7 @@ def unequal_blocks(
     )
     works, tokens = cost.work_seconds(lengths).tolist(), lengths.tolist()
     kept, stretch = cluster.kept(lengths).tolist(), cluster.stretch(lengths).tolist()
+    node = cost.ranks_per_node
     slowest, fullest = float(cluster.speeds.min()), float((cluster.speeds / cluster.capacity_tokens).max())
 
     def slowest_member(group: int, first: int, end: int) -> float:
@@ -46,7 +47,8 @@ def unequal_blocks(
         if even * slowest >= MANY and even * fullest <= stretch[group]:  # all shares are in proportion to speed
             return float(even)
         speeds, capacity = cluster.speeds[first:end], cluster.capacity_tokens[first:end]
-        return float((shares(tokens[group], speeds, _wider(capacity, stretch[group])) / speeds).max())
+        share = exact_shares if even * slowest >= MANY else shares
+        return float((share(tokens[group], speeds, _wider(capacity, stretch[group])) / speeds).max())
 
     def grow(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         work, length, stop = works[group], tokens[group], first + most
@@ -64,8 +66,7 @@ def unequal_blocks(
 
     def exposed(first: int, degree: int, length: int) -> float:
         if degree < WIDE:
-            far = cost.leaves_node(first, degree)
-            return float(cost.exposed_seconds(length, float(cost.squares_of(length)), degree, far))
+            return cost.exposed_of_one(length, degree, 1, far=first // node != (first + degree - 1) // node)
         shapes = (columns for columns in cost.shapes if degree % columns == 0)
         return min(cost.exposed_of_one(length, degree, columns) for columns in shapes)
 
@@ -120,18 +121,24 @@ def _wider(capacity: IntArray, stretch: float) -> IntArray:
     return capacity if stretch == 1.0 else np.ceil(stretch * capacity).astype(np.int64)
 
 
-def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
-    """``[N]`` tokens of each member, at least 1 where there are enough, summing to ``length``.
-
-    Tokens are in proportion to speed. Members whose capacity is below their share are filled, and the others share the
-    rest. ``length`` is at most the sum of the capacities.
-    """
+def exact_shares(length: int, speeds: FloatArray, capacity: IntArray) -> FloatArray:
+    """``[N]`` the ``shares`` before they are rounded to whole tokens."""
     ideal = speeds * length / speeds.sum()
     open_to = np.ones(len(speeds), dtype=bool)
     while (full := open_to & (ideal > capacity)).any():
         open_to &= ~full
         rest = length - capacity[~open_to].sum()
         ideal = np.where(open_to, speeds * rest / max(speeds[open_to].sum(), 1e-300), capacity)
+    return ideal
+
+
+def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
+    """``[N]`` tokens of each member, at least 1 where there are enough, summing to ``length``.
+
+    Tokens are in proportion to speed. Members whose capacity is below their share are filled, and the others share the
+    rest. ``length`` is at most the sum of the capacities.
+    """
+    ideal = exact_shares(length, speeds, capacity)
     tokens = np.minimum(np.maximum(np.floor(ideal + 1e-9).astype(np.int64), min(1, length // len(speeds))), capacity)
     # Tokens that rounding left over go, one each, to the members furthest below their ideal share. (In the rare case of
     # too many tokens, the members furthest above it give back one each.)

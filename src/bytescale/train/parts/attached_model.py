@@ -6,7 +6,7 @@ parallelism, no pipeline and no offloading (``config.attached``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,7 +41,7 @@ class AttachedModel:
         parameters: in flat buffers.
         activations: what becomes of its layers' activations.
         rows: the memory that a token was seen to need.
-        master: weights in their full precision, by name; None where the parameters have it.
+        masters: this rank's shards of the weights in their full precision; empty where the parameters have it.
     """
 
     architecture: AttachedArchitecture
@@ -49,7 +49,7 @@ class AttachedModel:
     parameters: FlatParameters
     activations: Activations
     rows: MeasuredRows
-    master: dict[str, Tensor] | None
+    masters: list[Tensor]
 
     @property
     def model_part(self) -> ModelPart:
@@ -132,14 +132,10 @@ class AttachedModel:
         optimizer = ShardedAdamW(self.parameters, config.optimizer, ranks.mesh)
         if config.trainer.gradient_bucket_mib:
             optimizer.overlap_with([Chunk(model=self.part, layers=self.part.layers)])
-        if self.master is not None:
-            masters = optimizer.states()["master"]
-            for place, shard in zip(self.parameters.shards(ranks.mesh.hdp.rank), masters, strict=True):
-                for piece in self.parameters.pieces(place):
-                    whole = self.master[piece.entry.name].flatten()
-                    own = whole[piece.start - piece.entry.start : piece.stop - piece.entry.start]
-                    shard[piece.start - place.start : piece.stop - place.start] = own.to(shard)
-            self.master.clear()
+        if self.masters:
+            for shard, own in zip(optimizer.states()["master"], self.masters, strict=True):
+                shard.copy_(own)
+            self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
             load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
         return optimizer
@@ -153,6 +149,7 @@ def build_attached_model(
     device: torch.device,
     dtype: torch.dtype,
     num_shards: int,
+    rank: int = 0,
 ) -> AttachedModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
@@ -169,9 +166,9 @@ def build_attached_model(
         model = make_model(content, wide, seed=config.trainer.seed)
         set_constants(model, architecture.buffers)
     architecture = replace(architecture, buffers=constants_of(model))
-    master = None if wide == dtype else {name: value.detach().clone() for name, value in model.named_parameters()}
+    exact = {name: value.detach() for name, value in model.named_parameters()} if wide != dtype else {}
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(device, dtype)
     part = AttachedPart(model.to(device), longest_document=config.data.context_length)
     check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
@@ -182,6 +179,9 @@ def build_attached_model(
         bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
         late=late_parameters(part.model, part.layers, part.head),
     )
+
+    masters = shard_of(exact, parameters, rank) if exact else []
+    exact.clear()
 
     # 3. Checkpointing, and what a token needs with it.
     activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, device=device)
@@ -198,5 +198,17 @@ def build_attached_model(
         parameters=parameters,
         activations=activations,
         rows=rows,
-        master=master,
+        masters=masters,
     )
+
+
+def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:
+    """The values of ``exact``, by name, that lie in each of a rank's parts of the flat buffers, in host memory."""
+    shards = []
+    for place in parameters.shards(rank):
+        shard = torch.zeros(place.stop - place.start, dtype=parameters.master_dtype)
+        for piece in parameters.pieces(place):
+            own = exact[piece.entry.name].flatten()[piece.start - piece.entry.start : piece.stop - piece.entry.start]
+            shard[piece.start - place.start : piece.stop - place.start] = own
+        shards.append(shard)
+    return shards

@@ -64,10 +64,11 @@ class MemoryBudget:
         return Cluster(capacity_tokens=capacity, speeds=speeds, offload=self.rule)
 
     def host_pool(self, device: torch.device) -> HostPool | None:
-        """Room for offloaded activations, made on demand; None when nothing is offloaded."""
+        """Room for offloaded activations, made before the steps that need it; None when nothing is offloaded."""
         if self.rule is None:
             return None
-        return HostPool(int(self.host_bytes), pinned=device.type == "cuda")
+        token_bytes = self.model.movable_bytes_per_token
+        return HostPool(int(self.host_bytes), pinned=device.type == "cuda", token_bytes=token_bytes)
 
     def lines(self) -> list[str]:
         """The estimate for a full micro-batch, for people."""

@@ -166,6 +166,7 @@ def _attached_job(
         device=ranks.device,
         dtype=ranks.dtype,
         num_shards=ranks.mesh.hdp.size,
+        rank=ranks.mesh.hdp.rank,
     )
     memory = model.memory(config, ranks.device, ranks.world.size, ranks.smallest)
     cost = replace(model.cost(ranks.device), ranks_per_node=ranks.hdp_ranks_per_node())

@@ -1,0 +1,63 @@
+"""The constants that decide how long the adaptive planner searches, and when it is content: what each of them buys.
+
+Figures are from docs/LOG.md ("What of the adaptive planner earns its place?") and docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+# When to stop.
+GOOD_ENOUGH = 1.009
+"""A makespan within this factor of the target ends the search: ordinary batches end with the first or second trial."""
+GOOD_ENOUGH_UNEQUAL = 1.015
+"""The same factor for ranks that differ, where an attempt takes ten times as long."""
+CLOSE = 1.002
+"""Makespans within this factor of each other count as equal. Of such trials, that with the least traffic is taken."""
+PRECISION = 1.002
+"""The target's lower and upper bound differ by at most this factor."""
+
+# What is tried without a pipeline.
+FIRST, LATER = 1.004, 1.008
+"""Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
+SNAPS = (0.0, 0.3, 0.6)
+"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``). Without any,
+makespans are 0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
+PARTS = (1, 4, 16, 64)
+"""The target over the longest blocks tried. With the first alone, 400 equal sequences on 16 ranks end 2.6 % late."""
+FEW = 4096
+"""Shorter blocks are tried while they make at most this many groups. The plan of a batch of more sequences is compared
+with baselines only if it is not good enough: evaluating it would take as long as planning."""
+MOST_RESERVED = 4096
+"""Ranks up to which reservations are tried. They take 1 ms for every 25 ranks, and more ranks have many more gaps."""
+BISECTIONS = 4
+"""Makespans that reservations aim at, after the first one."""
+ORDERS, RESERVATIONS = 24, 600
+"""Orders in which groups are reserved, and reservations in all of them, some 100 microseconds each, at most. The first
+order is always tried."""
+STEPS_UP = 5
+"""In the next order, a group moves forward by 1 to this many places, in turn."""
+LITTLE = 1.01
+"""Reservations end when the traffic is at most this many times the traffic without growth."""
+LOW = 1.5
+"""Gaps up to this many times the shortest sequence are filled (1 to 3 were tried: all keep to the target). Without it,
+github on 16,384 ranks ends at 1.019 instead of 1.009 of its bound."""
+ROUND_RATIO = 0.5
+"""Whole sequences are dealt in one round if their times differ by less than this factor. A ratio of 0.8 gives no
+smaller makespan and takes 2.3 times as long."""
+
+# What is tried in a pipeline.
+LEVELS = 32
+"""Longest blocks, in geometric steps from the target down to a 64th of a pack of whole sequences."""
+SNAPS_IN_PIPELINE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+"""``SNAPS`` of the best longest blocks, where blocks cannot be replaced by reservations."""
+REFINED, AIMS = 3, 3
+"""Longest blocks that are tried with each of them, and makespans to aim at for each snap."""
+LEAST_TRIALS, SEQUENCES_TRIED = 16, 150_000
+"""Trials for each size of packs: at least so many, and so many times sequences."""
+MIN_PACK = 8192
+"""Tokens; packs of whole sequences are halved down to this size."""
+
+# How a sequence's number of ranks is found.
+TRIES = 4
+"""Times that ranks are added for the exposed time that was found."""
+GRID = 96
+"""Degrees tried, in geometric steps, for sequences for which ``TRIES`` find none: some 5 % apart on 100 ranks."""
