@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bytescale.attach.interface import KEYWORD
 from bytescale.attach.refusal import refusal
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
@@ -201,6 +202,8 @@ class Head:
 
 def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
+    if KEYWORD in inputs:
+        inputs[KEYWORD].require_model(model)
     decoder = _decoder(model)
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))

@@ -80,6 +80,36 @@ def note_bypass(call: Callable[[], None] | None) -> None:
     _bypass.set(call)
 
 
+def foreign_model(name: str) -> ConfigError:
+    """Of a model that was given the micro-batch of another one."""
+    return ConfigError(
+        problem(
+            f"{name} was given a micro-batch of an HDP that is not attached to it",
+            so="its attention would not reach the parts of a document that other ranks hold",
+            fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
+            "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
+        )
+    )
+
+
+class OnlyAttached:
+    """Stands where a model expects its mask. An attached model drops it; any other stumbles over it, by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "to":  # what moves a model's inputs to its device
+            return lambda *args, **kwargs: self
+        raise foreign_model("a model that is on no HDP's attention")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.shape
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls().shape
+
+
 class Attachment:
     """A model that is on our attention. ``detach`` undoes it."""
 
@@ -179,8 +209,10 @@ def _mask(original: str, *args: Any, mask_function: Callable[..., Any], **option
     return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, mask_function=mask_function, **options)
 
 
-def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = kwargs.get(KEYWORD)
+    if isinstance(kwargs.get("attention_mask"), OnlyAttached):
+        kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
         bypass()
     if target is not None and _pass.get() is None:
@@ -194,6 +226,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         target.begin()
         target.outermost = module
         _pass.set(target)
+    return args, kwargs
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

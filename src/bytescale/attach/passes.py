@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.interface import Call
+from bytescale.attach.interface import Call, foreign_model
 from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
@@ -59,6 +59,11 @@ class MicroBatchPass:
         self._calls = 0
         self._in_forward = False
         self._backwards_to_come = 0
+
+    def require_model(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
+        if not self.model.layers.keys() <= set(model.modules()):
+            raise foreign_model(type(model).__name__)
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
