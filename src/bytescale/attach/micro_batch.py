@@ -24,8 +24,8 @@ class Micro:
     Attributes:
         index: its place in this rank's order.
         inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]``, and what reaches
-            attention; a model that is not attached refuses them. A rank that takes part in a ring without holding a token
-            gets one row that stands for none.
+            attention; a model that is not attached refuses them. A rank that takes part in a ring without a token gets
+            one row that stands for none.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
     """

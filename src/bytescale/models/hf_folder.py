@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ COMPANIONS = (
 )
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -43,7 +45,7 @@ def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = T
         ConfigError: if the folder has no weights that can be read.
         CheckpointError: if tensors are missing, have another shape or no place; the message names them.
     """
-    files = _files_by_tensor(folder)
+    files = check_dtypes(folder)
     missing = [piece.hf_name for piece in pieces if piece.hf_name not in files]
     if missing:
         raise CheckpointError(
@@ -70,7 +72,54 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = Tr
     for file, own in check_pieces(folder, pieces, whole_model=whole_model).items():
         with safe_open(file, framework="pt") as tensors:
             for piece in own:
-                yield piece, tensors.get_tensor(piece.hf_name)
+                yield piece, finite(tensors.get_tensor(piece.hf_name), piece.hf_name, folder)
+
+
+def check_dtypes(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor. Reads headers only.
+
+    Raises ``ConfigError`` if there are no weights that can be read, ``CheckpointError`` for weights that are no floats:
+    they are quantised, and their scales are not known.
+    """
+    files = _files_by_tensor(folder)
+    for file in dict.fromkeys(files.values()):
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                dtype = tensors.get_slice(name).get_dtype()
+                if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
+                    raise CheckpointError(
+                        problem(
+                            f"{name} in {file} has dtype {dtype}",
+                            so="it is quantised, and without its scales the model would compute something else",
+                            fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
+                        )
+                    )
+    return files
+
+
+def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
+    """The tensor itself. Raises ``CheckpointError`` if it has NaN or infinity."""
+    if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.detach().aminmax()):
+        raise CheckpointError(
+            problem(
+                f"{name} of {folder} has numbers that are not finite",
+                so="every loss and score would be NaN",
+                fix="download the model again, or convert an earlier checkpoint",
+            )
+        )
+    return tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file. Raises ``CheckpointError`` if it cannot be read."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            problem(f"{file} cannot be read ({error})", fix="download or save the model again")
+        ) from error
 
 
 def write_pieces(
@@ -174,17 +223,12 @@ def _equal(files: dict[str, Path], first: str, second: str) -> bool:
 def _check_shapes(folder: Path, by_file: dict[Path, list[Piece]]) -> None:
     wrong = []
     for file, own in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                stored = set(tensors.keys())
-                for piece in own:
-                    shape = tuple(tensors.get_slice(piece.hf_name).get_shape()) if piece.hf_name in stored else None
-                    if shape != piece.shape:
-                        wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                problem(f"{file} cannot be read ({error})", fix="download or save the model again")
-            ) from error
+        with _opened(file) as tensors:
+            stored = set(tensors.keys())
+            for piece in own:
+                shape = tuple(tensors.get_slice(piece.hf_name).get_shape()) if piece.hf_name in stored else None
+                if shape != piece.shape:
+                    wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
     if wrong:
         raise CheckpointError(
             problem(

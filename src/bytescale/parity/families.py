@@ -118,11 +118,11 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0,
             own = FAMILIES[name]
             config = AutoConfig.for_model(name, **{**({} if "n_embd" in own else _SMALL), **own, **changes})
         elif Path(name).exists() or "/" in name:
-            config = _fewer_layers(AutoConfig.from_pretrained(name))
+            config = _fewer_layers(AutoConfig.from_pretrained(name, trust_remote_code=False))
         else:
             config = AutoConfig.for_model(name, **{**_SMALL, **_EXPERTS, **_NO_DROPOUT, **changes})
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped one has no fp64
     except (OSError, ValueError, KeyError, TypeError) as error:
