@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config.hugging_face import refuse_quantised
-from bytescale.models.hf_folder import check_dtypes, finite, write_json
+from bytescale.models.hf_folder import finite, stored_tensors, write_json
 
 MOST_CONSTANT_BYTES = 2**24
 _SHOWN = 6
@@ -88,7 +88,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
             names them.
     """
     refuse_quantised(content, str(folder / "config.json"))
-    check_dtypes(folder)
+    stored_tensors(folder)
     try:
         with _causal_model_or_error(content), _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -92,22 +92,23 @@ def foreign_model(name: str) -> ConfigError:
     )
 
 
-class OnlyAttached:
-    """Stands where a model expects its mask. An attached model drops it; any other stumbles over it, by name."""
+class Unusable:
+    """Stands where a model expects its mask. Whoever looks into it gets an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name == "to":  # `to` is for tensors that are moved to the model's device
             raise AttributeError(name)
-        if name == "to":  # what moves a model's inputs to its device
-            return lambda *args, **kwargs: self
-        raise foreign_model("a model that is on no HDP's attention")
+        raise self._error
 
     def __getitem__(self, key: Any) -> Any:
-        return self.shape
+        raise self._error
 
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls().shape
+
+class OnlyAttached(Unusable):
+    """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
 
 
 class Attachment:

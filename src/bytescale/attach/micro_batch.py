@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attach.head import fused_loss_sum, has_plain_head, hidden_states, log_probabilities
-from bytescale.attach.interface import KEYWORD, OnlyAttached
+from bytescale.attach.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.attach.passes import MicroBatchPass
 from bytescale.common.errors import DataError, problem
 from bytescale.common.labels import IGNORE_INDEX
@@ -46,7 +46,7 @@ class Micro:
             "input_ids": tokens[None],
             "position_ids": position_ids[None],
             "use_cache": False,
-            "attention_mask": OnlyAttached(),
+            "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
 

@@ -36,6 +36,14 @@ class AttachedModel:
         )
 
 
+def in_autocast(rows: Tensor) -> Tensor:
+    """The rows in the dtype in which autocast, where it is on, would have computed attention."""
+    device = rows.device.type
+    if rows.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return rows
+    return rows.to(torch.get_autocast_dtype(device))
+
+
 class MicroBatchPass:
     """The ``Target`` (``attach.interface``) of one micro-batch: hands every layer's call to the ring or the pack."""
 
@@ -110,15 +118,15 @@ class MicroBatchPass:
                 fix="attach again after the model has changed",
             )
         rows = max(1, self.num_rows)
-        if call.query.shape[0] != 1 or call.query.shape[2] != rows or call.mask is not None:
+        if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or call.mask is not None:
             raise refusal(
                 layer.name,
-                f"queries of shape {list(call.query.shape)} in a micro-batch of {rows} rows"
+                f"{call.query.shape[2]} queries and {call.key.shape[2]} keys in a micro-batch of {rows} rows"
                 + (", and a mask" if call.mask is not None else ""),
                 so="rows could not be told apart",
-                fix="call the model with micro.inputs as they are",
+                fix="call the model with micro.inputs as they are; a key has to stand for one token",
             )
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
+        q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
         attention = self._attention_of(q.dtype)
         sinks = call.options.get("s_aux")
         if self.num_rows == 0 and self.has_ring:
