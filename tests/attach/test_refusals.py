@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 import bytescale
 from bytescale.attach.probe import LayerAttention, ModelFacts
@@ -15,8 +16,11 @@ from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionRules
 from bytescale.common.errors import ConfigError
 from bytescale.parity import small_model
+from bytescale.parity.families import USUAL
 
 from .support import documents
+
+DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,16 @@ from .support import documents
     [
         ("qwen3_next", {}, "mixes tokens|mask"),
         ("mamba", {"state_size": 4}, "mixes tokens|AttentionInterface|never calls attention"),
+        ("qwen3_5_text", {}, r"layers\.0\.linear_attn \(Qwen3_5GatedDeltaNet\) cannot be attached: .*mixes tokens"),
+        ("zaya", {"num_experts_per_tok": 1}, r"conv_qk_depthwise \(Conv1d\) cannot be attached: .*mixes tokens"),
+        ("roberta", DECODER, r"layer\.0\.attention\.self cannot be attached: .*are not at positions 0, 1"),
+        (
+            "data2vec-text",
+            DECODER,
+            r"layer\.0\.attention\.self cannot be attached: .*are not at positions 0, 1",
+        ),
+        ("doge", {}, r"layers\.0\.self_attn cannot be attached: .*it computes with its attention mask"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, r"layers\.0\.conv \(Lfm2ShortConv\) cannot"),
         pytest.param("falcon_h1", {}, "mixes tokens", marks=pytest.mark.exhaustive),
         ("bloom", {"n_layer": 1, "hidden_size": 32, "n_head": 4}, "AttentionInterface"),
     ],
@@ -33,6 +47,26 @@ def test_models_that_cannot_be_attached(name: str, changes: dict[str, Any], mess
     with pytest.raises(ConfigError, match=message):
         bytescale.HDP(model, capacity_tokens=100)
     assert not model.config._attn_implementation.startswith("hdp")  # it is as before
+
+
+def test_a_model_that_changes_its_mask_by_itself_is_refused() -> None:
+    config = PaliGemmaConfig(
+        text_config={**USUAL, "model_type": "gemma"},
+        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                       "image_size": 28, "patch_size": 14, "projection_dim": 32},
+        projection_dim=32,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"language_model cannot be attached: it fails in a pass on our attention"):
+        bytescale.HDP(PaliGemmaForConditionalGeneration(config), capacity_tokens=100)
+
+
+def test_keys_that_stand_for_many_tokens_are_refused_when_they_appear() -> None:
+    """Scores would have been wrong without a word: the model was tried with fewer tokens than become one key."""
+    rates = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), 16)
+    model = small_model("deepseek_v4", compress_rates=rates)
+    (micro,) = bytescale.HDP(model, capacity_tokens=100).plan(documents([40]))
+    with pytest.raises(ConfigError, match="40 queries and 42 keys in a micro-batch of 40 rows"), torch.no_grad():
+        micro.logprobs(model)
 
 
 def test_a_module_that_is_no_model_of_transformers() -> None:

@@ -110,6 +110,68 @@ def test_what_a_plan_cannot_run() -> None:
         list(hdp.plan(documents([9])))
 
 
+def by_logprobs(micro: Any, model: nn.Module) -> object:
+    return micro.logprobs(model)
+
+
+def by_loss_sum(micro: Any, model: nn.Module) -> object:
+    return micro.loss_sum(model)
+
+
+def by_forward(micro: Any, model: nn.Module) -> object:
+    return model(**micro.inputs)
+
+
+@pytest.mark.parametrize("run", [by_logprobs, by_loss_sum, by_forward])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_reference_model_needs_an_hdp_of_its_own(
+    run: Callable[[Any, nn.Module], object], implementation: str
+) -> None:
+    """It would compute the parts of a shared document that this rank holds, as if they were documents."""
+    reference = small_model("llama")
+    reference.config._attn_implementation = implementation
+    (micro,) = attached()[1].plan(documents([9]))
+    with pytest.raises(ConfigError, match="was given a micro-batch of an HDP that is not attached to it"):
+        run(micro, reference)
+    Hdp(reference, capacity_tokens=30)
+    with pytest.raises(ConfigError, match=r"not attached to it|was not part of the model when"):
+        run(micro, reference)
+
+
+def test_a_loss_of_whole_documents_takes_two_passes() -> None:
+    """The loop of docs/own_loop.md: GSPO's ratio is the mean over a document, which no rank holds."""
+    batch = documents([40, 3, 9])
+    for number, document in enumerate(batch):
+        document |= {"old_logprobs": torch.full((len(document["tokens"]),), -4.0), "advantage": 1.0 - number}
+
+    def one_process(model: nn.Module) -> dict[str, torch.Tensor]:
+        for document in batch:
+            logits = model(document["tokens"][None]).logits[0, :-1]
+            ratios = logits.log_softmax(-1).gather(1, document["tokens"][1:, None])[:, 0] + 4.0
+            (-document["advantage"] * ratios.mean().exp() / len(batch)).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    def work(group: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        hdp = Hdp(model, group, capacity_tokens=20)
+        hdp.adamw(lr=0.0)
+        with torch.no_grad():
+            for micro in hdp.plan(batch):
+                hdp.collect(micro, micro.logprobs(model) - micro.old_logprobs)
+        given = []
+        for document, ratios in zip(batch, hdp.collected(), strict=True):
+            factor = -document["advantage"] * float(ratios[:-1].mean().exp()) / (len(ratios) - 1) / len(batch)
+            given.append({**document, "factor": factor})
+        for micro in hdp.plan(given):
+            (micro.factor * micro.logprobs(model)).sum().backward()
+        return hdp.gradients()
+
+    model = small_model("qwen3")
+    ours, wanted = on_ranks(3, model, work)[0], one_process(model)
+    for name, gradient in wanted.items():
+        # Numbers of whole documents are fp32 fields.
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
+
+
 def test_a_kernel_that_does_not_exist() -> None:
     model = small_model("qwen3")
     (micro,) = Hdp(model, capacity_tokens=30, kernel="fast").plan(documents([9]))

@@ -196,6 +196,6 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match="capacity_tokens is 0"):
         check_options(options(folder, source, out, capacity_tokens=0))
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be loaded as a causal model"):
+    with pytest.raises(ConfigError, match="has no model of type ''"):
         load_model(str(folder), torch.float32)
     assert not out.exists()

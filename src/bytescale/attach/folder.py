@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.models.hf_folder import write_json
+from bytescale.config.hugging_face import refuse_quantised
+from bytescale.models.hf_folder import finite, stored_tensors, write_json
 
 MOST_CONSTANT_BYTES = 2**24
 _SHOWN = 6
@@ -59,24 +60,35 @@ def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) ->
     """A model with random weights that depend on ``seed`` alone, in ``dtype``, on the CPU."""
     with torch.random.fork_rng(devices=[]), _causal_model_or_error(content):
         torch.manual_seed(seed)
-        model: nn.Module = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config_of(content), dtype=dtype, trust_remote_code=False)
     return _ready(model, dtype)
 
 
 def count_parameters(content: dict[str, Any]) -> int:
     """Parameters of the model, without memory for them. Raises ``ConfigError`` where no causal model can be made."""
+    return sum(value.numel() for value in _parameters(content).values())
+
+
+def _parameters(content: dict[str, Any]) -> dict[str, nn.Parameter]:
     with torch.device("meta"), _causal_model_or_error(content):
-        model = AutoModelForCausalLM.from_config(config_of(content))
-    return sum(parameter.numel() for parameter in model.parameters())
+        return dict(AutoModelForCausalLM.from_config(config_of(content), trust_remote_code=False).named_parameters())
 
 
 def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The model in a folder with its weights, in ``dtype``, on the CPU.
+    """``read_model``, ready to be trained: all parameters trainable and of one dtype."""
+    return _ready(read_model(folder, content, dtype), dtype)
+
+
+def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The model in a folder with its weights, in ``dtype`` as transformers has it, on the CPU. No code of it is run.
 
     Raises:
         ConfigError: if there are no weights that can be read, or no such model.
-        CheckpointError: if weights are missing, have other shapes or no place; the message names them.
+        CheckpointError: if weights are missing, quantised or not finite, have other shapes or no place; the message
+            names them.
     """
+    refuse_quantised(content, str(folder / "config.json"))
+    stored_tensors(folder)
     try:
         with _causal_model_or_error(content), _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -85,6 +97,7 @@ def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported below
             )
@@ -96,10 +109,13 @@ def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.
             )
         ) from error
     model, told = loaded
+    own = dict(model.named_parameters())
+    told["untied_keys"] = own.keys() - _parameters(content).keys()
     for kind, so in (
         ("missing_keys", "these weights would be random numbers"),
         ("unexpected_keys", "without them the model would compute something else"),
         ("mismatched_keys", "they do not fit"),
+        ("untied_keys", "config.json ties them to others from which they differ, and a saved model would lose them"),
     ):
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in told[kind])
         if names:
@@ -108,11 +124,14 @@ def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.
                 problem(
                     f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {', '.join(names[:_SHOWN])}{more}",
                     so=so,
-                    fix="use the config.json that belongs to these weights, or download the model again",
+                    fix="set tie_word_embeddings to false in config.json"
+                    if kind == "untied_keys"
+                    else "use the config.json that belongs to these weights, or download the model again",
                 )
             )
-    ready: nn.Module = _ready(model, dtype)
-    return ready
+    for name, parameter in own.items():
+        finite(parameter, name, folder)
+    return model
 
 
 def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:

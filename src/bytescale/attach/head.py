@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bytescale.attach.interface import KEYWORD
+from bytescale.attach.passes import in_autocast
 from bytescale.attach.refusal import refusal
 from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
@@ -81,8 +83,9 @@ def fused_loss_sum(
     if not has_plain_head:
         return loss_sum(head, hidden, labels, token_weights=token_weights)
     assert head.weight is not None, "a plain head has a weight"
-    hidden, weight = accumulated_at_once(hidden, head.weight)
-    return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights)
+    hidden, weight = (in_autocast(rows) for rows in accumulated_at_once(hidden, head.weight))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -144,7 +147,7 @@ def has_plain_head(model: nn.Module, head: Head, hidden_size: int) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(4, hidden_size, generator=generator).to(weight)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         factor = 200.0 / (direction @ weight.T).abs().max().clamp(min=1e-6)
         hidden = torch.cat([direction * factor, torch.zeros_like(direction)])
         expected, logits = hidden @ weight.T, head(hidden)
@@ -203,6 +206,8 @@ class Head:
 
 def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
+    if KEYWORD in inputs:
+        inputs[KEYWORD].require_model(model)
     decoder = _decoder(model)
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))

@@ -80,6 +80,37 @@ def note_bypass(call: Callable[[], None] | None) -> None:
     _bypass.set(call)
 
 
+def foreign_model(name: str) -> ConfigError:
+    """Of a model that was given the micro-batch of another one."""
+    return ConfigError(
+        problem(
+            f"{name} was given a micro-batch of an HDP that is not attached to it",
+            so="its attention would not reach the parts of a document that other ranks hold",
+            fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
+            "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
+        )
+    )
+
+
+class Unusable:
+    """Stands where a model expects its mask. Whoever looks into it gets an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "to":  # `to` is for tensors that are moved to the model's device
+            raise AttributeError(name)
+        raise self._error
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._error
+
+
+class OnlyAttached(Unusable):
+    """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
+
+
 class Attachment:
     """A model that is on our attention. ``detach`` undoes it."""
 
@@ -179,8 +210,10 @@ def _mask(original: str, *args: Any, mask_function: Callable[..., Any], **option
     return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, mask_function=mask_function, **options)
 
 
-def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = kwargs.get(KEYWORD)
+    if isinstance(kwargs.get("attention_mask"), OnlyAttached):
+        kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
         bypass()
     if target is not None and _pass.get() is None:
@@ -194,6 +227,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         target.begin()
         target.outermost = module
         _pass.set(target)
+    return args, kwargs
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

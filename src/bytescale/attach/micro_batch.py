@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attach.head import fused_loss_sum, has_plain_head, hidden_states, log_probabilities
-from bytescale.attach.interface import KEYWORD
+from bytescale.attach.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.attach.passes import MicroBatchPass
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError, problem
@@ -25,7 +25,8 @@ class Micro:
     Attributes:
         index: its place in this rank's order.
         inputs: keyword arguments of the model: ``input_ids`` and ``position_ids`` ``[1, max(T, 1)]``, and what reaches
-            attention. A rank that takes part in a ring without holding a token gets one row that stands for none.
+            attention; a model that is not attached refuses them. A rank that takes part in a ring without a token gets
+            one row that stands for none.
         num_rows: T. The model's output may have one row more: use ``logits[0, :micro.num_rows]``.
         plan: the plan's view of this micro-batch.
     """
@@ -46,6 +47,7 @@ class Micro:
             "input_ids": tokens[None],
             "position_ids": position_ids[None],
             "use_cache": False,
+            "attention_mask": OnlyAttached(foreign_model("a model that is on no HDP's attention")),
             KEYWORD: target,
         }
 
@@ -56,7 +58,12 @@ class Micro:
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
-        """``(document, start, stop)`` of the runs of tokens that the rows are, in order."""
+        """``(document, start, stop)`` of the runs of tokens that the rows are, in order: NOT of whole documents.
+
+        Ranks share long documents, so that a sum or mean over these rows is not the document's. What a loss needs of
+        whole documents, such as GSPO's mean log-ratio, comes from a first pass: ``collect`` and ``collected``
+        (docs/own_loop.md, "A number of a whole document").
+        """
         plan = self.plan
         bounds = (plan.segment_sequences, plan.segment_starts, plan.segment_stops)
         return list(zip(*(array.tolist() for array in bounds), strict=True))
@@ -72,7 +79,7 @@ class Micro:
         """``[T]`` log-probability of each row's label, in fp32 (fp64 for fp64); 0 where the label is -100.
 
         The logits of all rows never exist together. With gradients enabled, those of a chunk are computed again in
-        backward. ``model`` is the attached model, or a module around it.
+        backward. ``model`` is the attached model, or a module around it. Raises ``ConfigError`` for any other.
         """
         return log_probabilities(model, self.inputs, self.labels, rows_at_a_time=rows_at_a_time)
 
@@ -86,7 +93,8 @@ class Micro:
             model: the attached model, or a module around it.
             weights: ``[T]`` constants; None: the batch's own.
 
-        Raises ``DataError`` for weights of another shape, or weights that require a gradient.
+        Raises ``DataError`` for weights of another shape, or weights that require a gradient; ``ConfigError`` for
+        another model.
         """
         if weights is not None and (weights.shape != (self.num_rows,) or weights.requires_grad):
             raise DataError(

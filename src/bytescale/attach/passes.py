@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.interface import Call
+from bytescale.attach.interface import Call, foreign_model
 from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
@@ -36,6 +36,14 @@ class AttachedModel:
         )
 
 
+def in_autocast(rows: Tensor) -> Tensor:
+    """The rows in the dtype in which autocast, where it is on, would have computed attention."""
+    device = rows.device.type
+    if rows.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return rows
+    return rows.to(torch.get_autocast_dtype(device))
+
+
 class MicroBatchPass:
     """The ``Target`` (``attach.interface``) of one micro-batch: hands every layer's call to the ring or the pack."""
 
@@ -59,6 +67,11 @@ class MicroBatchPass:
         self._calls = 0
         self._in_forward = False
         self._backwards_to_come = 0
+
+    def require_model(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
+        if not self.model.layers.keys() <= set(model.modules()):
+            raise foreign_model(type(model).__name__)
 
     def begin(self) -> None:
         """Called when the model's forward begins. Raises ``ConfigError`` where random numbers would be drawn."""
@@ -105,15 +118,15 @@ class MicroBatchPass:
                 fix="attach again after the model has changed",
             )
         rows = max(1, self.num_rows)
-        if call.query.shape[0] != 1 or call.query.shape[2] != rows or call.mask is not None:
+        if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or call.mask is not None:
             raise refusal(
                 layer.name,
-                f"queries of shape {list(call.query.shape)} in a micro-batch of {rows} rows"
+                f"{call.query.shape[2]} queries and {call.key.shape[2]} keys in a micro-batch of {rows} rows"
                 + (", and a mask" if call.mask is not None else ""),
                 so="rows could not be told apart",
-                fix="call the model with micro.inputs as they are",
+                fix="call the model with micro.inputs as they are; a key has to stand for one token",
             )
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
+        q, k, v = (in_autocast(tensor[0].transpose(0, 1)) for tensor in (call.query, call.key, call.value))
         attention = self._attention_of(q.dtype)
         sinks = call.options.get("s_aux")
         if self.num_rows == 0 and self.has_ring:

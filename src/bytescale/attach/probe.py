@@ -6,7 +6,7 @@ The probe runs the model with an attention that sees nothing: it returns zeros. 
 * no row may depend on another row. If the gradient of one row with respect to another row's input is not zero, a part
   other than attention mixes tokens: a recurrence, a convolution, a shift;
 * a row may depend on its position only as ``position_ids`` say, so that a token in the middle of a micro-batch is
-  computed as in a document of its own;
+  computed as in a document of its own; and the positions that the model would choose itself are 0, 1, 2 and so on;
 * random numbers (dropout, jitter) are noticed, with the part that draws them.
 
 All of it is the same on every rank, since it depends on the model's code and configuration alone.
@@ -14,6 +14,8 @@ All of it is the same on every rank, since it depends on the model's code and co
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bytescale.attach.interface import KEYWORD, Call
+from bytescale.attach.interface import KEYWORD, Call, Unusable
 from bytescale.attach.refusal import refusal
 from bytescale.attention import AttentionRules
+from bytescale.common.errors import BytescaleError
 
 NUM_ROWS = 8
 
@@ -92,16 +95,20 @@ class _Blind:
         pass
 
 
-@dataclass(frozen=True)
-class _MaskFunction:
-    """Stands for a mask in the probe: which keys a query may see, at any place."""
+class _MaskFunction(Unusable):
+    """Stands for a mask in the probe: which keys a query may see, at any place. A plan makes no mask."""
 
-    function: Callable[..., Any]
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(TypeError("it computes with its attention mask"))
+        self.function = function
 
     def visible(self, query: int) -> Tensor:
         """``[query + 33]`` bool: which of the keys up to some behind the query it sees."""
         zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(query + 33)
-        seen = self.function(zero, zero, torch.full_like(keys, query), keys)
+        try:
+            seen = self.function(zero, zero, torch.full_like(keys, query), keys)
+        except IndexError:  # it looks something up for every row of the pass: blocks of an image, for example
+            seen = True
         return torch.as_tensor(seen).expand(len(keys)).to("cpu", torch.bool)
 
 
@@ -109,7 +116,7 @@ def probe(model: nn.Module) -> ModelFacts:
     """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     _refuse_balance_loss(model)
-    with _training_mode(model), _no_checkpointing(model):
+    with _mode(model, training=True), _no_checkpointing(model):
         random_parts, blind = _mixing_and_randomness(model, names)
     if not blind.calls:
         raise refusal(
@@ -136,34 +143,38 @@ def _refuse_balance_loss(model: nn.Module) -> None:
 
 
 def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[tuple[str, ...], _Blind]:
-    """Run forward in training mode, and backward from the later rows to the inputs of the first."""
+    """Run forward in training mode, and backward from the later rows, also of q, k and v, to the first one's input."""
     inputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         inputs.append(output.detach().requires_grad_())
-        return inputs[-1]
+        return inputs[-1].clone()  # some models change it in place
 
     blind = _Blind(names)
     stack: list[str] = []
+    ran: list[str] = []
     hooks = [_embedding(model).register_forward_hook(keep)]
     for module, name in names.items():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
-        hooks.append(module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True))
+        hooks.append(module.register_forward_hook(lambda *_: ran.append(stack.pop()), always_call=True))
     noticed = _RandomNumbers(stack)
     device = next(model.parameters()).device
     saved = torch.get_rng_state()
     try:
         with torch.enable_grad(), noticed:
-            output = _run(model, blind, torch.arange(NUM_ROWS, device=device))
+            output = _run(model, blind, torch.arange(NUM_ROWS, device=device)[None])
     finally:
         torch.set_rng_state(saved)
         for hook in hooks:
             hook.remove()
     logits = output[0] if isinstance(output, tuple) else output.logits if "logits" in output else output[0]
-    (gradient,) = torch.autograd.grad(logits[0, 1:].float().sum(), inputs[:1], allow_unused=True)
+    # Attention sees nothing here, so what a layer mixes on the way to it has to be looked at by itself.
+    later = [logits[0, 1:], *(rows[0, :, 1:] for call in blind.calls for rows in (call.query, call.key, call.value))]
+    weighted = [(rows.float().flatten() * torch.arange(rows.numel(), device=device).cos()).sum() for rows in later]
+    (gradient,) = torch.autograd.grad(torch.stack(weighted).sum(), inputs[:1], allow_unused=True)
     if gradient is not None and bool(gradient[0, 0].abs().max() > 0):
         raise refusal(
-            _mixing_part(names),
+            _mixing_part(names, ran),
             "a part other than attention mixes tokens (a recurrence, a convolution or a shift)",
             so="its state would have to travel between ranks and stop between documents, which plans do not do",
             fix="use a model whose tokens meet in attention alone",
@@ -172,31 +183,46 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
     return tuple(dict.fromkeys([*dropping, *noticed.parts])), blind
 
 
-def _mixing_part(names: dict[nn.Module, str]) -> str:
-    """The module that most probably mixes tokens, by its type's name; else the model's."""
-    kinds = ("mamba", "ssm", "recurrent", "rglru", "deltanet", "rwkv", "conv", "linearattention", "lightning", "shift")
-    for module, name in names.items():
-        if any(kind in type(module).__name__.lower() for kind in kinds):
-            return f"{name} ({type(module).__name__})"
-    return type(next(iter(names))).__name__
+def _mixing_part(names: dict[nn.Module, str], ran: list[str]) -> str:
+    """The module that most probably mixes tokens, of those that ``ran``, by its type and name; else the model's."""
+    model = type(next(iter(names))).__name__
+    family = model.partition("For")[0]  # Mamba and RecurrentGemma have their kind in every name
+    kinds = (
+        "delta(net|attention)|linear_?att|lightning",
+        "mamba|ssm|rwkv|lstm",
+        "rglru|recurrent|mixer|shift|conv|compress",
+    )
+    types = {name: type(module).__name__ for module, name in names.items()}
+    for kind in kinds:
+        for name in ran:  # the inner ones first
+            said = f"{types[name].removeprefix(family)} {name.rpartition('.')[2]}".lower()
+            if name != model and "norm" not in said and re.search(kind, said):
+                return f"{name} ({types[name]})"
+    return model
 
 
 def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str]) -> None:
     """Rows of equal tokens and equal ``position_ids`` have to be equal, wherever they lie."""
-    half = torch.arange(NUM_ROWS // 2, device=next(model.parameters()).device)
-    blind = _Blind(names)
-    with torch.no_grad(), _evaluation_mode(model):
-        _run(model, blind, torch.cat([half, half]))
-    for call in blind.calls:
-        for rows in (call.query, call.key):
-            first, second = rows.float().split(NUM_ROWS // 2, dim=2)
-            if not torch.allclose(first, second, rtol=2e-2, atol=2e-2 * float(rows.float().abs().max())):
+    rows = torch.arange(NUM_ROWS, device=next(model.parameters()).device)[None]
+    halves, given, chosen = _Blind(names), _Blind(names), _Blind(names)
+    with torch.no_grad(), _mode(model, training=False):
+        for blind, position_ids in ((halves, rows % (NUM_ROWS // 2)), (given, rows), (chosen, None)):
+            _run(model, blind, position_ids)
+    for call, known, own in zip(halves.calls, given.calls, chosen.calls, strict=True):
+        for of_halves, of_given, of_chosen in ((call.query, known.query, own.query), (call.key, known.key, own.key)):
+            follows = _alike(*of_halves.split(NUM_ROWS // 2, dim=2))
+            if not follows or not _alike(of_given, of_chosen):
                 raise refusal(
                     names[call.module],
-                    "its queries and keys do not follow position_ids",
-                    so="a token behind another document in a micro-batch would be at a wrong position",
-                    fix="use a model type whose forward takes position_ids",
+                    "its queries and keys "
+                    + ("are not at positions 0, 1, 2 and so on" if follows else "do not follow position_ids"),
+                    so="a token in a micro-batch would be at a wrong position",
+                    fix="use a model type whose forward takes position_ids, and counts them from 0 itself",
                 )
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
 
 
 def _layer(call: Call, name: str) -> LayerAttention:
@@ -280,9 +306,22 @@ def _window_sizes(module: nn.Module) -> list[int]:
     ]
 
 
-def _run(model: nn.Module, blind: _Blind, position_ids: Tensor) -> Any:
-    tokens = torch.ones(1, len(position_ids), dtype=torch.int64, device=position_ids.device)
-    return model(input_ids=tokens, position_ids=position_ids[None], use_cache=False, **{KEYWORD: blind})
+def _run(model: nn.Module, blind: _Blind, position_ids: Tensor | None) -> Any:
+    """One pass over tokens that are all alike. Raises ``Refusal`` with the innermost part that fails."""
+    tokens = torch.ones(1, NUM_ROWS, dtype=torch.int64, device=next(model.parameters()).device)
+    try:
+        return model(input_ids=tokens, position_ids=position_ids, use_cache=False, **{KEYWORD: blind})
+    except BytescaleError:
+        raise
+    except Exception as error:  # whatever a model raises that is not made for our attention
+        frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        inside = [blind.names[part] for part in frames if isinstance(part, nn.Module) and part in blind.names]
+        raise refusal(
+            inside[-1] if inside else type(model).__name__,
+            f"it fails in a pass on our attention ({' '.join(str(error).split()) or type(error).__name__})",
+            so="it needs what plans do not have",
+            fix="use a decoder whose layers call causal self-attention and leave its mask alone",
+        ) from error
 
 
 def _embedding(model: nn.Module) -> nn.Module:
@@ -310,18 +349,6 @@ class _RandomNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
             self.parts.append(self.stack[-1] if self.stack else "the model")
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    with _mode(model, training=True):
-        yield
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    with _mode(model, training=False):
-        yield
 
 
 @contextmanager

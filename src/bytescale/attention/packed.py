@@ -168,7 +168,8 @@ class _PackedAttentionFunction(torch.autograd.Function):
         attention: PackedAttention,
         rules: AttentionRules,
     ) -> Tensor:
-        out, lse = attention.remembered(lambda: attention.forward(q, k, v, rules, sinks))
+        with torch.autocast(q.device.type, enabled=False):  # kernels choose the dtypes of their products themselves
+            out, lse = attention.remembered(lambda: attention.forward(q, k, v, rules, sinks))
         ctx.attention, ctx.rules = attention, rules
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
@@ -177,6 +178,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         (dout,) = gradients
-        of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        dq, dk, dv = ctx.attention.backward(dout, q, k, v, out, lse, ctx.rules)
+        with torch.autocast(q.device.type, enabled=False):
+            of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
+            dq, dk, dv = ctx.attention.backward(dout, q, k, v, out, lse, ctx.rules)
         return dq, dk, dv, of_sinks, None, None

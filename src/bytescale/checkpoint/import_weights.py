@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,7 +16,7 @@ from bytescale.checkpoint.whole import Part, write_whole
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.hugging_face import architecture_of_folder
 from bytescale.models.hf import Piece
-from bytescale.models.hf_folder import check_pieces, copy_companions
+from bytescale.models.hf_folder import check_pieces, copy_companions, finite
 
 
 def import_folder(source: Path, target: Path) -> int:
@@ -58,8 +57,8 @@ def _part(piece: Piece, file: Path, pieces: list[Piece]) -> Part:
 
     def read(_: str) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
-            tensor: Any = tensors.get_tensor(piece.hf_name)
-        return tensor.to(torch.float32)
+            tensor: Tensor = tensors.get_tensor(piece.hf_name)
+        return finite(tensor, piece.hf_name, file.parent).to(torch.float32)
 
     zeros = (0,) * len(piece.shape)
     if piece.expert is None:

@@ -144,22 +144,12 @@ def score_on_ranks(options: ScoreOptions) -> None:
 
 
 def load_model(folder: str, dtype: Any) -> Any:
-    """Load a causal model of transformers, in evaluation mode. Raises ``ConfigError`` if that is not possible."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            problem("bytescale score needs transformers, which is not installed", fix="pip install 'bytescale[hf]'")
-        ) from error
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(Path(folder).expanduser(), dtype=dtype).eval()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            problem(
-                f"{folder} cannot be loaded as a causal model ({str(error).strip().splitlines()[0]})",
-                fix="name a Hugging Face folder with config.json and safetensors files",
-            )
-        ) from error
+    """A causal model of transformers, in evaluation mode. Raises as ``attach.folder.read_model``."""
+    from bytescale.attach.folder import read_model
+    from bytescale.config.hugging_face import read_hf_config
+
+    path = Path(folder).expanduser()
+    return read_model(path, read_hf_config(path), dtype).eval()
 
 
 def model_identity(folder: Path) -> str:

@@ -32,6 +32,7 @@ COMPANIONS = (
 )
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -44,8 +45,8 @@ def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = T
         ConfigError: if the folder has no weights that can be read.
         CheckpointError: if tensors are missing, have another shape or no place; the message names them.
     """
-    files = _files_by_tensor(folder)
-    missing = [piece.hf_name for piece in pieces if piece.hf_name not in files]
+    stored = stored_tensors(folder)
+    missing = [piece.hf_name for piece in pieces if piece.hf_name not in stored]
     if missing:
         raise CheckpointError(
             problem(
@@ -55,11 +56,22 @@ def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = T
             )
         )
     if whole_model:
-        _refuse_others(folder, set(files) - {piece.hf_name for piece in pieces}, files)
+        _refuse_others(folder, stored.keys() - {piece.hf_name for piece in pieces}, stored)
     by_file: dict[Path, list[Piece]] = {}
+    wrong = []
     for piece in pieces:
-        by_file.setdefault(files[piece.hf_name], []).append(piece)
-    _check_shapes(folder, by_file)
+        file, shape = stored[piece.hf_name]
+        by_file.setdefault(file, []).append(piece)
+        if shape != piece.shape:
+            wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
+    if wrong:
+        raise CheckpointError(
+            problem(
+                f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
+                so="they do not fit",
+                fix="use the config.json that belongs to these weights",
+            )
+        )
     return by_file
 
 
@@ -71,7 +83,53 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = Tr
     for file, own in check_pieces(folder, pieces, whole_model=whole_model).items():
         with safe_open(file, framework="pt") as tensors:
             for piece in own:
-                yield piece, tensors.get_tensor(piece.hf_name)
+                yield piece, finite(tensors.get_tensor(piece.hf_name), piece.hf_name, folder)
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """By a tensor's name, its file and its shape. Reads headers only.
+
+    Raises:
+        ConfigError: if there are no weights that can be read.
+        CheckpointError: if a file is damaged, or has weights that are no floats: they are quantised.
+    """
+    stored = {}
+    for file in _files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(name)
+                    _refuse_quantised(f"{name} in {file}", name, part.get_dtype())
+                    stored[name] = file, tuple(part.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                problem(f"{file} cannot be read ({error})", so="it is cut short or damaged", fix="download it again")
+            ) from error
+    return stored
+
+
+def _refuse_quantised(where: str, name: str, dtype: str) -> None:
+    if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
+        raise CheckpointError(
+            problem(
+                f"{where} has dtype {dtype}",
+                so="it is quantised, and without its scales the model would compute something else",
+                fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
+            )
+        )
+
+
+def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
+    """The tensor itself. Raises ``CheckpointError`` if it has NaN or infinity."""
+    if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.detach().aminmax()):
+        raise CheckpointError(
+            problem(
+                f"{name} of {folder} has numbers that are not finite",
+                so="every loss and score would be NaN",
+                fix="download the model again, or convert an earlier checkpoint",
+            )
+        )
+    return tensor
 
 
 def write_pieces(
@@ -116,43 +174,42 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
+def _files(folder: Path) -> list[Path]:
+    """The files that have weights."""
     index, single = folder / INDEX, folder / SINGLE
+    error: object = f"there is no {SINGLE}"
     try:
         if index.exists():
-            return {n: folder / f for n, f in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        with safe_open(single, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), single)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        if single.exists() and not index.exists():
-            raise CheckpointError(
-                problem(f"{single} cannot be read ({error})", so="it is cut short or damaged", fix="download it again")
-            ) from error
-        if list(folder.glob("pytorch_model*.bin")):
-            raise ConfigError(
-                problem(
-                    f"{folder} has its weights in pytorch_model.bin only, which is a pickle",
-                    so="reading it could run code that somebody has put there",
-                    fix="save it as safetensors, with transformers: from_pretrained() and save_pretrained()",
-                )
-            ) from error
+            named = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [folder / name for name in dict.fromkeys(named)]
+        if single.exists():
+            return [single]
+    except (OSError, ValueError, KeyError, AttributeError) as raised:
+        error = raised
+    if list(folder.glob("pytorch_model*.bin")):
         raise ConfigError(
             problem(
-                f"{folder} has no weights that can be read ({error})",
-                fix=f"name a folder with {SINGLE}, or with {INDEX} and the files that it names",
+                f"{folder} has its weights in pytorch_model.bin only, which is a pickle",
+                so="reading it could run code that somebody has put there",
+                fix="save it as safetensors, with transformers: from_pretrained() and save_pretrained()",
             )
-        ) from error
+        )
+    raise ConfigError(
+        problem(
+            f"{folder} has no weights that can be read ({error})",
+            fix=f"name a folder with {SINGLE}, or with {INDEX} and the files that it names",
+        )
+    )
 
 
-def _refuse_others(folder: Path, others: set[str], files: dict[str, Path]) -> None:
+def _refuse_others(folder: Path, others: set[str], stored: dict[str, tuple[Path, tuple[int, ...]]]) -> None:
     """Raise ``CheckpointError`` for tensors that our models have no place for.
 
     Tables of rotary angles are constants. A head beside tied embeddings is allowed if it equals them: transformers
     takes the head of the file where they differ.
     """
     unknown = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
-    if unknown == [_HEAD] and _EMBEDDING in files and _equal(files, _HEAD, _EMBEDDING):
+    if unknown == [_HEAD] and _EMBEDDING in stored and _equal(stored[_HEAD][0], stored[_EMBEDDING][0]):
         return
     if unknown:
         tied = unknown == [_HEAD]
@@ -167,33 +224,9 @@ def _refuse_others(folder: Path, others: set[str], files: dict[str, Path]) -> No
         )
 
 
-def _equal(files: dict[str, Path], first: str, second: str) -> bool:
-    with safe_open(files[first], framework="pt") as one, safe_open(files[second], framework="pt") as other:
-        return torch.equal(one.get_tensor(first), other.get_tensor(second))
-
-
-def _check_shapes(folder: Path, by_file: dict[Path, list[Piece]]) -> None:
-    wrong = []
-    for file, own in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                stored = set(tensors.keys())
-                for piece in own:
-                    shape = tuple(tensors.get_slice(piece.hf_name).get_shape()) if piece.hf_name in stored else None
-                    if shape != piece.shape:
-                        wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                problem(f"{file} cannot be read ({error})", fix="download or save the model again")
-            ) from error
-    if wrong:
-        raise CheckpointError(
-            problem(
-                f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
-                so="they do not fit",
-                fix="use the config.json that belongs to these weights",
-            )
-        )
+def _equal(head: Path, embedding: Path) -> bool:
+    with safe_open(head, framework="pt") as one, safe_open(embedding, framework="pt") as other:
+        return torch.equal(one.get_tensor(_HEAD), other.get_tensor(_EMBEDDING))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -201,8 +234,8 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _times(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "x".join(map(str, shape))
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _num_elements(piece: Piece) -> int:

@@ -71,8 +71,8 @@ def compare(model: nn.Module, setup: Setup) -> Comparison:
 def random_documents(model: nn.Module, setup: Setup) -> list[Document]:
     """Documents with random tokens, labels of which a fifth is masked, and real-valued weights."""
     generator = torch.Generator().manual_seed(setup.seed)
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    words = embedding.weight.shape[0]
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    words = min(len(end.weight) for end in ends if hasattr(end, "weight"))
     documents = []
     for length in setup.lengths:
         tokens = torch.randint(2, words, (length,), generator=generator)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bytescale.common.errors import ConfigError, problem
 
@@ -33,8 +34,8 @@ _EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
 }
 _GPT2: dict[str, Any] = {
-    "vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"), ...),
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0,
 }  # fmt: skip
 _MLA: dict[str, Any] = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
@@ -44,39 +45,27 @@ _MLA: dict[str, Any] = {
 _NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "hidden_dropout": 0.0, "activation_dropout": 0.0, "resid_pdrop": 0.0,
                                "embd_pdrop": 0.0, "classifier_dropout": 0.0}  # fmt: skip
 
+USUAL = _SMALL | _EXPERTS | _NO_DROPOUT
+"""What the small configuration of any type has. A type takes the numbers that it knows."""
+
+_PLAIN = (
+    "llama qwen2 qwen3_moe qwen2_moe mixtral olmo olmo2 olmoe gemma phi phi3 gpt_neox glm glm4 smollm3 ernie4_5 helium "
+    "hunyuan_v1_dense arcee minimax_m2"
+)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
+    **{name: {} for name in _PLAIN.split()},
     "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "mixtral": _EXPERTS,
-    "olmo": {},
-    "olmo2": {},
-    "olmoe": _EXPERTS,
-    "gemma": {},
     "granite": {
         "logits_scaling": 2.0,
         "attention_multiplier": 0.3,
         "residual_multiplier": 0.5,
         "embedding_multiplier": 2.0,
     },
-    "phi": _NO_DROPOUT,
-    "phi3": _NO_DROPOUT,
-    "starcoder2": _NO_DROPOUT | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
-    "gpt_neox": _NO_DROPOUT,
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "gpt2": _GPT2,
-    "opt": _NO_DROPOUT | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "glm": {},
-    "glm4": {},
-    "smollm3": {},
-    "seed_oss": _NO_DROPOUT | {"residual_dropout": 0.0},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "seed_oss": {"residual_dropout": 0.0},
     "cohere": {"logit_scale": 0.25},
-    "ernie4_5": {},
-    "helium": {},
-    "hunyuan_v1_dense": {},
-    "arcee": {},
-    "minimax_m2": _EXPERTS,
     # Windows, soft caps, sinks, values of another width
     "mistral": {"sliding_window": 5},
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 2.0},
@@ -84,12 +73,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 5, "num_hidden_layers": 4},
     "exaone4": {"sliding_window": 5, "num_hidden_layers": 4, "sliding_window_pattern": 2},
     "cohere2": {"sliding_window": 5, "num_hidden_layers": 4, "logit_scale": 0.25},
-    "gpt_oss": _EXPERTS | {"sliding_window": 5},
-    "deepseek_v2": _EXPERTS | _MLA | {"topk_method": "greedy"},
-    "deepseek_v3": _EXPERTS | _MLA,
+    "gpt_oss": {"sliding_window": 5},
+    "deepseek_v2": _MLA | {"topk_method": "greedy"},
+    "deepseek_v3": _MLA,
 }
-"""By model type, what its small configuration has besides the usual numbers."""
-
+"""The families of the tests, and what their small configurations have besides the usual numbers."""
 
 COMPUTES_IN_FP32 = frozenset(
     ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "helium", "minimax_m2")
@@ -108,21 +96,19 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0,
         name: a model type of transformers; or a folder or a name on the hub, of which only the configuration is read.
         dtype: of parameters.
         seed: of the weights.
-        changes: of the configuration.
+        changes: of the configuration; ``...`` leaves a number of ``USUAL`` to transformers.
 
     Raises:
         ConfigError: if there is no such configuration, or no causal model of it.
     """
     try:
-        if name in FAMILIES:
-            own = FAMILIES[name]
-            config = AutoConfig.for_model(name, **{**({} if "n_embd" in own else _SMALL), **own, **changes})
-        elif Path(name).exists() or "/" in name:
-            config = _fewer_layers(AutoConfig.from_pretrained(name))
+        if name not in CONFIG_MAPPING and (Path(name).exists() or "/" in name):
+            config = _fewer_layers(AutoConfig.from_pretrained(name, trust_remote_code=False))
         else:
-            config = AutoConfig.for_model(name, **{**_SMALL, **_EXPERTS, **_NO_DROPOUT, **changes})
+            given = USUAL | FAMILIES.get(name, {}) | changes
+            config = AutoConfig.for_model(name, **{key: value for key, value in given.items() if value is not ...})
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped one has no fp64
     except (OSError, ValueError, KeyError, TypeError) as error:
