@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -67,3 +68,21 @@ def test_autocast_is_as_exact_as_in_one_process(name: str, loss: str) -> None:
     assert max(wanted.values()) > 1e-3  # autocast was on
     for key, value in found.items():
         assert value <= 1.5 * wanted[key] + 0.004, key
+
+
+def test_autocast_around_several_steps_takes_the_new_weights() -> None:
+    """It keeps copies of weights while it lasts; the second step used to run on those of the first."""
+
+    def losses(*, around_all: bool) -> list[float]:
+        model = small_model("llama", dtype=torch.float32)
+        hdp = HDP(model, capacity_tokens=64)
+        hdp.optimizer(torch.optim.SGD, lr=1.0)
+        found = []
+        with bf16() if around_all else contextlib.nullcontext():
+            for _ in range(2):
+                with bf16():
+                    found.append(printed_loop(hdp, model, documents([30, 9])))
+                hdp.step()
+        return found
+
+    assert losses(around_all=True) == losses(around_all=False)

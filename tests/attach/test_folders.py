@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bytescale.attach import converting
 from bytescale.attach.folder import load_model as load_for_training
 from bytescale.checkpoint.import_weights import import_folder
 from bytescale.checkpoint.initial_weights import architecture_pieces
 from bytescale.cli.score import load_model as load_for_scoring
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import Architecture, resolve_model
+from bytescale.config import Architecture, AttachedArchitecture, resolve_model
 from bytescale.config.hugging_face import architecture_of_folder, read_hf_config
 from bytescale.config.schema import ModelConfig
 from bytescale.models.hf_folder import read_pieces
@@ -124,3 +125,15 @@ def test_code_in_a_folder_is_never_run(tmp_path: Path, model_type: str, monkeypa
         load_all(folder, "has no model of type|is no causal decoder of transformers", ConfigError)
     assert not asked
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_with_a_head_that_its_folder_would_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such checkpoints exist: folders whose head differs from tied embeddings were once taken."""
+    folder = saved(tmp_path / "model", "qwen3")
+    monkeypatch.setattr(
+        converting, "load_model", lambda *_: small_model("qwen3", dtype=torch.float32, tie_word_embeddings=False)
+    )
+    checkpoint = tmp_path / "checkpoint"
+    converting.import_attached(folder, checkpoint, AttachedArchitecture(content=read_hf_config(folder)))
+    with pytest.raises(CheckpointError, match=r"has lm_head\.weight, for which its model has no place"):
+        converting.export_attached(checkpoint, tmp_path / "back")

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from bytescale.attach.folder import constants_of, load_model, write_folder
+from bytescale.attach.folder import constants_of, load_model, parameters_of, write_folder
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.export import appearing, copy_companions_of
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.restoring import Place, StoredTensors
 from bytescale.checkpoint.whole import Part, write_whole
+from bytescale.common.errors import CheckpointError, problem
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.models.hf_folder import copy_companions
 from bytescale.runtime import DTYPES
@@ -33,6 +34,10 @@ def export_attached(
     """
     stored = StoredTensors(checkpoint)
     architecture = AttachedArchitecture.of_dict(stored.state.architecture)
+    held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
+    if lost := sorted(held - parameters_of(architecture.content).keys()):
+        so, fix = "it would be lost", "set tie_word_embeddings to false in the model's config.json, and train it anew"
+        raise CheckpointError(problem(f"{checkpoint} has {lost[0]}, for which its model has no place", so=so, fix=fix))
     with appearing(target) as hidden:
         shards = write_folder(
             hidden,

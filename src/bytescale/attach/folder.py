@@ -64,12 +64,8 @@ def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) ->
     return _ready(model, dtype)
 
 
-def count_parameters(content: dict[str, Any]) -> int:
-    """Parameters of the model, without memory for them. Raises ``ConfigError`` where no causal model can be made."""
-    return sum(value.numel() for value in _parameters(content).values())
-
-
-def _parameters(content: dict[str, Any]) -> dict[str, nn.Parameter]:
+def parameters_of(content: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """By name, without memory for them. Raises ``ConfigError`` where no causal model can be made."""
     with torch.device("meta"), _causal_model_or_error(content):
         return dict(AutoModelForCausalLM.from_config(config_of(content), trust_remote_code=False).named_parameters())
 
@@ -110,7 +106,7 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
         ) from error
     model, told = loaded
     own = dict(model.named_parameters())
-    told["untied_keys"] = own.keys() - _parameters(content).keys()
+    told["untied_keys"] = own.keys() - parameters_of(content).keys()
     for kind, so in (
         ("missing_keys", "these weights would be random numbers"),
         ("unexpected_keys", "without them the model would compute something else"),

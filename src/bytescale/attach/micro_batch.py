@@ -93,8 +93,7 @@ class Micro:
             model: the attached model, or a module around it.
             weights: ``[T]`` constants; None: the batch's own.
 
-        Raises ``DataError`` for weights of another shape, or weights that require a gradient; ``ConfigError`` for
-        another model.
+        Raises ``DataError`` for weights of another shape or with a gradient, ``ConfigError`` for another model.
         """
         if weights is not None and (weights.shape != (self.num_rows,) or weights.requires_grad):
             raise DataError(

@@ -39,9 +39,8 @@ class AttachedModel:
 def in_autocast(rows: Tensor) -> Tensor:
     """The rows in the dtype in which autocast, where it is on, would have computed attention."""
     device = rows.device.type
-    if rows.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return rows
-    return rows.to(torch.get_autocast_dtype(device))
+    stays = rows.dtype == torch.float64 or not torch.is_autocast_enabled(device)
+    return rows if stays else rows.to(torch.get_autocast_dtype(device))
 
 
 class MicroBatchPass:

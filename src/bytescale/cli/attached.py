@@ -108,12 +108,13 @@ def planned_model(
 def _build(config: Config, architecture: AttachedArchitecture, element_bytes: int) -> AttachedModel:
     import torch
 
-    from bytescale.attach.folder import count_parameters
+    from bytescale.attach.folder import parameters_of
     from bytescale.attention import select_kernel
     from bytescale.train.parts.attached_model import build_attached_model
     from bytescale.train.parts.budget import machine_bytes
 
-    number, here = count_parameters(architecture.content), machine_bytes()
+    number = sum(value.numel() for value in parameters_of(architecture.content).values())
+    here = machine_bytes()
     if number * BYTES_PER_PARAMETER > here:
         raise ConfigError(
             problem(

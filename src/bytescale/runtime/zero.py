@@ -137,7 +137,8 @@ class ZeroShards:
         self.collectives.wait_for_parameters()
 
     def publish(self) -> None:
-        """Give the updated parameters to all ranks."""
+        """Give the updated parameters to all ranks. Autocast forgets its copies of the old ones."""
+        torch.clear_autocast_cache()
         for shard in self.shards:
             if shard.value.data_ptr() != shard.master.data_ptr():
                 shard.value.copy_(shard.master)
