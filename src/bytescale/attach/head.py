@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bytescale.attach.interface import KEYWORD
-from bytescale.attach.passes import in_autocast
 from bytescale.attach.refusal import refusal
+from bytescale.attention.autocast import in_autocast, without_autocast
 from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import loss_chunk_tokens
@@ -84,7 +84,7 @@ def fused_loss_sum(
         return loss_sum(head, hidden, labels, token_weights=token_weights)
     assert head.weight is not None, "a plain head has a weight"
     hidden, weight = (in_autocast(rows) for rows in accumulated_at_once(hidden, head.weight))
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights)
 
 
@@ -147,7 +147,7 @@ def has_plain_head(model: nn.Module, head: Head, hidden_size: int) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(4, hidden_size, generator=generator).to(weight)
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(weight.device):
         factor = 200.0 / (direction @ weight.T).abs().max().clamp(min=1e-6)
         hidden = torch.cat([direction * factor, torch.zeros_like(direction)])
         expected, logits = hidden @ weight.T, head(hidden)

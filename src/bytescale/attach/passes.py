@@ -13,6 +13,7 @@ from bytescale.attach.interface import Call, foreign_model
 from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
+from bytescale.attention.autocast import in_autocast
 from bytescale.common.errors import RankFailure, problem
 
 
@@ -34,13 +35,6 @@ class AttachedModel:
             random_modules={name: modules[name] for name in facts.random_parts if name in modules},
             num_calls=len(facts.layers),
         )
-
-
-def in_autocast(rows: Tensor) -> Tensor:
-    """The rows in the dtype in which autocast, where it is on, would have computed attention."""
-    device = rows.device.type
-    stays = rows.dtype == torch.float64 or not torch.is_autocast_enabled(device)
-    return rows if stays else rows.to(torch.get_autocast_dtype(device))
 
 
 class MicroBatchPass:

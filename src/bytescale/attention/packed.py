@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bytescale.attention.autocast import without_autocast
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import kernel_for
 from bytescale.attention.exchange import Exchange
@@ -168,7 +169,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
         attention: PackedAttention,
         rules: AttentionRules,
     ) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):  # kernels choose the dtypes of their products themselves
+        with without_autocast(q.device):
             out, lse = attention.remembered(lambda: attention.forward(q, k, v, rules, sinks))
         ctx.attention, ctx.rules = attention, rules
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -178,7 +179,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         (dout,) = gradients
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             of_sinks = sinks_gradient(dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
             dq, dk, dv = ctx.attention.backward(dout, q, k, v, out, lse, ctx.rules)
         return dq, dk, dv, of_sinks, None, None

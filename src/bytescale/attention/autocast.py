@@ -1,0 +1,21 @@
+"""Autocast around attention and losses, whose kernels choose the dtypes of their products themselves."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off for the time of the block. Some devices (meta) have none."""
+    has_autocast = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
+
+
+def in_autocast(rows: Tensor) -> Tensor:
+    """The rows in the dtype in which autocast, where it is on, would have computed a product. fp64 stays."""
+    device = rows.device.type
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return rows.to(torch.get_autocast_dtype(device)) if has_autocast and rows.dtype != torch.float64 else rows
