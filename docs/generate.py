@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from bytescale.cli.checkpoint import ListOptions, UpgradeOptions, VerifyOptions
+from bytescale.cli.checkpoint import ListOptions, UploadOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
 from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.init import InitOptions
@@ -48,7 +48,7 @@ OPTIONS: dict[str, type] = {
     "convert": ConvertOptions,
     "checkpoint list": ListOptions,
     "checkpoint verify": VerifyOptions,
-    "checkpoint upgrade": UpgradeOptions,
+    "checkpoint upload": UploadOptions,
     "data tokenize": TokenizeConfig,
     "data stats": StatsConfig,
     "data show": ShowConfig,

@@ -207,8 +207,6 @@ def test_commands(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the file is missing" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(copy / "nothing")]) == 1
     assert "cannot be reached" in capsys.readouterr().err
-    assert main(["checkpoint", "upgrade", str(copy / "step-000006")]) == 0
-    assert "in format 3 already" in capsys.readouterr().out
     assert list_checkpoints(LocalFolder(copy))[0].step == 3
 
 
@@ -217,9 +215,10 @@ def test_bad_folders(tmp_path: Path) -> None:
         (None, "is not a checkpoint of bytescale: it has no run_state.json"),
         (b"\x00\xff", "is not a checkpoint of bytescale"),
         (b"[]", "is no JSON object"),
-        (b'{"format": 4}', "it has format 4, and this version reads 2 and 3; a newer version of bytescale wrote it"),
+        (b'{"format": 4}', "it has format 4, and this version reads 3; a newer version of bytescale wrote it"),
         (b'{"format": "\\u001b[2J"}', r"it has format \x1b[2J, and"),
-        (b'{"epoch": 1}', "it has format 1, and this version reads 2 and 3"),
+        (b'{"format": 2}', "it has format 2, and this version reads 3"),
+        (b'{"epoch": 1}', "it has format 1, and this version reads 3"),
         (b'{"format": 3, "step": 1}', "its content has another checksum"),
     ):
         if content is not None:

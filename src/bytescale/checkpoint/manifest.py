@@ -28,7 +28,7 @@ from bytescale.common.errors import CheckpointError, problem
 from bytescale.common.parsing import parse_json
 
 FORMAT = 3
-"""1 stored flat buffers and was never released; 2 is PyTorch's (``format_2``)."""
+"""1 stored flat buffers, and 2 was PyTorch's; neither was ever released."""
 MANIFEST = "run_state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
 OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"
@@ -48,7 +48,6 @@ class RunState:
     sampler: dict[str, Any]  # where the data order stands
     architecture: dict[str, Any]
     mesh: dict[str, int]  # that wrote it; for people only
-    format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,81 +114,26 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def read_state_json(folder: Folder) -> dict[str, Any]:
-    """The content of the manifest, or of format 2's ``run_state.json``, of any format that this version reads.
-
-    Raises:
-        CheckpointError: the folder is no checkpoint, or of a newer format.
-    """
-    try:
-        content = parse_json(folder.read_file(MANIFEST))
-        if type(content) is not dict:
-            raise ValueError(f"{MANIFEST} is no JSON object")
-        found = content.get("format", 1)
-        if found not in (2, FORMAT):
-            newer = isinstance(found, int) and found > FORMAT
-            raise ValueError(
-                f"it has format {found}, and this version reads 2 and {FORMAT}"
-                + ("; a newer version of bytescale wrote it" if newer else "")
-            )
-        return content
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            problem(f"{folder} is not a checkpoint of bytescale: it has no {MANIFEST}", fix=_NAME_A_CHECKPOINT)
-        ) from error
-    except OSError as error:
-        raise unreachable(error, folder) from error
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            problem(f"{folder} is not a checkpoint of bytescale: {printable(error)}", fix=_NAME_A_CHECKPOINT)
-        ) from error
-
-
-_NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
-
-
-def run_state_of(folder: Folder, content: dict[str, Any]) -> RunState:
-    """The run's state in ``read_state_json``'s content. Raises ``CheckpointError`` for fields that are missing."""
-    try:
-        fields = {name: content[name] for name in ("step", "sampler", "architecture", "mesh", "format")}
-        return RunState(
-            step=_count(fields["step"]),
-            sampler=_of(dict, fields["sampler"]),
-            architecture=_of(dict, fields["architecture"]),
-            mesh=_of(dict, fields["mesh"]),
-            format=fields["format"],
-        )
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(
-            problem(
-                f"{folder} is not a checkpoint of bytescale: {MANIFEST} has no valid {printable(error)}",
-                fix=_NAME_A_CHECKPOINT,
-            )
-        ) from error
-
-
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint of format 3.
+    """The manifest of a checkpoint.
 
     Raises:
         CheckpointDamage: its checksum is wrong, or the folder has the name of another step.
-        CheckpointError: there is no checkpoint of format 3.
+        CheckpointError: the folder is no checkpoint, or of another format.
     """
-    return manifest_of(folder, read_state_json(folder))
-
-
-def manifest_of(folder: Folder, content: dict[str, Any]) -> Manifest:
-    """The manifest in ``read_state_json``'s content, as ``read_manifest``."""
+    content = _content(folder)
     rest = {name: value for name, value in content.items() if name != "checksum"}
     if content.get("checksum") != hex_of(checksum_of(_canonical(rest))):
         raise damaged(folder, MANIFEST, "its content has another checksum than when it was written")
-    state = run_state_of(folder, content)
-    named = STEP_NAME.fullmatch(folder.name)
-    if named and int(named[1]) != state.step:
-        raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {folder.name}")
     try:
+        state = RunState(
+            step=_count(content["step"]),
+            sampler=_of(dict, content["sampler"]),
+            architecture=_of(dict, content["architecture"]),
+            mesh=_of(dict, content["mesh"]),
+        )
         files = [_file(item) for item in _of(list, content["files"])]
-        return Manifest(
+        manifest = Manifest(
             state=state,
             states=[_of(str, name) for name in _of(list, content["states"])],
             layouts=[_layout(item, len(files)) for item in _of(list, content["layouts"])],
@@ -201,6 +145,37 @@ def manifest_of(folder: Folder, content: dict[str, Any]) -> Manifest:
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
+    named = STEP_NAME.fullmatch(folder.name)
+    if named and int(named[1]) != state.step:
+        raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {folder.name}")
+    return manifest
+
+
+def _content(folder: Folder) -> dict[str, Any]:
+    """What the manifest holds. Raises ``CheckpointError`` unless it is of this format."""
+    try:
+        content = parse_json(folder.read_file(MANIFEST))
+        if type(content) is not dict:
+            raise ValueError(f"{MANIFEST} is no JSON object")
+        found = content.get("format", 1)
+        if found != FORMAT:
+            newer = isinstance(found, int) and found > FORMAT
+            raise ValueError(
+                f"it has format {found}, and this version reads {FORMAT}"
+                + ("; a newer version of bytescale wrote it" if newer else "")
+            )
+        return content
+    except FileNotFoundError as error:
+        what = f"{folder} is not a checkpoint of bytescale: it has no {MANIFEST}"
+        raise CheckpointError(problem(what, fix=_NAME_A_CHECKPOINT)) from error
+    except OSError as error:
+        raise unreachable(error, folder) from error
+    except ValueError as error:
+        what = f"{folder} is not a checkpoint of bytescale: {printable(error)}"
+        raise CheckpointError(problem(what, fix=_NAME_A_CHECKPOINT)) from error
+
+
+_NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
 
 
 def wrong_companions(folder: Folder, manifest: Manifest) -> list[str]:

@@ -9,42 +9,30 @@ from dataclasses import dataclass
 from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Layout
 from bytescale.checkpoint.manifest import (
-    FORMAT,
     STEP_NAME,
     CheckpointDamage,
     Manifest,
     damaged,
     file_name,
-    manifest_of,
-    read_state_json,
-    run_state_of,
+    read_manifest,
     wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
-from bytescale.common.errors import BytescaleError, CheckpointError, problem
+from bytescale.common.errors import BytescaleError
 
 _READ_BYTES = 2**25
 
 
 def problems_of(folder: Folder, *, part: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with a checkpoint of format 3; an empty list: every byte is what was written.
+    """What is wrong with a checkpoint; an empty list: every byte is what was written.
 
     Args:
         part: ``(i, n)`` checks one in n of the files with tensors.
 
-    Raises ``CheckpointError`` if the folder is no checkpoint of format 3, or cannot be reached.
+    Raises ``CheckpointError`` if the folder is no checkpoint, or cannot be reached.
     """
-    content = read_state_json(folder)
-    if content["format"] != FORMAT:
-        raise CheckpointError(
-            problem(
-                f"{folder} has format {content['format']}, which has no checksums",
-                so="it cannot be checked",
-                fix=f"upgrade it with `bytescale checkpoint upgrade {folder}`",
-            )
-        )
     try:
-        manifest = manifest_of(folder, content)
+        manifest = read_manifest(folder)
     except CheckpointDamage as damage:
         return [str(damage)]
     found = wrong_files(folder, manifest)
@@ -84,7 +72,6 @@ class ListedCheckpoint:
 
     name: str
     step: int
-    format: int
     num_bytes: int
     mesh: dict[str, int]
     wrong: str
@@ -99,20 +86,12 @@ def list_checkpoints(folder: Folder) -> list[ListedCheckpoint]:
 
 def _listed(folder: Folder, step: int) -> ListedCheckpoint:
     try:
-        content = read_state_json(folder)
-        state, wrong = run_state_of(folder, content), []
-        if content["format"] == FORMAT:
-            wrong = wrong_files(folder, manifest_of(folder, content))
-        return ListedCheckpoint(
-            name=folder.name,
-            step=state.step,
-            format=state.format,
-            num_bytes=sum(folder.sizes().values()),
-            mesh=state.mesh,
-            wrong=wrong[0] if wrong else "",
-        )
+        manifest = read_manifest(folder)
+        wrong = wrong_files(folder, manifest)
+        num_bytes = sum(folder.sizes().values())
+        return ListedCheckpoint(folder.name, manifest.state.step, num_bytes, manifest.state.mesh, "".join(wrong[:1]))
     except BytescaleError as error:
-        return ListedCheckpoint(folder.name, step, 0, sum(folder.sizes().values()), {}, str(error))
+        return ListedCheckpoint(folder.name, step, sum(folder.sizes().values()), {}, str(error))
 
 
 def _expected_pieces(manifest: Manifest) -> dict[int, list[tuple[Layout, int]]]:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint from one process, tensor by tensor: for imports and upgrades."""
+"""Writes a checkpoint from one process, tensor by tensor: for imports."""
 
 from __future__ import annotations
 

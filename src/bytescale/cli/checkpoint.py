@@ -1,4 +1,4 @@
-"""``bytescale checkpoint``: what a run's checkpoints are, whether every byte is right, and old formats made new."""
+"""``bytescale checkpoint``: what a run's checkpoints are, whether every byte is right."""
 
 from __future__ import annotations
 
@@ -41,24 +41,15 @@ class UploadOptions:
     """The URL that holds the checkpoints."""
 
 
-@dataclass(slots=True, kw_only=True)
-class UpgradeOptions:
-    """Write a checkpoint of format 2 again in format 3, with checksums, in its place."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """A folder checkpoints/step-*."""
-
-
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code: 1 where a checkpoint is not whole."""
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "list": _list,
         "verify": _verify,
         "upload": _upload,
-        "upgrade": _upgrade,
     }
     if not arguments or arguments[0] not in commands:
-        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN | upload FOLDER URL | upgrade FOLDER")
+        print("usage: bytescale checkpoint list RUN | verify FOLDER|RUN | upload FOLDER URL")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     return commands[arguments[0]](arguments[1:])
 
@@ -116,15 +107,6 @@ def _upload(arguments: Sequence[str]) -> int:
 
     options = parse(UploadOptions, arguments, prog="bytescale checkpoint upload")
     print(f"{options.folder}: now also {upload_checkpoint(options.folder, options.url)}")
-    return 0
-
-
-def _upgrade(arguments: Sequence[str]) -> int:
-    from bytescale.checkpoint.upgrade import upgrade
-
-    options = parse(UpgradeOptions, arguments, prog="bytescale checkpoint upgrade")
-    done = upgrade(options.folder)
-    print(f"{options.folder}: " + ("now in format 3, and checked" if done else "is in format 3 already"))
     return 0
 
 

@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("bytescale.cli.report", "write one HTML file about one or several runs"),
     "score": ("bytescale.cli.score", "log-probabilities of documents under a model of Hugging Face"),
     "convert": ("bytescale.cli.convert", "turn a checkpoint into a Hugging Face folder"),
-    "checkpoint": ("bytescale.cli.checkpoint", "list, verify or upgrade checkpoints"),
+    "checkpoint": ("bytescale.cli.checkpoint", "list, verify or upload checkpoints"),
     "data": ("bytescale.cli.data", "tokenise a corpus, show its lengths or what is trained on"),
 }
 
