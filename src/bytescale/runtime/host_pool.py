@@ -59,13 +59,9 @@ class HostPool:
     def __init__(
         self, limit_bytes: int, *, pinned: bool, page_bytes: int | None = None, token_bytes: float = 0.0
     ) -> None:
-        """Make an empty pool.
+        """``pinned``: allocate page-locked memory, so that copies overlap with compute. It needs a CUDA device.
 
-        Args:
-            limit_bytes: the most that it may allocate.
-            pinned: allocate page-locked memory, so that copies overlap with compute. It needs a CUDA device.
-            page_bytes: bytes of a page; None: the usual size.
-            token_bytes: what an offloaded token takes in all layers, for ``prepare``.
+        ``token_bytes``: what an offloaded token takes in all layers, for ``prepare``.
         """
         self.page_bytes = page_bytes or (GPU_PAGE_BYTES if pinned else CPU_PAGE_BYTES)
         self.limit_bytes = limit_bytes

@@ -163,10 +163,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
 
 
 def leave_early(error: BaseException, device: torch.device) -> None:
-    """Tell the error, and leave all groups without waiting for anybody.
-
-    Destroying NCCL's groups waits for what has been posted, and for ever where a peer does not come.
-    """
+    """Tell the error, and leave all groups. Destroying NCCL's would wait for what has been posted, maybe for ever."""
     if isinstance(error, Exception):
         record_for_torchrun(error)
     if device.type == "cuda":
@@ -257,11 +254,8 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 
 
 def group_options(name: str, device: torch.device) -> Any:
-    """NCCL's options of a group, by its name in the mesh (``Mesh.of``).
-
-    Messages of rings and pipelines take the next free multiprocessor. They would otherwise wait behind attention, which
-    waits for them. Sums of gradients do not have to hurry, and TP's collectives have nothing beside them.
-    """
+    """NCCL's options of a group, by its name in the mesh: rings and pipelines do not queue behind attention's kernels,
+    which wait for them. Sums of gradients need not hurry, and TP's collectives have nothing beside them."""
     if device.type != "cuda" or name.startswith("TP") or "gradients" in name:
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

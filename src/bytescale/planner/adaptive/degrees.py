@@ -82,23 +82,19 @@ class DegreeGrid:
         for start in range(0, len(missing), AT_ONCE):
             some = missing[start : start + AT_ONCE]
             self._try(some, np.array([ranks[length] for length in some]))
-        found = list[tuple[int, float]]()
-        for length in lengths.tolist():
-            taken, degrees = self._kept[length]
-            at = min(bisect_left(taken, -seconds), len(taken) - 1)
-            found.append((degrees[at], -taken[at]))
-        chosen = np.array(found)
-        return chosen[:, 0].astype(np.int64), chosen[:, 1]
+        kept = [self._kept[length] for length in lengths.tolist()]
+        at = [min(bisect_left(taken, -seconds), len(taken) - 1) for taken, _ in kept]
+        pairs = list(zip(kept, at, strict=True))
+        return np.array([row[1][at] for row, at in pairs]), -np.array([row[0][at] for row, at in pairs])
 
     def _try(self, lengths: list[int], fewest: IntArray) -> None:
         steps = (self.num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
         columns = _columns(self.cost, self.num_ranks)[:, None, None]  # [C, 1, 1]
         degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]
         degrees = np.minimum(degrees, self.num_ranks // columns * columns)
-        taken = np.where(
-            degrees < fewest, np.inf, _shaped_seconds(self.cost, np.array(lengths, np.float64), degrees, columns)
-        )
-        degrees, taken = (part.reshape(-1, len(lengths)) for part in (degrees, taken))
+        taken = _shaped_seconds(self.cost, np.array(lengths, np.float64), degrees, columns)
+        taken = np.where(degrees < fewest, np.inf, taken).reshape(-1, len(lengths))
+        degrees = degrees.reshape(-1, len(lengths))
         by_degree = np.argsort(degrees, axis=0, kind="stable")
         degrees, taken = (np.take_along_axis(part, by_degree, axis=0) for part in (degrees, taken))
         least = np.minimum.accumulate(taken, axis=0)

@@ -1,7 +1,4 @@
-"""The constants that decide how long the adaptive planner searches, and when it is content: what each of them buys.
-
-Figures are from docs/LOG.md ("What of the adaptive planner earns its place?") and docs/benchmarks.md.
-"""
+"""How long the adaptive planner searches, and when it is content: what each constant buys, by docs/LOG.md."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ PRECISION = 1.002
 FIRST, LATER = 1.004, 1.008
 """Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
 SNAPS = (0.0, 0.3, 0.6)
-"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``). Without any,
-makespans are 0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
+"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it. Without any, makespans are
+0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
 PARTS = (1, 4, 16, 64)
 """The target over the longest blocks tried. With the first alone, 400 equal sequences on 16 ranks end 2.6 % late."""
 FEW = 4096
