@@ -140,7 +140,7 @@ def degrees_within(
 def _with_exposed(
     cost: CostModel, lengths: FloatArray, degrees: IntArray, num_ranks: int, seconds: float
 ) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` from the ranks that compute needs, ``degrees`` ``[L]``; of a late sequence any degree."""
+    """``degrees_within`` from the ranks that compute needs, ``degrees`` ``[L]``; of a late sequence the fastest."""
     columns = _columns(cost, num_ranks)[:, None]  # [C, 1]
     work, most = cost.work_seconds(lengths), num_ranks // columns * columns
     room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
@@ -155,15 +155,11 @@ def _with_exposed(
         more = _multiples(np.maximum(np.ceil(work / left), asked + 1).astype(np.int64), columns)
         asked = np.where(is_late, np.minimum(more, most), asked)
         taken = _shaped_seconds(cost, lengths, asked, columns)
-    return _chosen(asked, np.where(asked < degrees, np.inf, taken), limit)
-
-
-def _chosen(degrees: IntArray, taken: FloatArray, limit: float) -> tuple[IntArray, FloatArray]:
-    """``[L]`` of ``[n, L]`` the fewest degrees that end within ``limit``; where there are none, the fastest."""
+    taken = np.where(asked < degrees, np.inf, taken)
     in_time = taken <= limit
-    chosen = np.where(in_time.any(axis=0), np.where(in_time, degrees, _NEVER).argmin(axis=0), taken.argmin(axis=0))
-    items = np.arange(degrees.shape[1])
-    return degrees[chosen, items], taken[chosen, items]
+    chosen = np.where(in_time.any(axis=0), np.where(in_time, asked, _NEVER).argmin(axis=0), taken.argmin(axis=0))
+    items = np.arange(len(degrees))
+    return asked[chosen, items], taken[chosen, items]
 
 
 def fastest_seconds(tried: DegreeGrid, length: int, fewest: int) -> float:

@@ -28,8 +28,7 @@ MOST_RESERVED = 4096
 BISECTIONS = 4
 """Makespans that reservations aim at, after the first one."""
 ORDERS, RESERVATIONS = 24, 600
-"""Orders in which groups are reserved, and reservations in all of them, some 100 microseconds each, at most. The first
-order is always tried."""
+"""Orders in which groups are reserved (the first always), and reservations in all of them, 100 microseconds each."""
 STEPS_UP = 5
 """In the next order, a group moves forward by 1 to this many places, in turn."""
 LITTLE = 1.01
@@ -38,8 +37,7 @@ LOW = 1.5
 """Gaps up to this many times the shortest sequence are filled (1 to 3 were tried: all keep to the target). Without it,
 github on 16,384 ranks ends at 1.019 instead of 1.009 of its bound."""
 ROUND_RATIO = 0.5
-"""Whole sequences are dealt in one round if their times differ by less than this factor. A ratio of 0.8 gives no
-smaller makespan and takes 2.3 times as long."""
+"""Whole sequences are dealt in one round if their times differ by less. 0.8 is no better and 2.3 times slower."""
 
 # What is tried in a pipeline.
 LEVELS = 32
@@ -57,4 +55,4 @@ MIN_PACK = 8192
 TRIES = 4
 """Times that ranks are added for the exposed time that was found."""
 GRID = 96
-"""Degrees tried, in geometric steps, for sequences for which ``TRIES`` find none: some 5 % apart on 100 ranks."""
+"""Degrees tried, in geometric steps, where ``TRIES`` find none: some 5 % apart on 100 ranks."""
