@@ -68,7 +68,7 @@ def test_a_message_may_take_half_an_hour_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ranks.dist, "init_process_group", told)
     monkeypatch.setattr(ranks.torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(ranks, "group_options", lambda name, device: None)
+    monkeypatch.setattr(ranks, "group_options", lambda *_: None)
     for device, config in (
         ("cpu", Config()),
         ("cuda", Config()),
@@ -82,11 +82,13 @@ def test_a_message_may_take_half_an_hour_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 def test_messages_of_rings_and_pipelines_go_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    gpu, limit = torch.device("cuda"), timedelta(seconds=1800)
     for name in ("world", "HDP 0", "HDP node 8", "pipeline forward 0 0", "pipeline backward 1 3"):
-        assert group_options(name, torch.device("cuda")).is_high_priority_stream
+        options = group_options(name, gpu, limit)
+        assert (options.is_high_priority_stream, options._timeout) == (True, limit)
     for name in ("TP 0", "HDP gradients 0"):
-        assert group_options(name, torch.device("cuda")) is None
-    assert group_options("HDP 0", torch.device("cpu")) is None
+        assert group_options(name, gpu, limit) is None
+    assert group_options("HDP 0", torch.device("cpu"), limit) is None
 
 
 def test_ranks_close_their_groups_together() -> None:

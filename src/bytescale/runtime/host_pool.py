@@ -59,14 +59,7 @@ class HostPool:
     def __init__(
         self, limit_bytes: int, *, pinned: bool, page_bytes: int | None = None, token_bytes: float = 0.0
     ) -> None:
-        """Make an empty pool.
-
-        Args:
-            limit_bytes: the most that it may allocate.
-            pinned: allocate page-locked memory, so that copies overlap with compute. It needs a CUDA device.
-            page_bytes: bytes of a page; None: the usual size.
-            token_bytes: what an offloaded token takes in all layers, for ``prepare``.
-        """
+        """``pinned``: page-locked, so that copies overlap with compute. ``token_bytes``: of an offloaded token."""
         self.page_bytes = page_bytes or (GPU_PAGE_BYTES if pinned else CPU_PAGE_BYTES)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # most that was ever in use

@@ -38,8 +38,7 @@ LAUNCHER_PID = "BYTESCALE_LAUNCHER_PID"
 FILES_BESIDE_SOCKETS = 256
 """Open files that a rank needs beside one socket for each other rank: libraries, the corpus, the run folder."""
 TIMEOUT_SECONDS = {"cpu": 120.0, "cuda": 1800.0}
-"""How long a message may take. NCCL's watchdog counts from posting, and a rank may post its reductions before its peers
-have begun a long context. A rank that dies is seen by torchrun's agent, not by this limit."""
+"""How long a message may take. NCCL counts from posting, and a rank may post while its peers begin a long context."""
 _LOOK_SECONDS = 0.2
 _CHECKPOINT_LIMIT = timedelta(hours=1)
 """Ranks write their parts of a checkpoint to disks that may be slow; a rank that died is noticed at once."""
@@ -149,7 +148,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
         world_size=num_ranks,
         timeout=timeout,
         device_id=device_id,
-        pg_options=group_options("world", device),
+        pg_options=group_options("world", device, timeout),
     )
     try:
         yield Ranks(
@@ -166,10 +165,7 @@ def open_ranks(config: Config) -> Iterator[Ranks]:
 
 
 def leave_early(error: BaseException, device: torch.device) -> None:
-    """Tell the error, and leave all groups without waiting for anybody.
-
-    Destroying NCCL's groups waits for what has been posted, and for ever where a peer does not come.
-    """
+    """Tell the error, and leave all groups. Destroying NCCL's would wait for what has been posted, maybe for ever."""
     if isinstance(error, Exception):
         record_for_launcher(error)
     if device.type == "cuda":
@@ -246,7 +242,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
     """The groups of this rank. Under NCCL all of them are connected here, while no rank waits for anything else."""
 
     def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        options = group_options(name, world.device)
+        options = group_options(name, world.device, timeout)
         group = dist.new_group(
             list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=name
         )
@@ -270,15 +266,14 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
     return mesh
 
 
-def group_options(name: str, device: torch.device) -> Any:
-    """NCCL's options of a group, by its name in the mesh (``Mesh.of``).
-
-    Messages of rings and pipelines take the next free multiprocessor. They would otherwise wait behind attention, which
-    waits for them. Sums of gradients do not have to hurry, and TP's collectives have nothing beside them.
-    """
+def group_options(name: str, device: torch.device, timeout: timedelta) -> Any:
+    """NCCL's options of a group, by its name in the mesh: rings and pipelines do not queue behind attention's kernels,
+    which wait for them. Sums of gradients need not hurry, and TP's collectives have nothing beside them."""
     if device.type != "cuda" or name.startswith("TP") or "gradients" in name:
         return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # PyTorch warns of another one, and sets it
+    return options
 
 
 def own_node(rank: int) -> int:

@@ -82,23 +82,19 @@ class DegreeGrid:
         for start in range(0, len(missing), AT_ONCE):
             some = missing[start : start + AT_ONCE]
             self._try(some, np.array([ranks[length] for length in some]))
-        found = list[tuple[int, float]]()
-        for length in lengths.tolist():
-            taken, degrees = self._kept[length]
-            at = min(bisect_left(taken, -seconds), len(taken) - 1)
-            found.append((degrees[at], -taken[at]))
-        chosen = np.array(found)
-        return chosen[:, 0].astype(np.int64), chosen[:, 1]
+        kept = [self._kept[length] for length in lengths.tolist()]
+        at = [min(bisect_left(taken, -seconds), len(taken) - 1) for taken, _ in kept]
+        pairs = list(zip(kept, at, strict=True))
+        return np.array([row[1][at] for row, at in pairs]), -np.array([row[0][at] for row, at in pairs])
 
     def _try(self, lengths: list[int], fewest: IntArray) -> None:
         steps = (self.num_ranks / fewest) ** (np.arange(GRID) / (GRID - 1))[:, None]
         columns = _columns(self.cost, self.num_ranks)[:, None, None]  # [C, 1, 1]
         degrees = _multiples(np.round(fewest * steps).astype(np.int64), columns)  # [C, GRID, L]
         degrees = np.minimum(degrees, self.num_ranks // columns * columns)
-        taken = np.where(
-            degrees < fewest, np.inf, _shaped_seconds(self.cost, np.array(lengths, np.float64), degrees, columns)
-        )
-        degrees, taken = (part.reshape(-1, len(lengths)) for part in (degrees, taken))
+        taken = _shaped_seconds(self.cost, np.array(lengths, np.float64), degrees, columns)
+        taken = np.where(degrees < fewest, np.inf, taken).reshape(-1, len(lengths))
+        degrees = degrees.reshape(-1, len(lengths))
         by_degree = np.argsort(degrees, axis=0, kind="stable")
         degrees, taken = (np.take_along_axis(part, by_degree, axis=0) for part in (degrees, taken))
         least = np.minimum.accumulate(taken, axis=0)
@@ -144,7 +140,7 @@ def degrees_within(
 def _with_exposed(
     cost: CostModel, lengths: FloatArray, degrees: IntArray, num_ranks: int, seconds: float
 ) -> tuple[IntArray, FloatArray]:
-    """``degrees_within`` from the ranks that compute needs, ``degrees`` ``[L]``; of a late sequence any degree."""
+    """``degrees_within`` from the ranks that compute needs, ``degrees`` ``[L]``; of a late sequence the fastest."""
     columns = _columns(cost, num_ranks)[:, None]  # [C, 1]
     work, most = cost.work_seconds(lengths), num_ranks // columns * columns
     room = max(seconds - cost.micro_batch_seconds, 1e-3 * seconds)
@@ -159,15 +155,11 @@ def _with_exposed(
         more = _multiples(np.maximum(np.ceil(work / left), asked + 1).astype(np.int64), columns)
         asked = np.where(is_late, np.minimum(more, most), asked)
         taken = _shaped_seconds(cost, lengths, asked, columns)
-    return _chosen(asked, np.where(asked < degrees, np.inf, taken), limit)
-
-
-def _chosen(degrees: IntArray, taken: FloatArray, limit: float) -> tuple[IntArray, FloatArray]:
-    """``[L]`` of ``[n, L]`` the fewest degrees that end within ``limit``; where there are none, the fastest."""
+    taken = np.where(asked < degrees, np.inf, taken)
     in_time = taken <= limit
-    chosen = np.where(in_time.any(axis=0), np.where(in_time, degrees, _NEVER).argmin(axis=0), taken.argmin(axis=0))
-    items = np.arange(degrees.shape[1])
-    return degrees[chosen, items], taken[chosen, items]
+    chosen = np.where(in_time.any(axis=0), np.where(in_time, asked, _NEVER).argmin(axis=0), taken.argmin(axis=0))
+    items = np.arange(len(degrees))
+    return asked[chosen, items], taken[chosen, items]
 
 
 def fastest_seconds(tried: DegreeGrid, length: int, fewest: int) -> float:

@@ -1,7 +1,4 @@
-"""The constants that decide how long the adaptive planner searches, and when it is content: what each of them buys.
-
-Figures are from docs/LOG.md ("What of the adaptive planner earns its place?") and docs/benchmarks.md.
-"""
+"""How long the adaptive planner searches, and when it is content: what each constant buys, by docs/LOG.md."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ PRECISION = 1.002
 FIRST, LATER = 1.004, 1.008
 """Makespans that the first trial and later ones aim at, over the target: whole sequences end a little later."""
 SNAPS = (0.0, 0.3, 0.6)
-"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it (``place``). Without any,
-makespans are 0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
+"""Shares of a plateau that a group takes besides its own ranks, if these are the rest of it. Without any, makespans are
+0.4 to 0.6 % later, 2.2 % in pipelines, 38 % at worst."""
 PARTS = (1, 4, 16, 64)
 """The target over the longest blocks tried. With the first alone, 400 equal sequences on 16 ranks end 2.6 % late."""
 FEW = 4096
@@ -31,8 +28,7 @@ MOST_RESERVED = 4096
 BISECTIONS = 4
 """Makespans that reservations aim at, after the first one."""
 ORDERS, RESERVATIONS = 24, 600
-"""Orders in which groups are reserved, and reservations in all of them, some 100 microseconds each, at most. The first
-order is always tried."""
+"""Orders in which groups are reserved (the first always), and reservations in all of them, 100 microseconds each."""
 STEPS_UP = 5
 """In the next order, a group moves forward by 1 to this many places, in turn."""
 LITTLE = 1.01
@@ -41,8 +37,7 @@ LOW = 1.5
 """Gaps up to this many times the shortest sequence are filled (1 to 3 were tried: all keep to the target). Without it,
 github on 16,384 ranks ends at 1.019 instead of 1.009 of its bound."""
 ROUND_RATIO = 0.5
-"""Whole sequences are dealt in one round if their times differ by less than this factor. A ratio of 0.8 gives no
-smaller makespan and takes 2.3 times as long."""
+"""Whole sequences are dealt in one round if their times differ by less. 0.8 is no better and 2.3 times slower."""
 
 # What is tried in a pipeline.
 LEVELS = 32
@@ -60,4 +55,4 @@ MIN_PACK = 8192
 TRIES = 4
 """Times that ranks are added for the exposed time that was found."""
 GRID = 96
-"""Degrees tried, in geometric steps, for sequences for which ``TRIES`` find none: some 5 % apart on 100 ranks."""
+"""Degrees tried, in geometric steps, where ``TRIES`` find none: some 5 % apart on 100 ranks."""

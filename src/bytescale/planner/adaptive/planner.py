@@ -303,7 +303,7 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     if int(plan.lengths.max()) > batch.cluster.largest_sequence:
         return plan  # baselines give all members of a group equal shares
     is_free = is_ideal(batch.cost)
-    enough = _good_enough(batch) if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
+    enough = effort.GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
     end = _end(batch, plan)
     mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())

@@ -38,7 +38,10 @@ def unequal_blocks(
     )
     works, tokens = cost.work_seconds(lengths).tolist(), lengths.tolist()
     kept, stretch = cluster.kept(lengths).tolist(), cluster.stretch(lengths).tolist()
-    node = cost.ranks_per_node
+    node, members = (
+        cost.ranks_per_node,
+        list(zip(cluster.capacity_tokens.tolist(), cluster.speeds.tolist(), strict=True)),
+    )
     slowest, fullest = float(cluster.speeds.min()), float((cluster.speeds / cluster.capacity_tokens).max())
 
     def slowest_member(group: int, first: int, end: int) -> float:
@@ -46,9 +49,10 @@ def unequal_blocks(
         even = tokens[group] / (speed[end] - speed[first])
         if even * slowest >= MANY and even * fullest <= stretch[group]:  # all shares are in proportion to speed
             return float(even)
+        if even * slowest >= MANY:
+            return last_end(tokens[group], members[first:end], stretch[group])
         speeds, capacity = cluster.speeds[first:end], cluster.capacity_tokens[first:end]
-        share = exact_shares if even * slowest >= MANY else shares
-        return float((share(tokens[group], speeds, _wider(capacity, stretch[group])) / speeds).max())
+        return float((shares(tokens[group], speeds, _wider(capacity, stretch[group])) / speeds).max())
 
     def grow(group: int, first: int, most: int, room: float | None) -> tuple[int, float]:
         work, length, stop = works[group], tokens[group], first + most
@@ -121,15 +125,17 @@ def _wider(capacity: IntArray, stretch: float) -> IntArray:
     return capacity if stretch == 1.0 else np.ceil(stretch * capacity).astype(np.int64)
 
 
-def exact_shares(length: int, speeds: FloatArray, capacity: IntArray) -> FloatArray:
-    """``[N]`` the ``shares`` before they are rounded to whole tokens."""
-    ideal = speeds * length / speeds.sum()
-    open_to = np.ones(len(speeds), dtype=bool)
-    while (full := open_to & (ideal > capacity)).any():
-        open_to &= ~full
-        rest = length - capacity[~open_to].sum()
-        ideal = np.where(open_to, speeds * rest / max(speeds[open_to].sum(), 1e-300), capacity)
-    return ideal
+def last_end(length: float, members: list[tuple[int, float]], stretch: float = 1.0) -> float:
+    """Tokens over speed of the ``(capacity, speed)`` that ends last: ``shares`` without rounding, in plain floats."""
+    there = members
+    while there:
+        level = length / sum(speed for _, speed in there)
+        left = [member for member in there if level * member[1] <= stretch * member[0]]
+        if len(left) == len(there):
+            return level
+        length -= stretch * (sum(tokens for tokens, _ in there) - sum(tokens for tokens, _ in left))
+        there = left
+    return max(stretch * tokens / speed for tokens, speed in members)
 
 
 def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
@@ -138,7 +144,12 @@ def shares(length: int, speeds: FloatArray, capacity: IntArray) -> IntArray:
     Tokens are in proportion to speed. Members whose capacity is below their share are filled, and the others share the
     rest. ``length`` is at most the sum of the capacities.
     """
-    ideal = exact_shares(length, speeds, capacity)
+    ideal = speeds * length / speeds.sum()
+    open_to = np.ones(len(speeds), dtype=bool)
+    while (full := open_to & (ideal > capacity)).any():
+        open_to &= ~full
+        rest = length - capacity[~open_to].sum()
+        ideal = np.where(open_to, speeds * rest / max(speeds[open_to].sum(), 1e-300), capacity)
     tokens = np.minimum(np.maximum(np.floor(ideal + 1e-9).astype(np.int64), min(1, length // len(speeds))), capacity)
     # Tokens that rounding left over go, one each, to the members furthest below their ideal share. (In the rare case of
     # too many tokens, the members furthest above it give back one each.)
