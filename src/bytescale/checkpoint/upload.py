@@ -157,8 +157,10 @@ class Uploader:
             )
         )
         self._failure.__cause__ = error
-        self._say(f"warning {self._failure}")
-        logger.warning("%s", self._failure)
+        if self.is_first:
+            self._say(f"warning {self._failure}")
+        else:
+            logger.warning("%s", self._failure)
 
     def _upload(self, step: int, file_number: int) -> None:
         local = self._folder / step_name(step)
