@@ -49,6 +49,7 @@ FILES: dict[str, str | bytes] = {
     "bad.parquet": b"PAR1xxxxPAR1",
     "bad.jsonl.gz": b"\x1f\x8b\x08 nothing",
     "bad.bin": b"\0" * 100,
+    "cut.tar": b"d/1.txt" + b"\0" * 93 + b"0000644\0" * 3 + b"00000100000\0" + b"\0" * 300,
     "role.jsonl": json.dumps({"messages": [{"role": f"us{ESCAPE}er", "content": "hi"}]}),
     "chat.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
     "range.jinja": "{% for i in range(10**9) %}x{% endfor %}",
@@ -75,7 +76,7 @@ LENGTHS = [
 ]  # fmt: skip
 SOURCES = [
     "deep.jsonl", "escape.jsonl", "key.jsonl", "array.jsonl", "bad.parquet", "bad.jsonl.gz", "bad.bin", "nothing", LONG,
-    "file/x", "nope://x",
+    "file/x", "nope://x", "tar://d/1.txt::cut.tar", "zip://x::cut.tar",
 ]  # fmt: skip
 TEMPLATES = ["range.jinja", "bad.jinja", "undefined.jinja", "escape.jinja", "zero.jinja", "nothing.jinja"]
 MODELS = ["no-type", "no-shape", "deep-model", "list-model", "unknown-model", "nothing", "file", "corpus"]

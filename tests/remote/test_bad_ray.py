@@ -40,6 +40,19 @@ def test_an_address_that_is_none(address: str) -> None:
         ray_cluster.connect(address)
 
 
+def test_a_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise TimeoutError("timed out while waiting for the\n  GCS")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with (
+        pytest.raises(LoaderFailure, match=r"Ray did not start \(timed out .* the GCS\).*less busy"),
+        ray_cluster.ray_cluster("", 2),
+    ):
+        pass
+
+
 def test_a_ray_client_address() -> None:
     with pytest.raises(ConfigError, match=r"ray://host:10001 is one of Ray Client.*port 6379"):
         ray_cluster.connect("ray://host:10001")

@@ -22,7 +22,12 @@ def lines(count: int) -> list[dict]:
     [
         (6, "6/6     6.0\ndone    steps 1 to 6\n", "finished", "has finished its 6 steps"),
         (4, "4/6     7.0\n", "killed", "was killed after step 4 of 6"),
-        (4, "4/6     7.0\nstopped by SIGTERM; continue with: ...\n", "stopped", "was stopped after step 4 of 6"),
+        (
+            4,
+            "4/6     7.0\nstopped by a signal after step 4, which is saved\n",
+            "stopped",
+            "was stopped after step 4 of 6",
+        ),
         (4, "4/6     7.0\nstopped by RankFailure: rank 1 is gone\n", "failed", "RankFailure: rank 1 is gone"),
         (4, "3/6     7.0\nstopped by SIGTERM; ...\nresuming after step 3\n4/6     7\n", "killed", "after step 4 of 6"),
         (0, "", "empty", "has not finished its first step"),

@@ -192,6 +192,9 @@ def prepare_and_start(options: TrainOptions) -> None:
             asked = StopRequest(tells=True)
             train(config, stop=asked)
             if asked.agreed:
+                print(
+                    f"stopped by {asked.signal.name}; continue with: bytescale train --resume {config.trainer.run_dir}"
+                )
                 raise SystemExit(128 + asked.signal)
             return
         if options.launch == "torchrun":

@@ -182,7 +182,7 @@ def _state(folder: RunFolder, settings: dict[str, Any], steps: list[dict[str, An
     if done >= total:
         return "finished", f"This run has finished its {total} steps."
     last = _last_words(log)
-    if last.startswith("stopped by SIGTERM"):
+    if last.startswith(("stopped by a signal", "stopped by SIGTERM")):
         return "stopped", f"This run was stopped after {where}. `bytescale train --resume {folder.path}` continues it."
     if last:
         return "failed", f"This run failed after {where}: {last.removeprefix('stopped by ')}"

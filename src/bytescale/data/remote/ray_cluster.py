@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError, LoaderFailure, problem
 from bytescale.common.private_folder import private_folder
 from bytescale.data.loading.loader import Reader
 
@@ -63,6 +63,7 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
 
     Raises:
         ConfigError: Ray is not installed, its address does not answer, or it runs another version of Ray or Python.
+        LoaderFailure: a Ray of our own did not start.
     """
     address = configured_address(ray_address)
     if address:
@@ -77,17 +78,27 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
     ray = import_ray()
     # Ray gives the folder mode 0777, so it lies in one of ours. A socket's path may have 107 characters only.
     with private_folder("bytescale-ray-", "/tmp") as folder:
-        context = ray.init(
-            address="local",
-            num_cpus=max(num_ranks, os.cpu_count() or 1),
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            namespace=NAMESPACE,
-            _temp_dir=str(folder / "r"),
-            _node_ip_address="127.0.0.1",
-        )
+        try:
+            context = ray.init(
+                address="local",
+                num_cpus=max(num_ranks, os.cpu_count() or 1),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                namespace=NAMESPACE,
+                _temp_dir=str(folder / "r"),
+                _node_ip_address="127.0.0.1",
+            )
+        except Exception as error:  # Ray raises what it likes, most often because a busy machine starts it too slowly
+            raise LoaderFailure(
+                problem(
+                    f"Ray did not start ({' '.join(str(error).split())[:300]})",
+                    so="there is nobody to read the data, or to start the ranks",
+                    fix="try again when the machine is less busy, or start a Ray (`ray start --head`) and name it in "
+                    "data.ray_address",
+                )
+            ) from error
         try:
             yield str(context.address_info["gcs_address"])
         finally:

@@ -97,6 +97,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
                 )
             ) from error
         raise _as_os_error(error, url) from error
+    except Exception as error:  # archives have exceptions of their own
+        raise _as_os_error(error, url) from error
     if protocol == "webhdfs":
         _mend_session(system.session)
     if protocol in ("s3", "s3a"):

@@ -109,6 +109,8 @@ def launch_on_ray(config: Config, *, print_line: Callable[[str], None] = print) 
         if failures:
             raise _failure(failures, [pid for *_, pid in addresses], config.trainer.run_dir)
         if asked.heard:
+            again = f"bytescale train --resume {config.trainer.run_dir}"
+            print_line(f"stopped by {asked.signal.name}; continue with: {again}")
             raise SystemExit(128 + asked.signal)
     finally:
         for rank in ranks:

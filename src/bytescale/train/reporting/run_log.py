@@ -142,7 +142,7 @@ class RunLog:
             tracker.log(metrics.step, {"eval_loss": metrics.loss, "eval_perplexity": metrics.perplexity})
 
     def farewell(self, *, stopped: bool = False) -> None:
-        """Report where the results are and what to do next. ``stopped``: SIGTERM ended the run before its last step."""
+        """Report where the results are and what to do next. ``stopped``: a signal ended the run before its last step."""
         if self._screen is not None:
             self._screen.close()
         if self._first is None or self._last is None:
@@ -156,11 +156,14 @@ class RunLog:
         )
         self.say(f"run     {self.run.path}  (config.toml, metrics.jsonl, plans/, checkpoints/)")
         if stopped:
-            self.say(f"stopped by SIGTERM; continue with: bytescale train --resume {self.run.path}")
+            self.say(f"stopped by a signal after step {self._last.step}, which is saved")
             return
         more, parallel = self.config.trainer.steps * 2, self.config.parallel
         flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
         others = 2 if parallel.ranks != 2 or flat else 1
+        needed = -(-self.config.data.context_length // others)  # so that they hold the longest sequence
+        if 0 < parallel.capacity_tokens < needed:
+            flat += f" --parallel.capacity-tokens {needed}"
         self.say("next    train on, on other ranks if you like:")
         command = f"bytescale train --resume {self.run.path} --trainer.steps {more}"
         self.say(f"          {command} --parallel.ranks {others}{flat}")
