@@ -142,7 +142,7 @@ class RunLog:
             tracker.log(metrics.step, {"eval_loss": metrics.loss, "eval_perplexity": metrics.perplexity})
 
     def farewell(self, *, stopped: bool = False) -> None:
-        """Report where the results are and what to do next. ``stopped``: a signal ended the run before its last step."""
+        """Report where the results are and what to do next. ``stopped``: a signal ended the run early."""
         if self._screen is not None:
             self._screen.close()
         if self._first is None or self._last is None:
