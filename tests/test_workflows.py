@@ -90,6 +90,12 @@ def test_a_form_for_issues_is_whole(path: Path) -> None:
     assert len({item["id"] for item in asked}) == len(asked)
 
 
+def test_the_version_is_told_alike_everywhere() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert bytescale.__version__ == PROJECT["version"]
+    assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == bytescale.__version__
+
+
 def test_the_page_about_the_public_api_names_all_of_it() -> None:
     page = (ROOT / "docs/public_api.md").read_text(encoding="utf-8")
     (names,) = re.findall(r"They are\s((?:.|\n)*?)\. The other", page)
