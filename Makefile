@@ -6,7 +6,7 @@ JOBS   ?= 3
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 
-.PHONY: train test test-rest test-all lint docs docs-serve setup check-cuda clean
+.PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda clean
 
 train: setup  ## train a small Llama on Python's standard library, on 4 ranks
 	$(BIN)/bytescale train stdlib-tiny
@@ -18,6 +18,12 @@ test-rest: setup  ## what `make test` leaves out: exhaustive meshes, many exampl
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --rest
 
 test-all: test test-rest  ## all of it (20 to 30 minutes on 2 cores)
+
+coverage: setup  ## which lines `make test` runs, in all of its processes; a third slower, so it is a command of its own
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort cover
 
 lint: setup  ## formatter, linter, types, and the floors
 	$(BIN)/ruff format --check .
@@ -48,4 +54,4 @@ check-cuda:  ## GPU code against CUDA builds of torch, without a GPU: 6 GB of do
 	$(PYTHON) tests/cuda/run.py
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* site

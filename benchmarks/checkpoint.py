@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.checkpoint.meshes import Ranks
 
-from bytescale.checkpoint import Checkpointer, RunState
-from bytescale.checkpoint.manifest import Manifest, StoredFile, layout_to_json
+from bytescale.checkpoint.checkpointer import Checkpointer
+from bytescale.checkpoint.manifest import Manifest, RunState, StoredFile, layout_to_json
 from bytescale.checkpoint.writing import Snapshot, layout_of
 from bytescale.config import (
     Architecture,

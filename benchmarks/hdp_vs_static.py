@@ -29,9 +29,9 @@ from bytescale.common.ports import reserve_port
 from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.cost import Cluster
 from bytescale.cost.assumed import assumed_cost
-from bytescale.data import BatchSampler, prepare_corpus, read_micro_batch
-from bytescale.data.loading.corpus import Corpus
-from bytescale.data.order.batches import GlobalBatch
+from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.loading.loader import read_micro_batch
+from bytescale.data.order.batches import BatchSampler, GlobalBatch
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, naive_plan, paper_plan, static_plan

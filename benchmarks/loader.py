@@ -27,8 +27,9 @@ import psutil
 
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
-from bytescale.data import LocalFeed, prepare_corpus
 from bytescale.data.length_distributions import sample_lengths
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.remote.messages import PlannedStep, RankStep, StepReference
 from bytescale.data.tokens.facts import FactsGatherer

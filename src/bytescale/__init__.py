@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bytescale.plan import Plan
     from bytescale.runtime import Update
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PLACES = {
     "HDP": "bytescale.attach.hdp",

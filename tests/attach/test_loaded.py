@@ -18,7 +18,7 @@ from bytescale import HDP
 from bytescale.cli.data import run
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import DataConfig
-from bytescale.data import prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.parity import small_model
 from tests.attach.support import on_ranks

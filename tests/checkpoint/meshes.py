@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bytescale.checkpoint import Checkpointer, RunState
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted
 from bytescale.checkpoint.writing import layout_of
 from bytescale.config import Architecture, CheckpointConfig, OptimizerConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.checkpoint import Checkpointer
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
 from bytescale.checkpoint.folders import LocalFolder

@@ -12,8 +12,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from bytescale.checkpoint import Checkpointer
 from bytescale.checkpoint import upload as upload_module
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folders import open_folder, tried
 from bytescale.checkpoint.manifest import MANIFEST
 from bytescale.checkpoint.upload import Store

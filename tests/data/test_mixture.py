@@ -11,7 +11,7 @@ import pytest
 
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config import Config, DataConfig, validate
-from bytescale.data import prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.order.epoch import epoch_order
 from bytescale.data.tokens import shards

@@ -14,7 +14,8 @@ import numpy as np
 
 from bytescale.config import PRESETS, DataConfig, PlannerConfig
 from bytescale.cost import Cluster, Profile
-from bytescale.data import Feed, LocalFeed, StepData, prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.loader import Feed, LocalFeed, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed_writer import IndexedWriter

@@ -16,7 +16,8 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bytescale.data import LocalFeed, prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.remote.ray_cluster import connect, disconnect
 from bytescale.data.remote.remote_feed import RemoteFeed
 from tests.remote.support import assert_same_data, count_tokens, numbered_config, planner_for, write_numbered_corpus

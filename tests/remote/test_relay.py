@@ -14,7 +14,7 @@ import ray.exceptions
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, PlanError
-from bytescale.data import prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.remote.client import DataService, RemoteLoader
 from bytescale.data.remote.messages import PartOwners, PlannedStep, RankStep, StepReference, StillReading

@@ -16,8 +16,8 @@ import ray
 
 from bytescale.common.errors import CheckpointError, DataError
 from bytescale.config import DataConfig
-from bytescale.data import StepData
 from bytescale.data.loading.corpus import plan_shards, prepare_corpus
+from bytescale.data.loading.loader import StepData
 from bytescale.data.order.epoch import PieceStream
 from bytescale.data.remote.remote_feed import RemoteFeed
 from bytescale.data.tokens import shards

@@ -24,7 +24,8 @@ from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Config, ModelConfig, config_to_toml, resolve_model, validate
-from bytescale.data import LocalFeed, prepare_corpus
+from bytescale.data.loading.corpus import prepare_corpus
+from bytescale.data.loading.loader import LocalFeed
 from bytescale.parity import small_model
 from bytescale.runtime import RankGroup
 from bytescale.train import train

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.checkpoint import Checkpointer, RunState
 from bytescale.checkpoint.agree import settle
+from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
-from bytescale.checkpoint.manifest import step_name, step_of
+from bytescale.checkpoint.manifest import RunState, step_name, step_of
 from bytescale.checkpoint.restoring import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig

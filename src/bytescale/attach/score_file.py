@@ -25,8 +25,7 @@ from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
-from bytescale.data import Corpus
-from bytescale.data.loading.corpus import place_of_document
+from bytescale.data.loading.corpus import Corpus, place_of_document
 from bytescale.data.order.once import batches_once
 from bytescale.data.tokens.fields import WEIGHTS
 

@@ -28,7 +28,7 @@ from bytescale.common.errors import CheckpointError, problem
 from bytescale.common.parsing import parse_json
 
 FORMAT = 3
-"""1 stored flat buffers, and 2 was PyTorch's; neither was ever released."""
+"""1 stored flat buffers, and 2 was PyTorch's, of version 0.1.0; neither is read any more."""
 MANIFEST = "run_state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
 OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"

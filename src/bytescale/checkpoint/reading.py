@@ -14,7 +14,8 @@ from torch import Tensor
 from bytescale.checkpoint.folders import Folder
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import Manifest, damaged, file_name
-from bytescale.checkpoint.tensor_file import TensorFile, bytes_of, element_range, piece_name, strided
+from bytescale.checkpoint.tensor_file import TensorFile, element_range, piece_name
+from bytescale.checkpoint.tensor_writing import DTYPES, bytes_of
 from bytescale.common.errors import CheckpointError, problem
 
 _OPEN_FILES = 64
@@ -65,7 +66,7 @@ class CheckpointReader:
             raise damaged(self.folder, "run_state.json", f"{parameter} is larger than all files together")
         box = (tuple(0 for _ in shape), shape)
         number, stored, _ = next(iter(self._sources(parameter, box)))
-        target = torch.empty(shape, dtype=self._open(number).dtype_of(piece_name(state, parameter, stored)))
+        target = torch.empty(shape, dtype=DTYPES[self._open(number).dtype_of(piece_name(state, parameter, stored))])
         self.fill([Wanted(state, parameter, box, target)])
         return target
 
@@ -153,11 +154,17 @@ def _takes_bytes(file: TensorFile, request: _Request) -> bool:
     """Whether the file's bytes can be read straight into the target's memory."""
     target = request.target
     is_plain = target.device.type == "cpu" and target.is_contiguous()
-    return is_plain and request.shared == request.stored and target.dtype == file.dtype_of(request.piece)
+    return is_plain and request.shared == request.stored and target.dtype == DTYPES[file.dtype_of(request.piece)]
 
 
 def _take(file: TensorFile, request: _Request, offset: int, content: memoryview) -> None:
     """Copy a request's part out of ``content``, the piece's bytes from ``offset`` on."""
-    dtype = file.dtype_of(request.piece)
+    dtype = DTYPES[file.dtype_of(request.piece)]
     elements = torch.frombuffer(content, dtype=dtype)
-    request.target.copy_(strided(elements, offset // dtype.itemsize, request.shared, request.stored))
+    request.target.copy_(_strided(elements, offset // dtype.itemsize, request.shared, request.stored))
+
+
+def _strided(elements: Tensor, first: int, inner: Box, outer: Box) -> Tensor:
+    """``inner`` as a view of ``elements``, which are those of ``outer`` from number ``first`` on."""
+    strides = [math.prod(outer[1][dim + 1 :]) for dim in range(len(outer[1]))]
+    return elements.as_strided(inner[1], strides, elements.storage_offset() + element_range(inner, outer)[0] - first)

@@ -6,86 +6,30 @@
 
 A tensor is a rectangle of a parameter's state, ``master.layers.3.mlp.up_proj.weight@0,1376``: the state, the parameter,
 and where the rectangle begins in it. Checksums are of blocks of 1 MiB, counted from the start of the tensor, so that a
-part of a tensor can be read and checked without the rest. Any reader of safetensors reads the file.
+part of a tensor can be read and checked without the rest. Any reader of safetensors reads the file. No torch here:
+``tensor_writing`` writes the file, and ``reading`` makes tensors of its bytes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from bytescale.checkpoint.disk import Disk, checksum_of
+from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Box, flat_index
 from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable
 from bytescale.common.parsing import parse_json
 
 BLOCK_BYTES = 2**20
-_METADATA = "bytescale"
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class NewTensor:
-    """A tensor that is about to be written; ``read`` gives it when its turn has come."""
-
-    name: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+METADATA = "bytescale"
+_ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 
 def piece_name(state: str, parameter: str, box: Box) -> str:
     """What a rectangle of a parameter's state is called in a file."""
     return f"{state}.{parameter}@{','.join(map(str, box[0]))}"
-
-
-def write_tensors(
-    disk: Disk, path: Path, tensors: Sequence[NewTensor], *, step: int, block_bytes: int = BLOCK_BYTES
-) -> StoredFile:
-    """Write a file and wait until it is on disk. Raises ``OSError``.
-
-    The header is written twice: first to take up its place, and when all checksums are known.
-    """
-    blank = _header(
-        tensors, [[0] * _num_blocks(tensor.num_bytes, block_bytes) for tensor in tensors], step, block_bytes
-    )
-    checksums: list[list[int]] = []
-    with disk.create(path) as file:
-        disk.write(file, blank)
-        for tensor in tensors:
-            content = bytes_of(tensor.read().to(tensor.dtype).contiguous())
-            assert len(content) == tensor.num_bytes, f"{tensor.name} is not what was announced"
-            checksums.append([])
-            for start in range(0, len(content), block_bytes):
-                block = content[start : start + block_bytes]
-                checksums[-1].append(checksum_of(block))
-                disk.write(file, block)
-        header = _header(tensors, checksums, step, block_bytes)
-        assert len(header) == len(blank), "checksums have a fixed width"
-        file.seek(0)
-        disk.write(file, header)
-        disk.sync(file)
-    total = len(header) + sum(tensor.num_bytes for tensor in tensors)
-    return StoredFile(num_bytes=total, header_bytes=len(header), checksum=checksum_of(header))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    content: Any = tensor.flatten().view(torch.uint8).numpy()
-    return memoryview(content)
 
 
 class TensorFile:
@@ -106,8 +50,8 @@ class TensorFile:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._damaged(f"its header is not valid ({printable(error)})") from error
 
-    def dtype_of(self, piece: str) -> torch.dtype:
-        """Raises ``CheckpointDamage`` if the file has no such tensor."""
+    def dtype_of(self, piece: str) -> str:
+        """The dtype as safetensors names it. Raises ``CheckpointDamage`` if the file has no such tensor."""
         return self._tensor(piece).dtype
 
     def check_shape(self, piece: str, sizes: Sequence[int]) -> None:
@@ -118,7 +62,7 @@ class TensorFile:
     def byte_range(self, piece: str, low: int, high: int) -> tuple[int, int]:
         """The bytes, counted from the piece's start, of the blocks with the elements ``low`` to ``high - 1``."""
         stored = self._tensor(piece)
-        size, block = stored.dtype.itemsize, self._block_bytes
+        size, block = _ITEM_BYTES[stored.dtype], self._block_bytes
         return low * size // block * block, min(-(-high * size // block) * block, stored.num_bytes)
 
     def read(self, piece: str, start: int, target: memoryview) -> None:
@@ -157,16 +101,16 @@ class TensorFile:
         if int.from_bytes(header[:8], "little") != len(header) - 8:
             raise ValueError("its length is another")
         content = parse_json(header[8:])
-        ours = parse_json(content.pop("__metadata__")[_METADATA])
+        ours = parse_json(content.pop("__metadata__")[METADATA])
         self._block_bytes = int(ours["block_bytes"])
         if self._block_bytes < 8 or self._block_bytes % 8:
             raise ValueError(f"blocks of {self._block_bytes} bytes")
         self._tensors: dict[str, _Stored] = {}
         end = len(header)
         for name, told in content.items():
-            dtype, sizes = _DTYPES[told["dtype"]], tuple(map(int, told["shape"]))
+            dtype, sizes = told["dtype"], tuple(map(int, told["shape"]))
             stored = _Stored(dtype, sizes, len(header) + int(told["data_offsets"][0]), ours["checksums"][name])
-            if stored.offset != end or len(stored.checksums) != 16 * _num_blocks(stored.num_bytes, self._block_bytes):
+            if stored.offset != end or len(stored.checksums) != 16 * num_blocks(stored.num_bytes, self._block_bytes):
                 raise ValueError(f"place of {name}")
             end += stored.num_bytes
             self._tensors[name] = stored
@@ -193,32 +137,19 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    dtype: torch.dtype
+    dtype: str
     sizes: tuple[int, ...]
     offset: int
     checksums: str  # 16 hexadecimal digits a block
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+        return math.prod(self.sizes) * _ITEM_BYTES[self.dtype]
 
 
-def _num_blocks(num_bytes: int, block_bytes: int) -> int:
+def num_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Blocks, and so checksums, of a tensor."""
     return -(-num_bytes // block_bytes)
-
-
-def _header(tensors: Sequence[NewTensor], checksums: Sequence[Sequence[int]], step: int, block_bytes: int) -> bytes:
-    sums = {tensor.name: "".join(map(hex_of, own)) for tensor, own in zip(tensors, checksums, strict=True)}
-    ours = {"step": step, "block_bytes": block_bytes, "checksums": sums}
-    content: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(ours)}}
-    end = 0
-    for tensor in tensors:
-        place = [end, end + tensor.num_bytes]
-        content[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.sizes), "data_offsets": place}
-        end = place[1]
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def element_range(inner: Box, outer: Box) -> tuple[int, int]:
@@ -226,9 +157,3 @@ def element_range(inner: Box, outer: Box) -> tuple[int, int]:
     first = tuple(a - b for a, b in zip(inner[0], outer[0], strict=True))
     last = tuple(a + n - 1 for a, n in zip(first, inner[1], strict=True))
     return flat_index(first, outer[1]), flat_index(last, outer[1]) + 1
-
-
-def strided(elements: Tensor, first: int, inner: Box, outer: Box) -> Tensor:
-    """``inner`` as a view of ``elements``, which are those of ``outer`` from number ``first`` on."""
-    strides = [math.prod(outer[1][dim + 1 :]) for dim in range(len(outer[1]))]
-    return elements.as_strided(inner[1], strides, elements.storage_offset() + element_range(inner, outer)[0] - first)

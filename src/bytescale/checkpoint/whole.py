@@ -13,7 +13,8 @@ from torch import Tensor
 from bytescale.checkpoint.disk import Disk, check_room, checksum_of
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.checkpoint.manifest import MANIFEST, Manifest, RunState, StoredFile, file_name
-from bytescale.checkpoint.tensor_file import NewTensor, piece_name, write_tensors
+from bytescale.checkpoint.tensor_file import piece_name
+from bytescale.checkpoint.tensor_writing import NewTensor, write_tensors
 
 _FILE_BYTES = 4 * 2**30
 

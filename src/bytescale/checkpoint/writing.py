@@ -29,7 +29,8 @@ from bytescale.checkpoint.manifest import (
     layout_from_json,
     layout_to_json,
 )
-from bytescale.checkpoint.tensor_file import BLOCK_BYTES, NewTensor, piece_name, write_tensors
+from bytescale.checkpoint.tensor_file import BLOCK_BYTES, piece_name
+from bytescale.checkpoint.tensor_writing import NewTensor, write_tensors
 from bytescale.common.errors import CheckpointError
 from bytescale.runtime import ShardedAdamW
 

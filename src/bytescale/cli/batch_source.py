@@ -101,7 +101,7 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
     if source.lengths is not None:
         return SourceBatch(read_lengths(source.lengths), str(source.lengths))
     if config is not None:
-        from bytescale.data import prepare_corpus
+        from bytescale.data.loading.corpus import prepare_corpus
         from bytescale.data.order.batches import make_sampler
 
         corpus = prepare_corpus(config.data, text_later=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from bytescale import __version__
 from bytescale.common.errors import BytescaleError
 from bytescale.common.failures import SystemRefusal, foreseen, unexpected
-from bytescale.config.load import nearest
 
 # name: (module with `run(arguments) -> exit code`, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -39,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
+        from bytescale.config.load import nearest  # reading all settings would take half the time of `--help`
+
         print(f"bytescale: there is no command {command!r}; {nearest(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     try:

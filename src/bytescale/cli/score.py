@@ -110,7 +110,7 @@ def check_options(options: ScoreOptions) -> None:
 def prepare(options: ScoreOptions) -> None:
     """Tokenise the corpus and check its documents, before any rank is started."""
     from bytescale.attach.score_file import check_documents
-    from bytescale.data import prepare_corpus
+    from bytescale.data.loading.corpus import prepare_corpus
     from bytescale.data.tokens.progress import progress_bar
 
     with progress_bar() as progress:
@@ -122,7 +122,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
     """Score on this rank, together with the others."""
     from bytescale.attach.hdp import HDP
     from bytescale.attach.score_file import ScoreFile, score_corpus
-    from bytescale.data import check_vocabulary, prepare_corpus
+    from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
     from bytescale.train.ranks import open_ranks
 
     with open_ranks(options.run_config()) as ranks:

@@ -12,7 +12,7 @@ from bytescale.config import AttachedArchitecture, Config, resolve_model
 from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost import CostModel, flops
 from bytescale.cost.profile_file import warn_of_bad_fits
-from bytescale.data import check_vocabulary, prepare_corpus
+from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist

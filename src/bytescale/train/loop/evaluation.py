@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data import Corpus, GlobalBatch, MicroBatchData, check_vocabulary, prepare_corpus, read_micro_batch
+from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
+from bytescale.data.loading.loader import MicroBatchData, read_micro_batch
+from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.once import batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.plan import Plan, RankPlan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.common.errors import RankFailure, problem
-from bytescale.data import StepData
+from bytescale.data.loading.loader import StepData
 from bytescale.runtime import StepResult
 from bytescale.train.loop.learning_rate import learning_rate
 from bytescale.train.parts.job import Job

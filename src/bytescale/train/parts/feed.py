@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.config import Config
-from bytescale.data import Feed
 from bytescale.data.feed import opened_feed
-from bytescale.data.loading.loader import Reader
+from bytescale.data.loading.loader import Feed, Reader
 from bytescale.data.loading.record import RecordingFeed, new_attempt_folder
 from bytescale.runtime.plain_data import broadcast_json
 from bytescale.train.ranks import Ranks

@@ -20,8 +20,8 @@ from bytescale.cost import CostModel, Profile, flops, load_profile
 from bytescale.cost.assumed import assumed_cost, assumed_profile
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
-from bytescale.data import Feed, StepData, check_vocabulary
-from bytescale.data.loading.loader import Loader
+from bytescale.data.loading.corpus import check_vocabulary
+from bytescale.data.loading.loader import Feed, Loader, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts

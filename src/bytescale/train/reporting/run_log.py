@@ -12,7 +12,8 @@ from typing import TextIO
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
-from bytescale.data import CorpusFacts, StepData
+from bytescale.data.loading.loader import StepData
+from bytescale.data.order.index import CorpusFacts
 from bytescale.plan.io import save_plan
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.evaluations import EvaluationMetrics

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import asdict
 
 from bytescale.common.units import format_seconds
-from bytescale.data import StepData
+from bytescale.data.loading.loader import StepData
 from bytescale.runtime import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator.step_trace import StepTrace, TraceFacts, save_step_trace
