@@ -273,10 +273,10 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 def group_options(name: str, device: torch.device) -> Any:
     """NCCL's options of a group, by its name in the mesh (``Mesh.of``).
 
-    Messages of rings and pipelines take the next free multiprocessor. They would otherwise wait behind attention, which
-    waits for them. Sums of gradients do not have to hurry, and TP's collectives have nothing beside them.
+    Messages of rings and pipelines, and TP's sums, take the next free multiprocessor. They would otherwise wait behind
+    attention or products, after which they are waited for. Sums of gradients do not have to hurry.
     """
-    if device.type != "cuda" or name.startswith("TP") or "gradients" in name:
+    if device.type != "cuda" or "gradients" in name:
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
