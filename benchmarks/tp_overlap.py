@@ -1,6 +1,6 @@
 """Measures how much of tensor parallelism's messages products hide, on a slow link between two ranks.
 
-    sudo PYTHONPATH=src:. python benchmarks/tp_overlap.py [--mbit 200 400 800] [--tokens 1024] [--rounds 15]
+    sudo PYTHONPATH=src:. python benchmarks/tp_overlap.py [--mbit 200 400] [--tokens 1024] [--rounds 15]
 
 Each of two tensor-parallel ranks has a network namespace and one thread for products (`benchmarks/cluster/network.py`).
 The model is a Llama of four layers without a loss: forward and backward of one micro-batch, with the same gradient of
@@ -125,7 +125,7 @@ def measured(mbit: float, num_tokens: int, rounds: int) -> dict[str, list[float]
 
 def main(arguments: Sequence[str] | None = None) -> int | str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, nargs="+", default=[200, 400, 800])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[200, 400])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

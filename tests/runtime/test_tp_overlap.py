@@ -85,3 +85,13 @@ def test_both_sums_of_a_layer_travel_beside_products(checkpointing: str) -> None
     mesh, num_layers = MeshShape(hdp=1, tp=2), 2
     assert collectives_beside_computation(mesh, True, checkpointing=checkpointing) == 2 * num_layers
     assert collectives_beside_computation(mesh, False, checkpointing=checkpointing) == 0
+
+
+def test_gathered_rows_with_another_use_are_refused() -> None:
+    """The gradient of that use would be missing in the sum that has been started."""
+    shards, linear = TokenShards(RankGroup()), torch.nn.Linear(2, 2, bias=False)
+    shards.begin(3)
+    rows = shards.gather(torch.ones(3, 2, requires_grad=True))
+    (product,) = shards.project(rows, [linear])
+    with pytest.raises(AssertionError, match="no other use"):
+        (product.sum() + rows.sum()).backward()

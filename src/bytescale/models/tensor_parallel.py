@@ -15,8 +15,9 @@ T tokens and t of them on this rank::
 
 *gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
 ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
-and backward. A norm or router sees each token on one rank only, so its gradients are partial sums; they are added up
-once a step.
+and backward. The sums in the backward of attention and dense feed-forward parts travel while the gradients of weights
+are computed (``TokenShards.project``). A norm or router sees each token on one rank only, so its gradients are partial
+sums; they are added up once a step.
 
 Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
 heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
