@@ -80,14 +80,13 @@ def test_a_message_may_take_half_an_hour_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     assert given == [120, 1800, 7]
 
 
-def test_messages_of_rings_and_pipelines_go_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_computation_waits_for_go_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     gpu, limit = torch.device("cuda"), timedelta(seconds=1800)
-    for name in ("world", "HDP 0", "HDP node 8", "pipeline forward 0 0", "pipeline backward 1 3"):
+    for name in ("world", "HDP 0", "HDP node 8", "TP 0", "pipeline forward 0 0", "pipeline backward 1 3"):
         options = group_options(name, gpu, limit)
         assert (options.is_high_priority_stream, options._timeout) == (True, limit)
-    for name in ("TP 0", "HDP gradients 0"):
-        assert group_options(name, gpu, limit) is None
+    assert group_options("HDP gradients 0", gpu, limit) is None
     assert group_options("HDP 0", torch.device("cpu"), limit) is None
 
 

@@ -9,7 +9,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]``"""
 SwiGLU = Callable[[Tensor, Tensor], Tensor]
 """``(gate, up) -> silu(gate) * up``, all of one shape and dtype."""
+Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
+"""``(rows [T, in], linears) -> [T, out]`` of each."""
 
 
 class Llama(nn.Module):
@@ -122,11 +124,15 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around attention, ``[T, C] -> [T, C]``. ``rotate`` may be replaced by a faster function."""
+    """The projections around attention, ``[T, C] -> [T, C]``.
+
+    ``rotate`` and ``project`` may be replaced by faster functions.
+    """
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.rotate: Rotate = rotate
+        self.project: Project = project
         self.head_dim = shape.head_dim
         query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
@@ -135,26 +141,31 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attention: AttentionCallable) -> Tensor:
-        q, k, v = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projected = self.project(hidden, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (rows.unflatten(-1, (-1, self.head_dim)) for rows in projected)
         out = attention(apply_rope(q, rotation, self.rotate), apply_rope(k, rotation, self.rotate), v)
         return self.o_proj(out.flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, ``[T, C] -> [T, F] -> [T, C]``. ``swiglu`` may be replaced by a faster function."""
+    """SwiGLU, ``[T, C] -> [T, F] -> [T, C]``. ``swiglu`` and ``project`` may be replaced by faster functions."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.swiglu: SwiGLU = swiglu
+        self.project: Project = project
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
+        gate, up = self.project(hidden, (self.gate_proj, self.up_proj))
+        return self.down_proj(self.swiglu(gate, up))
+
+
+def project(rows: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+    """The product of ``rows [T, in]`` with each of ``linears``, ``[T, out]``."""
+    return [linear(rows) for linear in linears]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ T tokens and t of them on this rank::
 
 *gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
 ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
-and backward. A norm or router sees each token on one rank only, so its gradients are partial sums; they are added up
-once a step.
+and backward. The sums in the backward of attention and dense feed-forward parts travel while the gradients of weights
+are computed (``TokenShards.project``). A norm or router sees each token on one rank only, so its gradients are partial
+sums; they are added up once a step.
 
 Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
 heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
@@ -27,6 +28,7 @@ matrix products (docs/LOG.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +37,7 @@ from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
 from bytescale.cost.memory import is_row_wise
-from bytescale.models.llama import Llama
+from bytescale.models.llama import FeedForward, Llama
 from bytescale.models.moe import MixtureOfExperts
 
 
@@ -63,6 +65,10 @@ class TokenShards(Protocol):
         """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
         ...
 
+    def project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """``llama.project``, whose backward may send the gradient of gathered ``rows`` while it computes weights'."""
+        ...
+
 
 def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:
     """Reduce ``model`` (the whole model or a stage) to one rank's part. Returns the cut of every parameter, by name.
@@ -81,13 +87,16 @@ def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut
         _begin_before(layer.self_attn, shards)
         _gather_before(layer.self_attn, shards)
         _scatter_after(layer.self_attn, shards)
+        layer.self_attn.project = shards.project
         if isinstance(layer.mlp, MixtureOfExperts):
             layer.mlp.router.register_forward_hook(lambda module, args, logits: shards.gather(logits))
             _gather_before(layer.mlp.experts, shards)
             _scatter_after(layer.mlp.experts, shards)
         else:
+            assert isinstance(layer.mlp, FeedForward), "a layer has a feed-forward block or a mixture of them"
             _gather_before(layer.mlp, shards)
             _scatter_after(layer.mlp, shards)
+            layer.mlp.project = shards.project
     if model.norm is not None:
         model.norm.register_forward_hook(lambda module, args, hidden: shards.gather_for_loss(hidden))
     return cuts

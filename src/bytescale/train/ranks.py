@@ -267,9 +267,12 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
 
 
 def group_options(name: str, device: torch.device, timeout: timedelta) -> Any:
-    """NCCL's options of a group, by its name in the mesh: rings and pipelines do not queue behind attention's kernels,
-    which wait for them. Sums of gradients need not hurry, and TP's collectives have nothing beside them."""
-    if device.type != "cuda" or name.startswith("TP") or "gradients" in name:
+    """NCCL's options of a group, by its name in the mesh (``Mesh.of``).
+
+    Messages of rings and pipelines, and TP's sums, take the next free multiprocessor. They would otherwise wait behind
+    attention or products, after which they are waited for. Sums of gradients do not have to hurry.
+    """
+    if device.type != "cuda" or "gradients" in name:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # PyTorch warns of another one, and sets it
