@@ -54,7 +54,8 @@ def _locked_folder(prefix: str, parent: str, stack: ExitStack) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # of mode 0700
         with suppress(FileNotFoundError):  # another start saw the folder before it was locked, and removed it
             file = _opened(folder / "lock", os.O_RDWR | os.O_CREAT, stack)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system without locks, where what a killed owner leaves stays
+                fcntl.flock(file, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock")):
                 return folder
 
