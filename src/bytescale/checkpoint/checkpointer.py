@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.folder_of_run import clean, complete_checkpoints, delete, hidden_folder, publish, to_delete
+from bytescale.checkpoint.folder_of_run import (
+    clean,
+    complete_checkpoints,
+    delete,
+    hidden_folder,
+    local_folder,
+    publish,
+    to_delete,
+)
 from bytescale.checkpoint.folders import LocalFolder, is_url, unreachable
 from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of
 from bytescale.checkpoint.restoring import Place, check_same_model, load_states, read_run_state
@@ -71,8 +79,7 @@ class Checkpointer:
         Raises ``ConfigError`` on every rank when another run writes to ``config.folder``, and ``CheckpointError`` when
         that cannot be reached.
         """
-        is_elsewhere = bool(config.folder) and not is_url(config.folder)
-        self.folder = Path(config.folder).expanduser() if is_elsewhere else folder
+        self.folder = local_folder(config.folder, folder)
         self.ranks = ranks
         self.config = config
         self._say = say

@@ -10,8 +10,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bytescale.checkpoint.disk import Disk
+from bytescale.checkpoint.folders import is_url
 from bytescale.checkpoint.manifest import STEP_NAME, step_name
 from bytescale.config import CheckpointConfig
+
+
+def local_folder(configured: str, own: Path) -> Path:
+    """Where this machine keeps checkpoints: in ``configured`` unless that is empty or a URL, else in ``own``."""
+    return Path(configured).expanduser() if configured and not is_url(configured) else own
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

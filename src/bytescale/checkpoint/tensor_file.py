@@ -47,7 +47,7 @@ class TensorFile:
             raise self._damaged("its header has another checksum than when it was written")
         try:
             self._parse(header, expected)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(f"its header is not valid ({printable(error)})") from error
 
     def dtype_of(self, piece: str) -> str:

@@ -156,12 +156,9 @@ def _from_checkpoint(config: Config, run: Path) -> Config:
 
 def _newest_checkpoint(config: Config, run: Path) -> Path | None:
     """The newest complete checkpoint on this machine, if there is any."""
-    from bytescale.checkpoint.folder_of_run import complete_checkpoints
-    from bytescale.checkpoint.folders import is_url
+    from bytescale.checkpoint.folder_of_run import complete_checkpoints, local_folder
 
-    folder = config.checkpoint.folder
-    elsewhere = bool(folder) and not is_url(folder)
-    complete = complete_checkpoints(Path(folder).expanduser() if elsewhere else run / "checkpoints")
+    complete = complete_checkpoints(local_folder(config.checkpoint.folder, run / "checkpoints"))
     return complete[-1] if complete else None
 
 
