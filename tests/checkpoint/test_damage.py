@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.checkpoint.folders import LocalFolder
 from bytescale.checkpoint.manifest import CheckpointDamage
 from bytescale.checkpoint.restoring import StoredTensors, read_run_state
 from bytescale.checkpoint.verify import list_checkpoints, problems_of
@@ -143,7 +142,7 @@ def test_rot_is_noticed_or_harmless(whole: Path, mishap: Callable, data: st.Data
             path, original = folder / f"step-{step:06d}", whole / f"step-{step:06d}"
             same = contents(path) == contents(original)
             try:
-                found = problems_of(LocalFolder(path))
+                found = problems_of(path)
             except CheckpointError as error:
                 found = [str(error)]
             noticed = refusal(path, step)
@@ -207,7 +206,7 @@ def test_commands(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the file is missing" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(copy / "nothing")]) == 1
     assert "cannot be reached" in capsys.readouterr().err
-    assert list_checkpoints(LocalFolder(copy))[0].step == 3
+    assert list_checkpoints(copy)[0].step == 3
 
 
 def test_bad_folders(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from bytescale.checkpoint import tensor_file
-from bytescale.checkpoint.folders import LocalFolder
 from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersection
 from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.restoring import StoredTensors
 from bytescale.checkpoint.verify import problems_of
 from bytescale.runtime import MeshShape
+from bytescale.storage.place import read_into
 from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, own_parts, restore, save, whole_state
 from tests.helpers.effort import examples, one_of
 from tests.helpers.ranks import run_mesh
@@ -44,7 +46,7 @@ def test_every_mesh_restores_what_any_other_wrote(tmp_path: Path, shape: object)
     for writer, reader in zip(MESHES, MESHES[1:] + MESHES[:1], strict=True):
         folder = tmp_path / f"{writer}"
         save(writer, folder, 5, shape=shape)  # type: ignore[arg-type]
-        assert problems_of(LocalFolder(folder / "step-000005")) == []
+        assert problems_of(folder / "step-000005") == []
         assert restore(reader, folder, shape) == 5  # type: ignore[arg-type]
 
 
@@ -78,25 +80,13 @@ def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
         assert torch.equal(stored.read(name), whole_state(state, parameter, shape, 3))
 
 
-class Counting(LocalFolder):
-    """Counts the bytes that are read of tensors, without headers."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.num_bytes = 0
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        self.num_bytes += len(target) if offset else 0
-        return super().read_into(name, offset, target)
-
-
 @pytest.mark.parametrize(("writer", "reader"), [(MESHES[3], MESHES[1]), (MESHES[1], MESHES[3]), (MESHES[3], MESHES[3])])
 def test_a_rank_reads_the_blocks_of_its_own_parts_and_no_more(
-    tmp_path: Path, writer: MeshShape, reader: MeshShape
+    tmp_path: Path, writer: MeshShape, reader: MeshShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every block that shares an element with the rank's parts, found the slow way, element by element."""
     save(writer, tmp_path, 5)
-    folder = Counting(tmp_path / "step-000005")
+    folder = tmp_path / "step-000005"
     manifest = read_manifest(folder)
 
     def needed_blocks(parts: list) -> set[tuple]:
@@ -118,15 +108,23 @@ def test_a_rank_reads_the_blocks_of_its_own_parts_and_no_more(
 
     def work(mesh: object) -> None:
         parts = own_parts(make_optimizer(mesh))  # type: ignore[arg-type]
-        own = Counting(tmp_path / "step-000005")
-        CheckpointReader(own, manifest).fill(parts)
+        before = num_bytes[threading.get_ident()]
+        CheckpointReader(folder, manifest).fill(parts)
+        own_bytes = num_bytes[threading.get_ident()] - before
         # A part with two rectangles in one stored piece reads the block between them twice at most.
-        assert own.num_bytes <= sum(2 * block[-1] for block in needed_blocks(parts))
+        assert own_bytes <= sum(2 * block[-1] for block in needed_blocks(parts))
         if writer == reader:
-            assert own.num_bytes == 4 * sum(part.target.numel() for part in parts)
-        assert own.num_bytes < folder_bytes / 2
+            assert own_bytes == 4 * sum(part.target.numel() for part in parts)
+        assert own_bytes < folder_bytes / 2
 
     folder_bytes = manifest.num_bytes()
+    num_bytes: Counter[int] = Counter()  # by the thread of a rank
+
+    def counted(file: Path, offset: int, target: memoryview) -> int:
+        num_bytes[threading.get_ident()] += len(target) if offset else 0  # without headers
+        return read_into(file, offset, target)
+
+    monkeypatch.setattr(tensor_file, "read_into", counted)
     run_mesh(reader, work)
 
 
@@ -186,6 +184,6 @@ def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
 
 def test_states_of_a_checkpoint_are_named(tmp_path: Path) -> None:
     save(MeshShape(1), tmp_path, 1)
-    manifest = read_manifest(LocalFolder(tmp_path / "step-000001"))
+    manifest = read_manifest(tmp_path / "step-000001")
     assert tuple(manifest.states) == STATES
     assert tensor_file.BLOCK_BYTES % 8 == 0

@@ -12,12 +12,13 @@ from bytescale.attach.folder import constants_of, load_model, parameters_of, wri
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.export import appearing, copy_companions_of
 from bytescale.checkpoint.manifest import RunState
-from bytescale.checkpoint.restoring import Place, StoredTensors
+from bytescale.checkpoint.restoring import StoredTensors
 from bytescale.checkpoint.whole import Part, write_whole
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.models.hf_folder import copy_companions
 from bytescale.runtime import DTYPES
+from bytescale.storage.place import Place
 
 
 def export_attached(

@@ -11,15 +11,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bytescale.checkpoint.folders import Folder
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import Manifest, damaged, file_name
 from bytescale.checkpoint.tensor_file import TensorFile, element_range, piece_name
 from bytescale.checkpoint.tensor_writing import DTYPES, bytes_of
 from bytescale.common.errors import CheckpointError, problem
+from bytescale.storage.place import Place, is_url
 
 _OPEN_FILES = 64
 """Headers that are kept in memory."""
+_JOINED_BYTES = 32 * 2**20
+"""Reads of neighbouring ranges behind a URL are joined up to so many bytes. On a disk there is nothing to gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class _Request:
 class CheckpointReader:
     """Reads tensors of one checkpoint. Raises ``CheckpointError`` for what is not there or is damaged."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+    def __init__(self, folder: Place, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self._holders: dict[str, list[tuple[Layout, LayoutEntry]]] = defaultdict(list)
@@ -94,7 +96,7 @@ class CheckpointReader:
             file.check_shape(request.piece, request.stored[1])
         ranges = {id(request): _bytes_in_file(file, request) for request in requests}
         requests.sort(key=lambda request: ranges[id(request)])
-        for span in _spans(requests, ranges, self.folder.merges_bytes):
+        for span in _spans(requests, ranges, _JOINED_BYTES if is_url(self.folder) else 0):
             low, high = ranges[id(span[0])][0], max(ranges[id(request)][1] for request in span)
             if len(span) == 1 and _takes_bytes(file, span[0]):
                 file.read(span[0].piece, 0, bytes_of(span[0].target))

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.agree import settle
-from bytescale.checkpoint.folders import open_folder
 from bytescale.checkpoint.manifest import CheckpointDamage, RunState, read_manifest, wrong_companions
 from bytescale.checkpoint.reading import CheckpointReader, Wanted
 from bytescale.checkpoint.writing import layout_of
 from bytescale.common.errors import BytescaleError, CheckpointError, problem
 from bytescale.runtime import ShardedAdamW
-
-Place = str | Path
-"""A folder, or its URL."""
+from bytescale.storage.place import Place, place_at
 
 
-def read_run_state(place: Place) -> RunState:
+def read_run_state(place: str | Place) -> RunState:
     """What a checkpoint says of itself. Raises ``CheckpointError`` for a folder that is none."""
-    return read_manifest(open_folder(place)).state
+    return read_manifest(place_at(place)).state
 
 
 def load_states(
-    place: Place, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
+    place: str | Place, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
 ) -> None:
     """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
 
@@ -35,14 +31,14 @@ def load_states(
     """
     error: Exception | None = None
     try:
-        folder = open_folder(place)
+        folder = place_at(place)
         _fill(CheckpointReader(folder, read_manifest(folder)), optimizer, only)
     except BytescaleError as caught:
         error = caught
     settle(error, group)
 
 
-def check_same_model(place: Place, there: dict[str, Any], here: dict[str, Any]) -> None:
+def check_same_model(place: str | Place, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` when two architectures differ, with what differs."""
     different = [
         f"{key} {there.get(key)} there, {here.get(key)} here"
@@ -62,9 +58,9 @@ def check_same_model(place: Place, there: dict[str, Any], here: dict[str, Any]) 
 class StoredTensors:
     """The whole tensors of a checkpoint, for one process, one at a time."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: str | Place) -> None:
         """Raises ``CheckpointError`` for a folder that is no checkpoint, or whose names and shapes cannot be read."""
-        self.folder = open_folder(place)
+        self.folder = place_at(place)
         self.manifest = read_manifest(self.folder)
         for wrong in wrong_companions(self.folder, self.manifest):  # they are copied or read as settings
             raise CheckpointDamage(wrong)

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytescale.checkpoint.disk import checksum_of
-from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Box, flat_index
-from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable
+from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable, unreachable
 from bytescale.common.parsing import parse_json
+from bytescale.storage.place import Place, read_into
 
 BLOCK_BYTES = 2**20
 METADATA = "bytescale"
@@ -35,7 +35,7 @@ def piece_name(state: str, parameter: str, box: Box) -> str:
 class TensorFile:
     """A file to be read. Its header is read and checked at once; the blocks that are asked for are checked."""
 
-    def __init__(self, folder: Folder, name: str, expected: StoredFile) -> None:
+    def __init__(self, folder: Place, name: str, expected: StoredFile) -> None:
         """Raises ``CheckpointDamage`` for a header that is not the one that was written."""
         self.folder = folder
         self.name = name
@@ -125,7 +125,7 @@ class TensorFile:
 
     def _read(self, offset: int, target: memoryview) -> int:
         try:
-            return self.folder.read_into(self.name, offset, target)
+            return read_into(self.folder / self.name, offset, target)
         except FileNotFoundError as error:
             raise self._damaged("the file is missing") from error
         except OSError as error:

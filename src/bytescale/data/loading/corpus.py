@@ -29,7 +29,6 @@ from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
 from bytescale.data.order.pieces import PieceTable
 from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
@@ -38,6 +37,7 @@ from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.shards import Shard, ShardReader, fingerprint_shards, remote_parts
 from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from bytescale.storage.retry import with_retries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

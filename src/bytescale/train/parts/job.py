@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -28,6 +27,7 @@ from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
+from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -84,7 +84,7 @@ class Job:
         """The state of the run that a checkpoint after this step stores."""
         return self._state(step, data.sampler_state_after)
 
-    def restore(self, checkpoints: Checkpointer, path: str | Path) -> int:
+    def restore(self, checkpoints: Checkpointer, path: Place) -> int:
         """Continue from a checkpoint. Returns the number of steps that were done before it."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
