@@ -15,7 +15,7 @@ from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.tokens import remote_tokens
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.storage.place import Url
-from tests.data.support import config, write_pair
+from tests.data.support import config, read_whole, write_pair
 
 ENDINGS = (".bin", ".idx", ".meta.json")
 
@@ -40,9 +40,7 @@ def blocks_of(tmp_path: Path) -> list[int]:
 
 
 def read(corpus: Corpus, row: int) -> list[int]:
-    pieces = corpus.all_pieces[[row]]
-    length = corpus.pieces.length[[row]]
-    tokens, labels = corpus.read(pieces, np.zeros(1, np.int64), length)
+    tokens, labels = read_whole(corpus, corpus.all_pieces[[row]])
     return [*tokens.tolist(), *labels.tolist()]
 
 

@@ -193,21 +193,19 @@ class ShardReader:
             )
         return opened
 
-    def open_tokens(self, shard: Shard) -> Tokens:
-        """Return the tokens of a shard that has been opened before. The index of the pair is not read again."""
-        if shard.file is None:
-            return map_tokens(self._prefix(shard))
-        if isinstance(shard.file.path, Url):
-            return self.open(shard).dataset.tokens
-        return map_tokens(local_path(shard.file))
+    def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
+        """Return the tokens of a shard that has been opened before, and its fields by name.
 
-    def open_fields(self, shard: Shard) -> Mapping[str, Tokens]:
-        """Return the fields of a shard that has been opened before, by name. ``OWN_FIELDS`` may be missing."""
+        ``OWN_FIELDS`` may be missing. The index of a pair on this machine is not read again.
+        """
         if shard.file is not None and isinstance(shard.file.path, Url):
-            return self.open(shard).dataset.fields
+            dataset = self.open(shard).dataset
+            return dataset.tokens, dataset.fields
         prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
         paths = {name: field_prefix(prefix, name) for name in self.field_names}
-        return {name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()}
+        return map_tokens(prefix), {
+            name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()
+        }
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""

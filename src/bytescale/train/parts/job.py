@@ -20,7 +20,7 @@ from bytescale.cost.assumed import assumed_cost, assumed_profile
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import Feed, Loader, StepData
+from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
@@ -75,7 +75,7 @@ class Job:
         """The planner for passes without backward."""
         return replace(self.planner, cost=self.planner.cost.forward_only(self.ranks.dtype.itemsize))
 
-    def open_loader(self) -> Loader:
+    def open_loader(self) -> PrefetchedSteps:
         """This rank's view of the batches, from the feed's current position on."""
         planner = self.planner if self.calibration is None else self.calibration.planner
         return self.feed.open(planner, stop_step=self.config.trainer.steps)
