@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
-from bytescale.checkpoint.restoring import StoredTensors
+from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
@@ -44,7 +44,7 @@ def export_checkpoint(
         ConfigError: ``target`` exists.
         CheckpointError: ``checkpoint`` is none, or is incomplete.
     """
-    stored = StoredTensors(checkpoint)
+    stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)
     master = _StoredMaster(stored)
     with appearing(target) as hidden:
@@ -74,7 +74,7 @@ def appearing(target: Path) -> Iterator[Path]:
 class _StoredMaster:
     """Master weights of a checkpoint, read one parameter at a time."""
 
-    def __init__(self, stored: StoredTensors) -> None:
+    def __init__(self, stored: CheckpointReader) -> None:
         self._stored = stored
         self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
 

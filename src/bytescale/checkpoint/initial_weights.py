@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bytescale.checkpoint.restoring import StoredTensors, check_same_model, load_states
+from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
 from bytescale.models import build_model
@@ -99,5 +99,5 @@ def folder_of(source: str) -> Path:
 def _check_checkpoint(source: str, architecture: dict[str, Any]) -> Place:
     """The folder or URL of ``checkpoint:...``, whose names and shapes were read and whose model is this one."""
     place = place_at(source.removeprefix(CHECKPOINT_PREFIX))
-    check_same_model(place, StoredTensors(place).state.architecture, architecture)
+    check_same_model(place, CheckpointReader(place).state.architecture, architecture)
     return place

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint in format 3: the last file that is written, and the first that is read.
+"""The manifest of a checkpoint: the last file that is written, and the first that is read.
 
 A checkpoint is a folder::
 
@@ -29,8 +29,8 @@ from bytescale.common.parsing import parse_json
 from bytescale.storage.filesystems import credentials_hint
 from bytescale.storage.place import Place, is_url, read_file
 
-FORMAT = 3
-"""1 stored flat buffers, and 2 was PyTorch's, of version 0.1.0; neither is read any more."""
+FORMAT = 4
+"""1 stored flat buffers, 2 was PyTorch's, of version 0.1.0, and 3 had checksums of blocks; none is read any more."""
 MANIFEST = "run_state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
 OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"
@@ -63,7 +63,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint of format 3 consists of."""
+    """What a checkpoint consists of."""
 
     state: RunState
     states: Sequence[str]
@@ -239,6 +239,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
     return {
         "first_file": layout.first_file,
         "stride": layout.stride,
+        "most_elements": layout.most_elements,
         "num_shards": layout.num_shards,
         "bounds": list(layout.bounds),
         "entries": [
@@ -261,6 +262,7 @@ def _layout(content: Any, num_files: int) -> Layout:
         num_shards=_count(fields["num_shards"], least=1),
         first_file=_count(fields["first_file"]),
         stride=_count(fields["stride"], least=1),
+        most_elements=_count(fields["most_elements"], least=1),
     )
     if layout.file_of(layout.num_shards - 1) >= num_files:
         raise ValueError("number of files")
