@@ -33,7 +33,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.tokens.facts import FactsGatherer
-from bytescale.data.tokens.indexed_writer import IndexedWriter
+from bytescale.data.tokens.indexed import IndexedWriter
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 

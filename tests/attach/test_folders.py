@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bytescale.attach import converting
 from bytescale.attach.folder import load_model as load_for_training
-from bytescale.checkpoint.import_weights import import_folder
+from bytescale.checkpoint.hugging_face import import_folder
 from bytescale.checkpoint.initial_weights import architecture_pieces
 from bytescale.cli.score import load_model as load_for_scoring
 from bytescale.common.errors import CheckpointError, ConfigError

@@ -22,7 +22,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.parity import small_model
 from tests.attach.support import on_ranks
-from tests.data.support import write_jsonl
+from tests.data.support import read_whole, write_jsonl
 from tests.helpers.forks import run_forked
 
 FIELDS = ("advantages", "old_logprobs")
@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_plain_records(tmp_path: Path) -> None:
     sums = divisor = 0.0
     corpus = prepare_corpus(config)
     batch = make_sampler(corpus.index, config).next_batch()
-    drawn = {tuple(corpus.piece_tokens(piece).tolist()) for piece in batch.pieces.tolist()}
+    drawn = {tuple(read_whole(corpus, [piece])[0].tolist()) for piece in batch.pieces.tolist()}
     for record in records():
         if tuple(record["tokens"]) not in drawn:
             continue

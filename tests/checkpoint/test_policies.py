@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bytescale.checkpoint.export import export_checkpoint
+from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, load_config
 from bytescale.train import train

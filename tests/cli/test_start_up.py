@@ -11,7 +11,7 @@ import torch
 
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.manifest import RunState
-from bytescale.checkpoint.whole import Part, write_whole
+from bytescale.checkpoint.writing import Part, write_whole
 
 PROGRAM = """
 import sys

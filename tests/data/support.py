@@ -18,11 +18,10 @@ from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.order.pieces import OverLength
+from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.facts import FactsGatherer
-from bytescale.data.tokens.indexed import facts_path
-from bytescale.data.tokens.indexed_writer import IndexedWriter
+from bytescale.data.tokens.indexed import IndexedWriter, facts_path
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -124,7 +123,7 @@ def read_whole(corpus: Corpus, pieces: Sequence[int]) -> tuple[IntArray, IntArra
 def texts_of(corpus: Corpus) -> list[str]:
     """The pieces of a corpus as text."""
     assert corpus.tokenizer is not None
-    return [corpus.tokenizer.decode(corpus.piece_tokens(piece)) for piece in corpus.all_pieces.tolist()]
+    return [corpus.tokenizer.decode(read_whole(corpus, [piece])[0]) for piece in corpus.all_pieces.tolist()]
 
 
 __all__ = ["config", "memory_corpus", "prepare_corpus", "read", "read_whole", "texts_of", "write_jsonl", "write_pair"]

@@ -9,7 +9,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.sources.records import MESSAGES, Record
+from bytescale.data.sources.records import Record, kind_of
 from bytescale.data.tokens.chat import ChatTemplate, load_template
 from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.tokenizer import load_tokenizer
@@ -31,7 +31,9 @@ def said(template: str, messages: list[dict[str, Any]]) -> list[str]:
 
 def encoder_of(folder: Path) -> ExampleEncoder:
     name = str(folder)
-    return ExampleEncoder(tokenizer=load_tokenizer(name), kind=MESSAGES, template=load_template("", name))
+    return ExampleEncoder(
+        tokenizer=load_tokenizer(name), kind=kind_of("messages", ()), template=load_template("", name)
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -42,7 +44,7 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, template: str
     theirs_marked = transformers.AutoTokenizer.from_pretrained(chat_folder(tmp_path / "marked", MARKED))
     encoder = encoder_of(folder)
     for record in conversations(20):
-        ours = encoder.encode(Record(values=record, path=tmp_path, at=1, is_row=True))
+        ours = encoder.encode(Record(values=record, path=tmp_path, row=1))
         assert ours.tokens.tolist() == theirs.apply_chat_template(record["messages"], return_dict=False)
         marked = theirs_marked.apply_chat_template(
             record["messages"], return_assistant_tokens_mask=True, return_dict=True
@@ -62,7 +64,7 @@ def test_what_the_assistant_said_ends_with_its_turn() -> None:
 def test_the_weight_of_a_message_scales_what_it_says(tmp_path: Path) -> None:
     messages = [{**turn, "weight": 0.5} if turn["content"] == "ok" else turn for turn in TURNS]
     encoder = encoder_of(chat_folder(tmp_path))
-    example = encoder.encode(Record(values={"messages": messages}, path=tmp_path, at=1, is_row=True))
+    example = encoder.encode(Record(values={"messages": messages}, path=tmp_path, row=1))
     weights = example.fields["weights"].tolist()
     assert sorted(set(weights)) == [0.0, 0.5, 1.0]
     assert encoder.tokenizer.decode(example.tokens[example.fields["weights"] == 0.5]) == "ok<|im_end|>"

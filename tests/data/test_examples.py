@@ -19,8 +19,7 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.loader import local_steps
-from bytescale.data.order.batches import BatchSampler, make_sampler
-from bytescale.data.order.once import batches_once
+from bytescale.data.order.batches import BatchSampler, batches_once, make_sampler
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.chats import chat_folder, conversations
 from tests.data.http_server import http_server
@@ -128,7 +127,7 @@ def test_prompt_and_completion(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "", "completion": "x"}]
     )
     corpus = prepare_corpus(config(tmp_path, source, content="prompt"))
-    assert [corpus.piece_tokens(piece).tolist() for piece in corpus.all_pieces.tolist()] == [
+    assert [read_whole(corpus, [piece])[0].tolist() for piece in corpus.all_pieces.tolist()] == [
         [*b"1+1=", *b"2", 256],
         [*b"x", 256],
     ]

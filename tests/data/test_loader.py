@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.loading.loader import PrefetchedSteps, StepData, local_steps
-from bytescale.data.loading.prefetch import Prefetcher
+from bytescale.data.loading.loader import PrefetchedSteps, Prefetcher, StepData, local_steps
 from bytescale.data.order.batches import BatchSampler
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec

@@ -10,16 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import DataError
-from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.readers import ReadCounts, iter_documents, plan_units
+from bytescale.data.sources.files import expand_sources
+from bytescale.data.sources.readers import ReadCounts
+from bytescale.data.sources.records import iter_records, plan_units, text_kind
 from tests.data.support import write_jsonl
+
+TEXT = text_kind("text")
 
 
 def read(path: Path, text_key: str = "text", unit_bytes: int = 1 << 20, counts: ReadCounts | None = None) -> list[str]:
     """All texts of a source, unit by unit."""
-    units = plan_units(expand_sources([str(path)]), text_key, unit_bytes)
+    units = plan_units(expand_sources([str(path)]), text_kind(text_key), unit_bytes)
     counts = counts if counts is not None else ReadCounts()
-    return [document.text for unit in units for document in iter_documents(unit, text_key, counts)]
+    return [record.values[text_key] for unit in units for record in iter_records(unit, text_kind(text_key), counts)]
 
 
 def write_parquet(path: Path, columns: dict, rows_per_group: int = 100) -> Path:
@@ -36,7 +39,7 @@ def test_a_text_file_is_a_document_byte_for_byte(tmp_path: Path) -> None:
 def test_small_text_files_share_a_unit(tmp_path: Path) -> None:
     for i in range(10):
         (tmp_path / f"{i}.txt").write_text("x" * 10)
-    units = plan_units(expand_sources([str(tmp_path)]), "text", unit_bytes=35)
+    units = plan_units(expand_sources([str(tmp_path)]), TEXT, unit_bytes=35)
     assert [len(unit.files) for unit in units] == [3, 3, 3, 1]
 
 
@@ -108,7 +111,7 @@ def test_parquet_rows_in_order(tmp_path: Path, unit_bytes: int, kind: pyarrow.Da
     texts = [f"row {i}" for i in range(250)]
     column = pyarrow.array([*texts, None, ""]).cast(kind)
     path = write_parquet(tmp_path / "a.parquet", {"id": list(range(252)), "text": column})
-    assert len(plan_units(expand_sources([str(path)]), "text", unit_bytes)) == (3 if unit_bytes == 1 else 1)
+    assert len(plan_units(expand_sources([str(path)]), TEXT, unit_bytes)) == (3 if unit_bytes == 1 else 1)
     counts = ReadCounts()
     assert read(path, unit_bytes=unit_bytes, counts=counts) == texts
     assert counts.num_empty == 2
@@ -144,15 +147,15 @@ def test_parquet_pages_that_are_broken(tmp_path: Path) -> None:
 
 def test_a_file_that_vanishes_after_listing(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    units = plan_units(expand_sources([str(path)]), "text")
+    units = plan_units(expand_sources([str(path)]), TEXT)
     path.unlink()
     with pytest.raises(DataError, match=r"a.jsonl cannot be read \(No such file"):
-        list(iter_documents(units[0], "text", ReadCounts()))
+        list(iter_records(units[0], TEXT, ReadCounts()))
 
 
 def test_the_place_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b"}) + "\n")
-    units = plan_units(expand_sources([str(path)]), "text")
-    places = [document.place for document in iter_documents(units[0], "text", ReadCounts())]
-    assert places == [f"{path}, byte 0", f"{path}, byte 14"]
+    units = plan_units(expand_sources([str(path)]), TEXT)
+    places = [record.place for record in iter_records(units[0], TEXT, ReadCounts())]
+    assert places == [f"{path}:1", f"{path}:2"]

@@ -12,7 +12,7 @@ import pytest
 
 from bytescale.common.errors import DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.tokens import remote_tokens
+from bytescale.data.tokens import open_parts
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.storage.place import Url
 from tests.data.support import config, read_whole, write_pair
@@ -23,7 +23,7 @@ ENDINGS = (".bin", ".idx", ".meta.json")
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A pair of 1000 tokens in 40 documents here, and a copy in fsspec's memory; blocks have 64 tokens."""
-    monkeypatch.setattr(remote_tokens, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(open_parts, "BLOCK_TOKENS", 64)
     dice = np.random.default_rng(0)
     lengths = dice.multinomial(960, np.ones(40) / 40) + 1
     write_pair(tmp_path / "pair", [dice.integers(0, 256, length).tolist() for length in lengths], ByteTokenizer())

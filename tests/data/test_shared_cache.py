@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from bytescale.common.atomic import file_lock
-from bytescale.data.sources.source_file import SourceFile
-from bytescale.data.tokens import remote_tokens
-from bytescale.data.tokens.remote_tokens import RemoteTokens, local_index, local_pair
+from bytescale.data.sources.files import SourceFile
+from bytescale.data.tokens import open_parts
+from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
 from bytescale.storage.place import Url
 from tests.data.http_server import Files, http_server
 
@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_while_it_fetches_holds_nobody_up(tmp_path: Pat
 
 def test_blocks_of_tokens_are_whole_in_every_process(tmp_path: Path, files: Files, monkeypatch: Any) -> None:
     """Processes may fetch the same block twice, because a lock for each block would cost more than that."""
-    monkeypatch.setattr(remote_tokens, "BLOCK_TOKENS", 10_000)
+    monkeypatch.setattr(open_parts, "BLOCK_TOKENS", 10_000)
 
     def read(number: int) -> None:
         tokens = RemoteTokens(Url(f"{files.url}/d.bin"), TOKENS.dtype, len(TOKENS), tmp_path, read_retries=0)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.source_file import fingerprint_files
+from bytescale.data.sources.files import expand_sources, fingerprint_files
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from bytescale.common.errors import DataError
-from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.readers import WorkUnit, plan_units
-from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.sources.files import SourceFile, expand_sources
+from bytescale.data.sources.readers import WorkUnit
+from bytescale.data.sources.records import plan_units, text_kind
 from bytescale.data.tokens.bpe import train_bpe
 from bytescale.data.tokens.facts import facts_of, load_facts
 from bytescale.data.tokens.indexed import IndexedDataset
@@ -145,7 +145,7 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
 KILLED_PROGRAM = """
 import sys, time
 from pathlib import Path
-from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.files import expand_sources
 from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 
@@ -194,7 +194,7 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
     def die(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytescale.data.tokens.indexed_writer.write_atomically", die)
+    monkeypatch.setattr("bytescale.data.tokens.indexed.write_atomically", die)
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3], [4]])
     with pytest.raises(DataError, match=r"a.idx cannot be read"):
@@ -203,7 +203,7 @@ def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(
 
 def test_few_units_are_under_way_however_slow_the_reader_of_results(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 90}] * 100)
-    units = plan_units(expand_sources([str(path)]), "text", 1000)
+    units = plan_units(expand_sources([str(path)]), text_kind("text"), 1000)
     taken: list[int] = []
 
     def take() -> Iterator[WorkUnit]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
-from bytescale.data.sources.expand import expand_sources
+from bytescale.data.sources.files import expand_sources
 from bytescale.data.tokens.bpe import cached_bpe, train_bpe
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer

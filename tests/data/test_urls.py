@@ -15,8 +15,8 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.sources.source_file import SourceFile, local_path
-from bytescale.data.tokens.remote_tokens import local_pair
+from bytescale.data.sources.files import SourceFile, local_path
+from bytescale.data.tokens.open_parts import local_pair
 from bytescale.storage import retry
 from bytescale.storage.place import Url
 from bytescale.storage.retry import UnreadableError, with_retries

@@ -18,7 +18,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Feed, LocalFeed, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.tokens.facts import FactsGatherer
-from bytescale.data.tokens.indexed_writer import IndexedWriter
+from bytescale.data.tokens.indexed import IndexedWriter
 from bytescale.planner.verified import VerifiedPlanner
 
 CONTEXT = 96

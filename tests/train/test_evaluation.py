@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from bytescale.attention.reference import reference_attention
 from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_architecture
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.order.once import batches_once
+from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
 from bytescale.parity import small_model
 from bytescale.runtime.loss import reference_cross_entropy, token_losses
-from tests.data.support import memory_corpus, write_jsonl
+from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -60,7 +60,7 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     model.initialise(config.trainer.seed)
     sums, counts = {}, {}
     for piece in corpus.all_pieces:
-        tokens = corpus.piece_tokens(int(piece)).astype(np.int64)
+        tokens = read_whole(corpus, [piece])[0]
         (row,) = corpus.index.rows(np.array([piece]))
         count = int(corpus.pieces.num_targets[row])
         whole = corpus.parts[0][corpus.pieces.start[row] : corpus.pieces.start[row] + count + 1].astype(np.int64)
@@ -99,7 +99,7 @@ def test_evaluations_of_a_decoder_of_transformers(tmp_path: Path, corpora: tuple
         (row,) = corpus.index.rows(np.array([piece]))
         start, number = int(corpus.pieces.start[row]), int(corpus.pieces.num_targets[row])
         targets = torch.as_tensor(corpus.parts[0][start + 1 : start + number + 1].astype(np.int64))
-        tokens = torch.as_tensor(corpus.piece_tokens(int(piece)).astype(np.int64))
+        tokens = torch.as_tensor(read_whole(corpus, [piece])[0])
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, :number].double()
         total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))

@@ -17,7 +17,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.models import build_model
 from tests.data.chats import MARKED, chat_folder, conversations
-from tests.data.support import write_jsonl
+from tests.data.support import read_whole, write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 
@@ -69,7 +69,7 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}
     sums, weighed = [], []
     for piece in batch.pieces.tolist():
-        tokens = torch.as_tensor(corpus.piece_tokens(piece).astype(np.int64))
+        tokens = torch.as_tensor(read_whole(corpus, [piece])[0].astype(np.int64))
         found, labels = by_tokens[tuple(tokens.tolist())]
         weights = torch.tensor(found, dtype=torch.float64)[1:]
         hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
@@ -167,7 +167,7 @@ def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str)
 
     corpus = prepare_corpus(config.data)
     batch = make_sampler(corpus.index, config.data).next_batch()
-    drawn = {tuple(corpus.piece_tokens(piece).tolist()) for piece in batch.pieces.tolist()}
+    drawn = {tuple(read_whole(corpus, [piece])[0].tolist()) for piece in batch.pieces.tolist()}
     tokenizer = TRANSFORMERS.AutoTokenizer.from_pretrained(folder)
     model = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     losses_of = []

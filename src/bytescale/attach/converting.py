@@ -10,10 +10,10 @@ import torch
 
 from bytescale.attach.folder import constants_of, load_model, parameters_of, write_folder
 from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.export import appearing, copy_companions_of
+from bytescale.checkpoint.hugging_face import appearing, copy_companions_of
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.whole import Part, write_whole
+from bytescale.checkpoint.writing import Part, write_whole
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.models.hf_folder import copy_companions
@@ -29,7 +29,7 @@ def export_attached(
     shard_bytes: int = 5 * 2**30,
     run_config: Config | None = None,
 ) -> list[Path]:
-    """``checkpoint.export.export_checkpoint`` for an attached model. The process holds the whole model once.
+    """``checkpoint.hugging_face.export_checkpoint`` for an attached model. The process holds the whole model once.
 
     config.json is the one that the run began with, with the dtype of the weights that are written.
     """
@@ -53,7 +53,7 @@ def export_attached(
 
 
 def import_attached(source: Path, target: Path, architecture: AttachedArchitecture) -> int:
-    """``checkpoint.import_weights.import_folder`` for an attached model. Returns the number of weights."""
+    """``checkpoint.hugging_face.import_folder`` for an attached model. Returns the number of weights."""
     with appearing(target) as hidden:
         model = load_model(source, architecture.content, torch.float32)
         described = replace(architecture, buffers=constants_of(model)).as_dict()

@@ -26,7 +26,7 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus, place_of_document
-from bytescale.data.order.once import batches_once
+from bytescale.data.order.batches import batches_once
 from bytescale.data.tokens.fields import WEIGHTS
 
 

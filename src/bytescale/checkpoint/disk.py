@@ -75,11 +75,6 @@ class Disk:
         self.rename(hidden, path)
         self.sync_folder(path.parent)
 
-    def copy_file(self, source: Path, target: Path) -> None:
-        """Copy a file's content."""
-        self.before("copy", target)
-        shutil.copyfile(source, target)
-
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or folder another name. A file that has the name is replaced; a folder must be empty."""
         self.before("rename", source)

@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(ConvertOptions, arguments, prog="bytescale convert")
     source = Path(options.source)
     if (source / "config.json").is_file() and not (source / "run_state.json").is_file():
-        from bytescale.checkpoint.import_weights import import_folder
+        from bytescale.checkpoint.hugging_face import import_folder
 
         shape = resolve_model(ModelConfig(preset=f"{HF_PREFIX}{source}"))  # raises what training would raise
         if isinstance(shape, AttachedArchitecture):
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
     """What turns this checkpoint into a folder, by the model that it is of."""
-    from bytescale.checkpoint.export import export_checkpoint
+    from bytescale.checkpoint.hugging_face import export_checkpoint
     from bytescale.checkpoint.reading import CheckpointReader
 
     if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):

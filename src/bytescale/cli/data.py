@@ -29,8 +29,7 @@ from bytescale.config.validate import check_content
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corpus
 from bytescale.data.loading.record import check_record
-from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.facts import TokenFacts
 from bytescale.data.tokens.indexed import pair_paths, read_index

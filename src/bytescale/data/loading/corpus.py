@@ -28,8 +28,7 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, 
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
 from bytescale.data.order.pieces import PieceTable
-from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, Slice
@@ -90,12 +89,6 @@ class Corpus:
         bounds = np.cumsum(batch.lengths)[:-1]
         parts = {name: np.split(values, bounds) for name, values in columns.items()}
         return [{name: own[number] for name, own in parts.items()} for number in range(batch.num_sequences)]
-
-    def piece_tokens(self, piece: int) -> NDArray[np.integer]:
-        """Return the tokens of one sample, ``[length]``, a view into the file."""
-        name = np.array([piece])
-        part, start = (int(found[0]) for found in self.index.locate(name))
-        return self.parts[part][start : start + int(self.pieces.length[self.index.rows(name)[0]])]
 
     def _slices(self, segments: Segments) -> list[Slice]:
         return self.parts.slices(segments.parts, segments.places, segments.ranges)

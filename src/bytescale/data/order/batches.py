@@ -17,7 +17,7 @@ two longest samples. Sources pass at different speeds, so one may be in its thir
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -317,3 +317,21 @@ class BatchSampler:
 
 
 _PROGRESS = operator.attrgetter("progress")
+
+
+def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]:
+    """Yield the samples in the order of the sources, in batches of at most ``batch_tokens`` tokens.
+
+    A longer sample is a batch of its own. All parts of ``index`` must have been read. The batches depend on nothing
+    else, so all ranks get the same.
+    """
+    # The index lists .bin files of all sources behind the text of all sources.
+    parts = np.argsort(index.part_sources, kind="stable")
+    pieces = index.pieces_of(parts.tolist())
+    before = np.concatenate([[0], np.cumsum(index.pieces.length[index.rows(pieces)])])
+    start = step = 0
+    while start < len(pieces):
+        stop = int(np.searchsorted(before, before[start] + batch_tokens, side="right")) - 1
+        stop = max(stop, start + 1)
+        yield GlobalBatch.of(index, pieces[start:stop], step=step, epoch=0, ends_epoch=stop == len(pieces))
+        start, step = stop, step + 1

@@ -17,8 +17,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.data.remote.calls import Shared
 from bytescale.data.tokens.fields import field_dtype, without_field
 from bytescale.data.tokens.indexed import Tokens
-from bytescale.data.tokens.open_parts import OpenParts, Slice
-from bytescale.data.tokens.remote_tokens import BLOCK_TOKENS
+from bytescale.data.tokens.open_parts import BLOCK_TOKENS, OpenParts, Slice
 from bytescale.data.tokens.shards import Shard, ShardReader, remote_parts
 
 SharedWork = Shared[tuple[list[Shard], ShardReader]]

@@ -1,4 +1,4 @@
-"""Reads the documents of text, JSONL and Parquet files, in units of work that any process can read on its own.
+"""Reads text, JSONL and Parquet files in units of work that any process can read on its own (``sources.records``).
 
 A unit is a run of small text files, a byte range of a JSONL file, or a range of row groups of a Parquet file (at least
 one row group, however large). The units in their order give the documents in corpus order, whichever process reads
@@ -8,8 +8,6 @@ them.
 from __future__ import annotations
 
 import codecs
-import difflib
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from typing import Any
 
 from bytescale.common.errors import DataError, problem
 from bytescale.common.parsing import parse_json
-from bytescale.data.sources.source_file import SourceFile
+from bytescale.data.sources.files import SourceFile
 from bytescale.storage.place import Place
 from bytescale.storage.retry import unreadable
 
@@ -41,14 +39,6 @@ class WorkUnit:
     start: int = 0
     stop: int = 0
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One text and its place: the file, and the byte (JSONL) or the row (Parquet) at which the text starts."""
-
-    text: str
-    place: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,58 +78,10 @@ def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> 
     )
 
 
-def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
-    """Cut text, JSONL and Parquet files into units, in corpus order.
-
-    The footer of each Parquet file is read, so that a missing column is found before any work is done.
-
-    Raises:
-        DataError: a Parquet file is broken or has no text column ``text_key``.
-    """
-    units: list[WorkUnit] = []
-    try:
-        for file_format, run in itertools.groupby(files, key=lambda file: file.format):
-            if file_format == "text":
-                units.extend(_text_units(run, unit_bytes))
-            elif file_format == "jsonl":
-                units.extend(unit for file in run for unit in jsonl_units(file, unit_bytes))
-            elif file_format == "parquet":
-                units.extend(unit for file in run for unit in _parquet_units(file, text_key, unit_bytes))
-            else:
-                raise AssertionError(f"files of format {file_format!r} hold tokens, not text")
-    except OSError as error:
-        raise unreadable(error, "a source") from error
-    return units
-
-
-def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterator[Document]:
-    """Yield the documents of one unit. Empty documents and files that are not text are only counted in ``counts``.
-
-    Raises:
-        DataError: a line is not JSON or has no string under ``text_key``, or a file has vanished or is broken. The
-            message names the file and the line or row (counted from 1).
-    """
-    try:
-        match unit.files[0].format:
-            case "text":
-                documents = _text_documents(unit, counts)
-            case "jsonl":
-                documents = _jsonl_documents(unit, text_key, counts)
-            case _:
-                documents = _parquet_documents(unit, text_key)
-        for document in documents:
-            if document.text:
-                yield document
-            else:
-                counts.num_empty += 1
-    except OSError as error:
-        raise unreadable(error, unit.files[0].path) from error
-
-
 # Text: each file is a document.
 
 
-def _text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
+def text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
     run: list[SourceFile] = []
     num_bytes = 0
     for file in files:
@@ -152,7 +94,8 @@ def _text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUn
         yield WorkUnit(files=tuple(run), num_bytes=num_bytes)
 
 
-def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
+def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]]:
+    """Yield the files of a unit with their texts. Files that are not text are only counted, or are corrupt records."""
     for file in unit.files:
         content = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
         reason = ""
@@ -164,7 +107,7 @@ def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
             if "\0" in text:
                 reason = "it holds NUL bytes"
         if not reason:
-            yield Document(text=text, place=str(file.path))
+            yield file.path, text
         elif file.named:
             counts.leave_out(
                 DataError(
@@ -184,17 +127,6 @@ def jsonl_units(file: SourceFile, unit_bytes: int) -> Iterator[WorkUnit]:
     for start in range(0, file.num_bytes, unit_bytes):
         stop = min(start + unit_bytes, file.num_bytes)
         yield WorkUnit(files=(file,), start=start, stop=stop, num_bytes=stop - start)
-
-
-def _jsonl_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterator[Document]:
-    path = unit.files[0].path
-    for offset, line in jsonl_lines(unit):
-        try:
-            text = _text_of_line(line, text_key, path, offset)
-        except DataError as error:
-            counts.leave_out(error)
-        else:
-            yield Document(text=text, place=f"{path}, byte {offset}")
 
 
 def jsonl_lines(unit: WorkUnit) -> Iterator[tuple[int, bytes]]:
@@ -232,37 +164,6 @@ def object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
     )
 
 
-def _text_of_line(line: bytes, text_key: str, path: Place, offset: int) -> str:
-    """Return the text of one JSONL line. ``null`` counts as empty."""
-    record = object_of_line(line, path, offset)
-    text = record.get(text_key, _MISSING)
-    if text is None or (isinstance(text, str) and _is_unicode(text)):
-        return text or ""
-    place = line_place(path, offset)
-    if isinstance(text, str):
-        raise DataError(problem(f"{place}: {text_key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"))
-    if text is _MISSING:
-        raise DataError(problem(f"{place} has no key {text_key!r}", fix=_key_hint(text_key, record)))
-    raise DataError(
-        problem(
-            f"{place}: {text_key!r} is a JSON {type(text).__name__}, not a string",
-            fix="mend the line or set data.text_key to the key that holds the text",
-        )
-    )
-
-
-_MISSING = object()
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether ``text`` has a UTF-8 form. JSON escapes can spell halves of surrogate pairs, which have none."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def line_place(path: Place, offset: int) -> str:
     """Return ``path:line`` of the line that starts at byte ``offset``. The file is read up to there."""
     number = 1
@@ -276,15 +177,6 @@ def line_place(path: Place, offset: int) -> str:
 def _excerpt(line: bytes, length: int = 60) -> str:
     text = line.decode("utf-8", errors="replace")
     return text if len(text) <= length else text[:length] + "..."
-
-
-def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
-    close = difflib.get_close_matches(text_key, list(known), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    for content, key in (("messages", "messages"), ("prompt", "completion"), ("tokens", "tokens")):
-        if key in known:
-            hint = f"set data.content = {content!r} for records with {key!r}. "
-    return f"{hint}Set data.text_key to one of {', '.join(sorted(known)) or '(nothing: there are no keys)'}"
 
 
 # Parquet: each row is a document. pyarrow is imported only where it is used, so that machines without it can read the
@@ -307,12 +199,6 @@ def open_parquet(path: Place) -> Any:
         ) from error
 
 
-def _parquet_units(file: SourceFile, text_key: str, unit_bytes: int) -> Iterator[WorkUnit]:
-    with open_parquet(file.path) as opened:
-        _check_text_column(opened, text_key, file.path)
-        yield from row_group_units(file, opened, unit_bytes)
-
-
 def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[WorkUnit]:
     """Cut an open Parquet file into runs of row groups of at least ``unit_bytes``."""
     group_bytes = [opened.metadata.row_group(group).total_byte_size for group in range(opened.num_row_groups)]
@@ -322,30 +208,6 @@ def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[
         if num_bytes >= unit_bytes or group == len(group_bytes) - 1:
             yield WorkUnit(files=(file,), start=start, stop=group + 1, num_bytes=num_bytes)
             start, num_bytes = group + 1, 0
-
-
-def _check_text_column(opened: Any, text_key: str, path: Place) -> None:
-    import pyarrow.types
-
-    schema = opened.schema_arrow
-    if text_key not in schema.names:
-        raise DataError(problem(f"{path} has no column {text_key!r}", fix=_key_hint(text_key, schema.names)))
-    kind = schema.field(text_key).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)):
-        raise DataError(
-            problem(
-                f"{path}: column {text_key!r} is of type {kind}, not string",
-                fix="set data.text_key to the column that holds the text",
-            )
-        )
-
-
-def _parquet_documents(unit: WorkUnit, text_key: str) -> Iterator[Document]:
-    path = unit.files[0].path
-    for row, (text,) in parquet_rows(unit, [text_key]):
-        yield Document(text=text or "", place=f"{path}, row {row}")
 
 
 def parquet_rows(unit: WorkUnit, columns: list[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:

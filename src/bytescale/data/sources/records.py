@@ -1,6 +1,7 @@
-"""Reads the records of fine-tuning data: JSONL lines or Parquet rows with several keys, one record a document.
+"""Reads the records of a corpus: text files, JSONL lines or Parquet rows. A text is a record with a single key.
 
-``data.content`` says what the records are (``RecordKind``). ``data.tokens.examples`` turns them into tokens.
+``data.content`` says what the records are (``RecordKind``). ``data.tokens.tokenize`` and ``data.tokens.examples`` turn
+them into tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import (
     UNIT_BYTES,
     ReadCounts,
@@ -23,8 +25,9 @@ from bytescale.data.sources.readers import (
     open_parquet,
     parquet_rows,
     row_group_units,
+    text_files,
+    text_units,
 )
-from bytescale.data.sources.source_file import SourceFile
 from bytescale.storage.place import Place
 from bytescale.storage.retry import unreadable
 
@@ -46,17 +49,27 @@ class RecordKind:
         """All keys that are read."""
         return tuple(itertools.chain(*self.required, self.optional))
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a record is one text, under the only key."""
+        return self.content == "text"
 
-MESSAGES = RecordKind("messages", (("messages",),), ("tools",))
-PROMPT = RecordKind("prompt", (("prompt",), ("completion",)))
-TOKENS = RecordKind("tokens", (("tokens", "input_ids"),), ("labels", "weights"))
+
+def text_kind(text_key: str) -> RecordKind:
+    """Return the kind of texts under ``text_key`` (``data.text_key``). Each text file is a record."""
+    return RecordKind("text", ((text_key,),))
 
 
 def kind_of(content: str, fields: Sequence[str]) -> RecordKind:
-    """Return the kind of ``data.content``; records of tokens must also have the keys ``fields``."""
-    if content == TOKENS.content:
-        return RecordKind(content, (*TOKENS.required, *((name,) for name in fields)), TOKENS.optional, tuple(fields))
-    return MESSAGES if content == MESSAGES.content else PROMPT
+    """Return the kind of ``data.content``, which is not text; records of tokens must also have the keys ``fields``."""
+    match content:
+        case "tokens":
+            required = (("tokens", "input_ids"), *((name,) for name in fields))
+            return RecordKind(content, required, ("labels", "weights"), tuple(fields))
+        case "messages":
+            return RecordKind(content, (("messages",),), ("tools",))
+        case _:
+            return RecordKind(content, (("prompt",), ("completion",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,85 +78,151 @@ class Record:
 
     values: dict[str, Any]
     path: Place
-    at: int
-    """Byte at which the line starts (JSONL), or the number of the row, from 1 (Parquet)."""
-    is_row: bool = False
+    line: int | None = None
+    """Byte at which the line starts (JSONL)."""
+    row: int | None = None
+    """Number of the row, from 1 (Parquet)."""
 
     @property
     def place(self) -> str:
         """The file, and the line or row, counted from 1. The file is read to count lines: for error messages only."""
-        return f"{self.path}, row {self.at}" if self.is_row else line_place(self.path, self.at)
+        if self.line is not None:
+            return line_place(self.path, self.line)
+        return f"{self.path}" if self.row is None else f"{self.path}, row {self.row}"
 
 
-def plan_record_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
-    """Cut JSONL and Parquet files into units, in corpus order, as ``readers.plan_units`` cuts text.
+def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
+    """Cut text, JSONL and Parquet files into units, in corpus order.
+
+    The footer of each Parquet file is read, so that a missing column is found before any work is done.
 
     Raises:
-        ConfigError: a file is of another format.
-        DataError: a Parquet file is broken or lacks a column.
+        ConfigError: a file is text, but ``kind`` is not.
+        DataError: a Parquet file is broken, or lacks a column or has it in another type.
     """
     units: list[WorkUnit] = []
     try:
-        for file in files:
-            if file.format == "jsonl":
-                units.extend(jsonl_units(file, unit_bytes))
-            elif file.format == "parquet":
-                with open_parquet(file.path) as opened:
-                    _check_keys(opened.schema_arrow.names, kind, str(file.path), "column")
-                    units.extend(row_group_units(file, opened, unit_bytes))
-            else:
-                raise ConfigError(
-                    problem(
-                        f"{file.path} is text, but data.content is {kind.content!r}",
-                        so="text has no records with the keys that are needed",
-                        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
-                        "data.content = 'text'",
-                    )
-                )
+        for file_format, run in itertools.groupby(files, key=lambda file: file.format):
+            if file_format == "text" and kind.is_text:
+                units.extend(text_units(run, unit_bytes))
+                continue
+            for file in run:
+                if file_format == "jsonl":
+                    units.extend(jsonl_units(file, unit_bytes))
+                elif file_format == "parquet":
+                    with open_parquet(file.path) as opened:
+                        _check_columns(opened.schema_arrow, kind, str(file.path))
+                        units.extend(row_group_units(file, opened, unit_bytes))
+                else:
+                    raise _no_records(file, kind)
     except OSError as error:
         raise unreadable(error, "a source") from error
     return units
 
 
 def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterator[Record]:
-    """Yield the records of one unit.
+    """Yield the records of one unit. Empty texts, and files that are not text, are only counted in ``counts``.
 
-    Raises ``DataError`` with file and line or row for a line that is not JSON or lacks a key, beyond those that
-    ``counts`` allows to leave out.
+    Raises:
+        DataError: a line is not JSON, a record lacks a key or its text is no string, beyond those that ``counts``
+            allows to leave out; or a file has vanished or is broken. The message names the file, and the line or row.
     """
     path = unit.files[0].path
     try:
-        if unit.files[0].format == "parquet":
-            with open_parquet(path) as opened:
-                columns = [name for name in kind.keys if name in opened.schema_arrow.names]
-            for row, values in parquet_rows(unit, columns):
-                named = {name: _without_nulls(value) for name, value in zip(columns, values, strict=True)}
-                record = Record(values=_present(named), path=path, at=row, is_row=True)
-                yield from _checked(record, kind, counts)
-            return
-        for offset, line in jsonl_lines(unit):
+        match unit.files[0].format:
+            case "text":
+                records = _texts(unit, kind, counts)
+            case "jsonl":
+                records = _lines(unit, kind, counts)
+            case _:
+                records = _rows(unit, kind)
+        for record, known in records:
             try:
-                content = object_of_line(line, path, offset)
+                _check(record, known, kind)
             except DataError as error:
                 counts.leave_out(error)
                 continue
-            named = {name: content[name] for name in kind.keys if name in content}
-            yield from _checked(Record(values=_present(named), path=path, at=offset), kind, counts, known=list(content))
+            if kind.is_text and not record.values[kind.keys[0]]:
+                counts.num_empty += 1
+            else:
+                yield record
     except OSError as error:
         raise unreadable(error, path) from error
 
 
-def _checked(record: Record, kind: RecordKind, counts: ReadCounts, known: Sequence[str] = ()) -> Iterator[Record]:
+# Each of these yields records as they are, with all keys that the file has for them.
+
+
+def _texts(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterator[tuple[Record, Sequence[str]]]:
+    for path, text in text_files(unit, counts):
+        yield Record(values={kind.keys[0]: text}, path=path), kind.keys
+
+
+def _lines(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterator[tuple[Record, Sequence[str]]]:
+    path = unit.files[0].path
+    for offset, line in jsonl_lines(unit):
+        try:
+            content = object_of_line(line, path, offset)
+        except DataError as error:
+            counts.leave_out(error)
+        else:
+            yield Record(values=_present(content, kind), path=path, line=offset), list(content)
+
+
+def _rows(unit: WorkUnit, kind: RecordKind) -> Iterator[tuple[Record, Sequence[str]]]:
+    path = unit.files[0].path
+    with open_parquet(path) as opened:
+        columns = [name for name in kind.keys if name in opened.schema_arrow.names]
+    for row, values in parquet_rows(unit, columns):
+        named = {name: _without_nulls(value) for name, value in zip(columns, values, strict=True)}
+        yield Record(values=_present(named, kind), path=path, row=row), columns
+
+
+def _check(record: Record, known: Sequence[str], kind: RecordKind) -> None:
+    """Raise ``DataError`` unless the record has its keys, and its text is one. ``known``: all keys of its line."""
+    if any(sum(name in record.values for name in names) != 1 for names in kind.required):
+        _check_keys([name for name in known if name not in kind.keys] + [*record.values], kind, record.place)
+    if not kind.is_text:
+        return
+    (key,) = kind.keys
+    text = record.values[key]
+    if not isinstance(text, str):
+        raise DataError(
+            problem(
+                f"{record.place}: {key!r} is a JSON {type(text).__name__}, not a string",
+                fix="mend the line or set data.text_key to the key that holds the text",
+            )
+        )
     try:
-        if any(sum(name in record.values for name in names) != 1 for names in kind.required):
-            _check_keys([name for name in known if name not in kind.keys] + [*record.values], kind, record.place, "key")
-    except DataError as error:
-        counts.leave_out(error)
-    else:
-        yield record
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON escapes can spell halves of surrogate pairs, which have no UTF-8 form
+        raise DataError(
+            problem(f"{record.place}: {key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line")
+        ) from error
 
 
-def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str) -> None:
+def _check_columns(schema: Any, kind: RecordKind, place: str) -> None:
+    """Raise ``DataError`` unless a Parquet file has the columns of ``kind``."""
+    _check_keys(schema.names, kind, place, "column")
+    if not kind.is_text:
+        return
+    import pyarrow.types
+
+    (key,) = kind.keys
+    found = schema.field(key).type
+    if pyarrow.types.is_dictionary(found):
+        found = found.value_type
+    is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    if not any(is_of_type(found) for is_of_type in is_text):
+        raise DataError(
+            problem(
+                f"{place}: column {key!r} is of type {found}, not string",
+                fix="set data.text_key to the column that holds the text",
+            )
+        )
+
+
+def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = "key") -> None:
     """Raise ``DataError`` unless ``known`` has exactly one name of each of ``kind.required``."""
     for names in kind.required:
         held = [name for name in names if name in known]
@@ -167,17 +246,45 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str) -
             )
         close = difflib.get_close_matches(names[0], known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
+        held_names = ", ".join(sorted(known)) or "none at all"
+        what = f"{place} has no {word} {' or '.join(map(repr, names))}"
+        if kind.is_text:
+            raise DataError(
+                problem(what, fix=f"{_other_content(known) or hint}set data.text_key to one of {held_names}")
+            )
         raise DataError(
             problem(
-                f"{place} has no {word} {' or '.join(map(repr, names))}, which data.content = {kind.content!r} needs",
-                fix=f"{hint}it has {', '.join(sorted(known)) or 'none at all'}; data.content is one of text, messages, "
-                "prompt and tokens",
+                f"{what}, which data.content = {kind.content!r} needs",
+                fix=f"{hint}it has {held_names}; data.content is one of text, messages, prompt and tokens",
             )
         )
 
 
-def _present(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _other_content(known: Sequence[str]) -> str:
+    for content, key in (("tokens", "tokens"), ("prompt", "completion"), ("messages", "messages")):
+        if key in known:
+            return f"set data.content = {content!r} for records with {key!r}, or "
+    return ""
+
+
+def _no_records(file: SourceFile, kind: RecordKind) -> ConfigError:
+    assert file.format == "text", f"files of format {file.format!r} hold tokens, not records"
+    return ConfigError(
+        problem(
+            f"{file.path} is text, but data.content is {kind.content!r}",
+            so="text has no records with the keys that are needed",
+            fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
+            "data.content = 'text'",
+        )
+    )
+
+
+def _present(values: dict[str, Any], kind: RecordKind) -> dict[str, Any]:
+    """Return the values that ``kind`` reads, without those that are null. A text that is null is an empty one."""
+    named = {name: values[name] for name in kind.keys if name in values}
+    if kind.is_text:
+        return {name: "" if value is None else value for name, value in named.items()}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _without_nulls(value: Any) -> Any:

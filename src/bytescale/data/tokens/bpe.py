@@ -14,8 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError, problem
-from bytescale.data.sources.readers import ReadCounts, WorkUnit, iter_documents, plan_units
-from bytescale.data.sources.source_file import SourceFile, fingerprint_files
+from bytescale.data.sources.files import SourceFile, fingerprint_files
+from bytescale.data.sources.readers import ReadCounts, WorkUnit
+from bytescale.data.sources.records import iter_records, plan_units, text_kind
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import JsonTokenizer
 from bytescale.storage.retry import with_retries
@@ -37,7 +38,7 @@ def cached_bpe(
 
     Raises:
         ConfigError: ``vocab_size`` is below 257, the 256 bytes and EOS.
-        DataError: there is no text, or a file cannot be read (as ``iter_documents``).
+        DataError: there is no text, or a file cannot be read (as ``iter_records``).
     """
     if vocab_size < _LEAST_VOCABULARY:
         raise ConfigError(
@@ -71,7 +72,7 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    units = _training_units(with_retries(partial(plan_units, files, text_key), _READ_RETRIES))
+    units = _training_units(with_retries(partial(plan_units, files, text_kind(text_key)), _READ_RETRIES))
     tokenizer.train_from_iterator(_training_texts(units, text_key, progress), trainer)
     return tokenizer
 
@@ -87,7 +88,7 @@ def _training_units(units: list[WorkUnit]) -> list[WorkUnit]:
 def _texts_of(unit: WorkUnit, text_key: str) -> list[str]:
     """Return the texts of a unit. Corrupt records are left out here; tokenising finds them again and counts them."""
     counts = ReadCounts(max_corrupt=sys.maxsize)
-    return [document.text for document in iter_documents(unit, text_key, counts)]
+    return [record.values[text_key] for record in iter_records(unit, text_kind(text_key), counts)]
 
 
 def _training_texts(units: list[WorkUnit], text_key: str, progress: ProgressCallback) -> Iterator[list[str]]:

@@ -20,7 +20,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import DataError, problem
 from bytescale.common.parsing import parse_json
-from bytescale.data.sources.source_file import SourceFile, fingerprint_files
+from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path, pair_paths
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress

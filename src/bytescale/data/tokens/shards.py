@@ -22,16 +22,16 @@ from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError, problem
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
-from bytescale.data.sources.readers import ReadCounts, WorkUnit, iter_documents, too_many_corrupt_records
+from bytescale.data.sources.files import SourceFile, local_path
+from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, kind_of
-from bytescale.data.sources.source_file import SourceFile, local_path
 from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.facts import TokenFacts, facts_of, is_as_written, load_facts
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
+from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
-from bytescale.data.tokens.remote_tokens import RemoteTokens, local_index, local_pair
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
@@ -142,7 +142,7 @@ class ShardReader:
         """Tokenise those of ``shards`` that the cache does not have, one after the other, with one pool of processes.
 
         Raises:
-            DataError: as ``iter_documents``. The shards that were finished before stay in the cache.
+            DataError: as ``iter_records``. The shards that were finished before stay in the cache.
         """
         missing = self.missing(shards)
         if not missing:
@@ -210,10 +210,7 @@ class ShardReader:
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
         counts = ReadCounts(max_corrupt=self.max_corrupt_records)
-        if self.examples is None:
-            yield from (lambda place=text.place: place for text in iter_documents(unit, self.text_key, counts))
-        else:
-            yield from (lambda record=record: record.place for record in iter_records(unit, self.examples.kind, counts))
+        yield from (lambda record=record: record.place for record in iter_records(unit, self._encoder().kind, counts))
 
     @property
     def field_names(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 1. Files of text are cut into units of work (``data.sources.readers``). ``.bin`` files are copied as they are.
 2. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
 3. The results are written in the order of the units, so the pair does not depend on the number of processes.
-4. The pair appears under its name when all of it is on disk (``data.tokens.indexed_writer``).
+4. The pair appears under its name when all of it is on disk (``data.tokens.indexed``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
-from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
-from bytescale.data.sources.records import iter_records, plan_record_units
-from bytescale.data.sources.source_file import SourceFile, local_path
+from bytescale.data.sources.files import SourceFile, local_path
+from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
+from bytescale.data.sources.records import RecordKind, iter_records, plan_units, text_kind
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.facts import FactsGatherer, TokenFacts
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
-from bytescale.data.tokens.indexed import IndexedDataset, pair_paths
-from bytescale.data.tokens.indexed_writer import IndexedWriter, token_dtype
+from bytescale.data.tokens.indexed import IndexedDataset, IndexedWriter, pair_paths, token_dtype
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
@@ -74,16 +73,19 @@ class UnitEncoder:
         """The fields of every document."""
         return () if self.examples is None else self.examples.field_names
 
+    @property
+    def kind(self) -> RecordKind:
+        """The kind of the records."""
+        return text_kind(self.text_key) if self.examples is None else self.examples.kind
+
     def plan(self, files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
-        """Cut files into units. Raises as ``plan_units`` and ``plan_record_units``."""
-        if self.examples is None:
-            return plan_units(files, self.text_key, unit_bytes)
-        return plan_record_units(files, self.examples.kind, unit_bytes)
+        """Cut files into units. Raises as ``plan_units``."""
+        return plan_units(files, self.kind, unit_bytes)
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
 
-        Raises ``DataError`` as ``iter_documents``.
+        Raises ``DataError`` as ``iter_records``.
         """
         if self.examples is not None:
             encoder = self.examples
@@ -112,9 +114,9 @@ class UnitEncoder:
         encoded: list[NDArray[np.integer]] = []
         texts: list[str] = []
         num_characters = 0
-        for document in iter_documents(unit, self.text_key, counts):
-            texts.append(document.text)
-            num_characters += len(document.text)
+        for record in iter_records(unit, self.kind, counts):
+            texts.append(record.values[self.text_key])
+            num_characters += len(texts[-1])
             if num_characters >= _BATCH_CHARACTERS:
                 encoded.extend(self.tokenizer.encode_batch(texts))
                 texts, num_characters = [], 0
@@ -152,7 +154,7 @@ def tokenize_files(
         fields: names of fields besides ``OWN_FIELDS``, which all documents have.
 
     Raises:
-        DataError: as ``plan_units``, ``iter_documents`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
+        DataError: as ``plan_units``, ``iter_records`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
             holds ids that the encoder's tokenizer does not have.
     """
     tokenizer = None if encode is None else encode.tokenizer

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
-from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.order.once import batches_once
+from bytescale.data.order.batches import GlobalBatch, batches_once
 from bytescale.data.stats import BUCKET_EDGES
 from bytescale.plan import Plan, RankPlan
 from bytescale.train.parts.job import Job

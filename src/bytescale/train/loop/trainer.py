@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.export import export_checkpoint
+from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.common.versions import require_torch
 from bytescale.config import AttachedArchitecture, Config, resolve_model, validate
 from bytescale.train.loop.evaluation import Evaluation

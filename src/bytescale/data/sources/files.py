@@ -8,21 +8,61 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import logging
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.common.labels import OWN_FIELDS
-from bytescale.data.sources.source_file import FileFormat, SourceFile
 from bytescale.storage.filesystems import credentials_hint, guarded, open_filesystem
 from bytescale.storage.place import Place, Url, has_no_folders
 from bytescale.storage.retry import UnreadableError
+
+FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file of the corpus as it was when the sources were listed."""
+
+    path: Place
+    format: FileFormat
+    num_bytes: int
+    mtime_ns: int
+    named: bool = False
+    """Whether a source names this very file, not a folder or a glob. Such a file is an error if it is not text; other
+    files are skipped."""
+    source: int = 0
+    """Place in ``data.sources`` of the first source that found this file."""
+
+
+def local_path(file: SourceFile) -> Path:
+    """Return the path of a file on this machine. Raises ``ConfigError`` for a file that lies elsewhere."""
+    if isinstance(file.path, Path):
+        return file.path
+    raise ConfigError(
+        problem(
+            f"{file.path} lies elsewhere and has to be mapped into memory",
+            so="it cannot be used in place",
+            fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
+        )
+    )
+
+
+def fingerprint_files(files: Iterable[SourceFile]) -> str:
+    """16 hex digits that change when a file is added, removed, moved, resized or touched."""
+    content = hashlib.blake2b(digest_size=8)
+    for file in files:
+        line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n"
+        content.update(line.encode(errors="surrogateescape"))
+    return content.hexdigest()
+
 
 logger = logging.getLogger(__name__)
 
