@@ -28,7 +28,7 @@ from bytescale.checkpoint.folder_of_run import (
     to_delete,
 )
 from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of, unreachable
-from bytescale.checkpoint.reading import check_same_model, load_states, read_run_state
+from bytescale.checkpoint.reading import load_states
 from bytescale.checkpoint.upload import Store, Uploader, claim, how_to_upload, run_id_of
 from bytescale.checkpoint.verify import problems_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
@@ -168,9 +168,7 @@ class Checkpointer:
         names the newest older checkpoint whose check passes.
         """
         try:
-            state = read_run_state(path)
-            check_same_model(path, state.architecture, architecture)
-            load_states(path, optimizer, self.ranks.checkpoint_group)
+            state = load_states(path, optimizer, architecture, self.ranks.checkpoint_group)
         except CheckpointDamage as damage:
             if not isinstance(path, Path):
                 raise

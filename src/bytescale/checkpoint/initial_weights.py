@@ -74,7 +74,7 @@ def load_master_weights(
     Raises ``CheckpointError`` if there is none, or one of another model.
     """
     folder = _check_checkpoint(source, architecture)
-    load_states(folder, optimizer, group, only=["master"])
+    load_states(folder, optimizer, architecture, group, only=["master"])
     optimizer.restore(0)
 
 

@@ -145,18 +145,28 @@ def read_run_state(place: str | Place) -> RunState:
 
 
 def load_states(
-    place: str | Place, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
-) -> None:
+    place: str | Place,
+    optimizer: ShardedAdamW,
+    architecture: dict[str, Any],
+    group: dist.ProcessGroup,
+    *,
+    only: Sequence[str] | None = None,
+) -> RunState:
     """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
 
-    Raises ``CheckpointError`` on every rank when a rank could not read what it needs. States may be partly filled.
+    Returns what the checkpoint says of itself. Raises ``CheckpointError`` on every rank when a rank could not read what
+    it needs, or the checkpoint is of another model than ``architecture``. States may be partly filled.
     """
+    read: list[RunState] = []
 
     def fill() -> None:
-        wanted = [one for one in wanted_by(optimizer) if only is None or one.state in only]
-        CheckpointReader(place, companions=False).fill(wanted)
+        reader = CheckpointReader(place, companions=False)
+        check_same_model(place, reader.state.architecture, architecture)
+        reader.fill([one for one in wanted_by(optimizer) if only is None or one.state in only])
+        read.append(reader.state)
 
     settle(attempt(fill), group)
+    return read[0]
 
 
 def wanted_by(optimizer: ShardedAdamW) -> list[Wanted]:
