@@ -62,6 +62,7 @@ class PlannerActor:
         self._how: tuple[Planner, int | None] | None = None
         self._steps: dict[int, tuple[SamplerState, Any, Future[PlannedBatch]]] = {}  # with state before, and costs
         self._latest = -1  # the latest step that anybody has asked for
+        self._cutting = threading.Lock()  # a part of a group of thousands of ranks takes GB while it is cut
         self._made_index: CorpusIndex | None = None
         self._sampler: BatchSampler | None = None
 
@@ -116,7 +117,8 @@ class PlannerActor:
             asked = self._step(state, costs)
         planned = asked.result()
         self._run_ahead(planned.state_after, costs)
-        data, segments = planned.part_of(rank)
+        with self._cutting:
+            data, segments = planned.part_of(rank)
         ahead = sum(other > data.step and step[2].done() for other, step in list(self._steps.items()))
         times = replace(data.times, steps_planned=ahead)
         return replace(data, plan=data.plan if rank == 0 else None, times=times), segments, self._life
