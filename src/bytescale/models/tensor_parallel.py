@@ -15,9 +15,9 @@ T tokens and t of them on this rank::
 
 *gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
 ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
-and backward. The sums in the backward of attention and dense feed-forward parts travel while the gradients of weights
-are computed (``TokenShards.project``). A norm or router sees each token on one rank only, so its gradients are partial
-sums; they are added up once a step.
+and backward. Those of attention and of dense feed-forward parts travel beside the products with the weights
+(``TokenShards.gather_and_project``, ``project_and_scatter``). A norm or router sees each token on one rank only, so its
+gradients are partial sums; they are added up once a step.
 
 Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
 heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
@@ -28,6 +28,7 @@ matrix products (docs/LOG.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
 from bytescale.cost.memory import is_row_wise
-from bytescale.models.llama import FeedForward, Llama
+from bytescale.models.llama import Attention, FeedForward, Llama, project_in, project_out
 from bytescale.models.moe import MixtureOfExperts
 
 
@@ -48,6 +49,10 @@ class TokenShards(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        ...
 
     def begin(self, num_tokens: int) -> None:
         """Set the number of tokens T that the following calls work on."""
@@ -65,8 +70,12 @@ class TokenShards(Protocol):
         """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
         ...
 
-    def project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """``llama.project``, whose backward may send the gradient of gathered ``rows`` while it computes weights'."""
+    def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """``llama.project_in`` of gathered ``rows [t, in]``, whose messages travel beside its products."""
+        ...
+
+    def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
+        """``llama.project_out``, scattered: ``[t, out]``. Its messages travel beside its products."""
         ...
 
 
@@ -85,18 +94,14 @@ def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut
         model.embed_tokens = VocabularyShard(model.embed_tokens, shards)  # type: ignore[assignment]
     for layer in model.layers:
         _begin_before(layer.self_attn, shards)
-        _gather_before(layer.self_attn, shards)
-        _scatter_after(layer.self_attn, shards)
-        layer.self_attn.project = shards.project
+        _Messages(layer.self_attn, shards)
         if isinstance(layer.mlp, MixtureOfExperts):
             layer.mlp.router.register_forward_hook(lambda module, args, logits: shards.gather(logits))
             _gather_before(layer.mlp.experts, shards)
             _scatter_after(layer.mlp.experts, shards)
         else:
             assert isinstance(layer.mlp, FeedForward), "a layer has a feed-forward block or a mixture of them"
-            _gather_before(layer.mlp, shards)
-            _scatter_after(layer.mlp, shards)
-            layer.mlp.project = shards.project
+            _Messages(layer.mlp, shards)
     if model.norm is not None:
         model.norm.register_forward_hook(lambda module, args, hidden: shards.gather_for_loss(hidden))
     return cuts
@@ -127,6 +132,44 @@ class VocabularyShard(nn.Module):
         here = (own >= 0) & (own < len(self.weight))
         rows = F.embedding(own.where(here, 0), self.weight) * here[:, None]
         return self._shards.scatter(rows)
+
+
+class _Messages:
+    """A block's gather and scatter: beside its products, or around it where its forward splits heads or rows.
+
+    ``apply_head_groups`` and ``apply_row_chunks`` make such a forward and say so in its ``rows_at_once``.
+    """
+
+    def __init__(self, module: Attention | FeedForward, shards: TokenShards) -> None:
+        self._shards = shards
+        self._beside = False  # whether the products of the forward that runs communicate
+        self._num_products = 0  # of them
+        module.project_in, module.project_out = self._project_in, self._project_out
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)  # also if an exception stops a recomputation
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._beside = self._shards.num_tokens <= getattr(module.forward, "rows_at_once", math.inf)
+        self._num_products = 0
+        hidden, *rest = args
+        return args if self._beside else (self._shards.gather(hidden), *rest)
+
+    def _project_in(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        self._num_products += 1
+        return (self._shards.gather_and_project if self._beside else project_in)(rows, linears)
+
+    def _project_out(self, rows: Tensor, linear: nn.Linear) -> Tensor:
+        self._num_products += 1
+        return (self._shards.project_and_scatter if self._beside else project_out)(rows, linear)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], result: Tensor | None) -> Tensor | None:
+        beside, self._beside = self._beside, False
+        if result is None:  # stopped
+            return None
+        if not beside:
+            return self._shards.scatter(result)
+        assert self._num_products == 2, f"{type(module).__name__}: a forward without rows_at_once uses both products"
+        return None
 
 
 def _cut(name: str, size: tuple[int, ...], model: Llama, shards: TokenShards) -> Cut:
