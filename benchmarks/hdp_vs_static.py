@@ -29,8 +29,8 @@ from bytescale.common.ports import reserve_port
 from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.cost import Cluster
 from bytescale.cost.assumed import assumed_cost
+from bytescale.data.loading.assemble import Segments
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import read_micro_batch
 from bytescale.data.order.batches import BatchSampler, GlobalBatch
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -186,7 +186,7 @@ class Worker:
         from bytescale.runtime import Executor, Mesh, ModelPart
 
         rank_plan = RankPlan.of(plan, self.hdp.rank)
-        micro_batches = [read_micro_batch(self.corpus, batch, mb) for mb in rank_plan.micro_batches]
+        micro_batches = self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
         sent_before = self.hdp.exchange.bytes_sent
         self.hdp.agree("the plan", rank_plan.digest)
         started = time.perf_counter()

@@ -14,7 +14,7 @@ from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, step_name, step_of
-from bytescale.checkpoint.restoring import read_run_state
+from bytescale.checkpoint.reading import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import RankGroup, ShardedAdamW, ShardedOptimizer

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bytescale.checkpoint.folders import is_url
-from bytescale.checkpoint.restoring import Place, StoredTensors, check_same_model, load_states
+from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
 from bytescale.models import build_model
 from bytescale.models.hf import Piece, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
 from bytescale.runtime import FlatParameters, ShardedAdamW
+from bytescale.storage.place import Place, place_at
 
 
 def check_initial_weights(config: Config) -> None:
@@ -98,7 +98,6 @@ def folder_of(source: str) -> Path:
 
 def _check_checkpoint(source: str, architecture: dict[str, Any]) -> Place:
     """The folder or URL of ``checkpoint:...``, whose names and shapes were read and whose model is this one."""
-    place: Place = source.removeprefix(CHECKPOINT_PREFIX)
-    place = place if is_url(place) else Path(place).expanduser()
-    check_same_model(place, StoredTensors(place).state.architecture, architecture)
+    place = place_at(source.removeprefix(CHECKPOINT_PREFIX))
+    check_same_model(place, CheckpointReader(place).state.architecture, architecture)
     return place

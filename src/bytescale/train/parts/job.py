@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,13 +20,14 @@ from bytescale.cost.assumed import assumed_cost, assumed_profile
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import Feed, Loader, StepData
+from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
+from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -75,7 +75,7 @@ class Job:
         """The planner for passes without backward."""
         return replace(self.planner, cost=self.planner.cost.forward_only(self.ranks.dtype.itemsize))
 
-    def open_loader(self) -> Loader:
+    def open_loader(self) -> PrefetchedSteps:
         """This rank's view of the batches, from the feed's current position on."""
         planner = self.planner if self.calibration is None else self.calibration.planner
         return self.feed.open(planner, stop_step=self.config.trainer.steps)
@@ -84,7 +84,7 @@ class Job:
         """The state of the run that a checkpoint after this step stores."""
         return self._state(step, data.sampler_state_after)
 
-    def restore(self, checkpoints: Checkpointer, path: str | Path) -> int:
+    def restore(self, checkpoints: Checkpointer, path: Place) -> int:
         """Continue from a checkpoint. Returns the number of steps that were done before it."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
