@@ -21,7 +21,7 @@ from bytescale.checkpoint.verify import problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
 from bytescale.data.sources import retry
-from bytescale.runtime import MeshShape, ShardedAdamW
+from bytescale.runtime import MeshShape, ShardedOptimizer
 from tests.checkpoint.meshes import SHAPE, assert_states, run_state, set_states, with_checkpointer
 from tests.data.s3_server import S3Server, s3_server
 
@@ -65,7 +65,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: object) -> None:
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in steps:
             set_states(optimizer, step)
             checkpoints.save(run_state(step), optimizer)
@@ -79,7 +79,7 @@ def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: obj
 def resume(mesh: MeshShape, folder: Path, url: str = URL) -> tuple[str, int]:
     """From where a run would resume, and at which step; every state compared bit for bit."""
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> tuple[str, int]:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> tuple[str, int]:
         place = checkpoints.newest()
         if place is None:
             return "", 0
@@ -171,7 +171,7 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
     server.before_change = lambda: gate.wait(30)
     folder = tmp_path / "checkpoints"
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in (1, 2, 3):
             set_states(optimizer, step)
             checkpoints.save(run_state(step), optimizer)
@@ -180,7 +180,7 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
         gate.set()
         checkpoints.finish()
 
-    def claim_first(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def claim_first(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         checkpoints.finish()
 
     gate.set()
@@ -200,7 +200,7 @@ def test_a_store_that_answers_nothing_holds_up_nothing(
     said: list[str] = []
     took: list[float] = []
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         server.before_request = lambda: gate.wait(60)
         checkpoints._say = said.append
         began = time.monotonic()

@@ -258,7 +258,7 @@ class HDP:
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named = list(self.model.named_parameters())
-        self._optimizer = ShardedOptimizer(named, self.group, cls, options, group_options)
+        self._optimizer = ShardedOptimizer.take_over(named, self.group, cls, options, group_options)
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
@@ -282,7 +282,8 @@ class HDP:
         sharded = self._sharded()
         self.handed_out.finish()
         sharded.require_parameters_of(self.model)
-        grad_norm = sharded.reduce_gradients()
+        (squares,) = self.group.sum_of([sharded.reduce_gradients()])
+        grad_norm = squares**0.5
         if not math.isfinite(grad_norm):
             sharded.zero_grad()
             raise NonFiniteError(
@@ -292,9 +293,9 @@ class HDP:
                     fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
                 )
             )
-        for group in sharded.torch_optimizer.param_groups if lr is not None else ():
-            group["lr"] = lr
-        return sharded.update(grad_norm, max_grad_norm)
+        update = sharded.update(grad_norm, max_grad_norm, lr)
+        sharded.zero_grad()
+        return update
 
     def gradients(self) -> dict[str, Tensor]:
         """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.

@@ -15,7 +15,7 @@ from bytescale.checkpoint.manifest import CheckpointDamage, RunState, read_manif
 from bytescale.checkpoint.reading import CheckpointReader, Wanted
 from bytescale.checkpoint.writing import layout_of
 from bytescale.common.errors import BytescaleError, CheckpointError, problem
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import ShardedOptimizer, values_of
 
 Place = str | Path
 """A folder, or its URL."""
@@ -27,7 +27,7 @@ def read_run_state(place: Place) -> RunState:
 
 
 def load_states(
-    place: Place, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
+    place: Place, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
 ) -> None:
     """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
 
@@ -86,15 +86,13 @@ class StoredTensors:
         return self._reader.whole(state, parameter)
 
 
-def _fill(reader: CheckpointReader, optimizer: ShardedAdamW, only: Sequence[str] | None) -> None:
+def _fill(reader: CheckpointReader, optimizer: ShardedOptimizer, only: Sequence[str] | None) -> None:
     layout = layout_of(optimizer)
-    places = optimizer.parameters.shards(optimizer.hdp.rank)
-    pieces = list(layout.pieces(optimizer.hdp.rank))
+    pieces = list(layout.pieces(optimizer.group.rank))
     wanted = []
-    for state, parts in optimizer.states().items():
+    for state, ranges in optimizer.states().items():
         if only is None or state in only:
             for piece in pieces:
-                begin = places[piece.bucket].start
-                target = parts[piece.bucket][piece.start - begin : piece.stop - begin].view(piece.box[1])
+                target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
                 wanted.append(Wanted(state, piece.entry.name, piece.box, target))
     reader.fill(wanted)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.disk import Disk, check_room
@@ -32,7 +31,7 @@ from bytescale.checkpoint.manifest import (
 from bytescale.checkpoint.tensor_file import BLOCK_BYTES, piece_name
 from bytescale.checkpoint.tensor_writing import NewTensor, write_tensors
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import Range, ShardedOptimizer, values_of
 
 _TAG = 7
 
@@ -44,41 +43,35 @@ class Snapshot:
     Attributes:
         layout: of the rank's HDP group.
         shard: the rank's number in that group.
-        states: by name, ``[n]`` tensors on the CPU: the rank's part of each bucket.
+        states: by name, copies on the CPU of this rank's ranges.
     """
 
     layout: Layout
     shard: int
-    states: Mapping[str, Sequence[Tensor]]
+    states: Mapping[str, Sequence[Range]]
 
     @staticmethod
-    def of(optimizer: ShardedAdamW) -> Snapshot:
+    def of(optimizer: ShardedOptimizer) -> Snapshot:
         """Copy this rank's states to host memory, so that training may go on while they are written."""
         copies = {
-            name: [tensor.detach().to("cpu", copy=True) for tensor in parts]
-            for name, parts in optimizer.states().items()
+            name: [Range(own.start, own.values.detach().to("cpu", copy=True)) for own in ranges]
+            for name, ranges in optimizer.states().items()
         }
-        return Snapshot(layout_of(optimizer), optimizer.hdp.rank, copies)
+        return Snapshot(layout_of(optimizer), optimizer.group.rank, copies)
 
     def tensors(self) -> list[NewTensor]:
         """The rectangles of this rank in the order of its file: state by state, as the buffer has them."""
-        layout = self.layout
-        pieces = [piece for piece in layout.pieces(self.shard) if piece.entry.written]
-        begins = [
-            begin + self.shard * (end - begin) // layout.num_shards
-            for begin, end in zip(layout.bounds, layout.bounds[1:], strict=False)
-        ]
+        pieces = [piece for piece in self.layout.pieces(self.shard) if piece.entry.written]
         found = []
-        for state, parts in self.states.items():
+        for state, ranges in self.states.items():
             for piece in pieces:
-                begin, part = begins[piece.bucket], parts[piece.bucket]
-                values = part[piece.start - begin : piece.stop - begin]
+                values = values_of(ranges, piece.start, piece.stop)
                 name = piece_name(state, piece.entry.name, piece.box)
-                found.append(NewTensor(name, part.dtype, piece.box[1], lambda values=values: values))  # type: ignore[misc]
+                found.append(NewTensor(name, values.dtype, piece.box[1], lambda values=values: values))  # type: ignore[misc]
         return found
 
 
-def layout_of(optimizer: ShardedAdamW) -> Layout:
+def layout_of(optimizer: ShardedOptimizer) -> Layout:
     """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
     flat, mesh = optimizer.parameters, optimizer.mesh
     entries = []

@@ -26,7 +26,7 @@ from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture,
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import CostModel, Profile
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
-from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, RankGroup, ShardedAdamW
+from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, RankGroup, ShardedOptimizer
 from bytescale.train.parts.budget import MemoryBudget, measured_budget
 from bytescale.train.ranks import Ranks
 
@@ -127,14 +127,14 @@ class AttachedModel:
             kept_bytes_per_token=self.rows.saved_per_token,
         )
 
-    def optimizer(self, config: Config, ranks: Ranks) -> ShardedAdamW:
+    def optimizer(self, config: Config, ranks: Ranks) -> ShardedOptimizer:
         """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
-        optimizer = ShardedAdamW(self.parameters, config.optimizer, ranks.mesh)
+        optimizer = ShardedOptimizer.adamw(self.parameters, config.optimizer, ranks.mesh)
         if config.trainer.gradient_bucket_mib:
             optimizer.overlap_with([Chunk(model=self.part, layers=self.part.layers)])
         if self.masters:
-            for shard, own in zip(optimizer.states()["master"], self.masters, strict=True):
-                shard.copy_(own)
+            for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
+                shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
             load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
