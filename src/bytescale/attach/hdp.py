@@ -282,8 +282,7 @@ class HDP:
         sharded = self._sharded()
         self.handed_out.finish()
         sharded.require_parameters_of(self.model)
-        (squares,) = self.group.sum_of([sharded.reduce_gradients()])
-        grad_norm = squares**0.5
+        grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5
         if not math.isfinite(grad_norm):
             sharded.zero_grad()
             raise NonFiniteError(

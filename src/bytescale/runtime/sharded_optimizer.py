@@ -7,7 +7,6 @@ at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.buckets import Chunk
-from bytescale.runtime.flat import FlatParameters
+from bytescale.runtime.elementwise import require_elementwise
+from bytescale.runtime.flat import FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.replicas import TiedHead
@@ -36,27 +36,6 @@ class Update:
     num_updates: int
     grad_norm: float
     """Of the global gradient, before it was clipped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """One state of neighbouring weights: ``values [n]`` are the optimizer's own memory.
-
-    ``start`` is where they begin in the flat buffers. A range ends where this rank's part of a bucket ends, or where a
-    parameter with other options begins. So what a rank has of a parameter in a bucket lies in one range.
-    """
-
-    start: int
-    values: Tensor
-
-
-def values_of(ranges: Sequence[Range], start: int, stop: int) -> Tensor:
-    """The elements ``start`` to ``stop`` of the flat buffers, a view of the one range in which they lie.
-
-    ``ranges``: in the order of the buffers.
-    """
-    found = ranges[bisect_right(ranges, start, key=lambda own: own.start) - 1]
-    return found.values[start - found.start : stop - found.start]
 
 
 class ShardedOptimizer:
@@ -418,32 +397,3 @@ def _is_per_weight(value: Any, piece: Tensor) -> bool:
 def _like(old: Any, number: float) -> Any:
     """``number`` in the form in which the optimizer keeps it: a scalar tensor or a number."""
     return torch.full_like(old, number) if isinstance(old, Tensor) else type(old)(number)
-
-
-def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` unless ``cls`` does the same to a matrix as to two halves of its numbers."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(4, 6, generator=generator) + 0.5
-    whole, halves = [values.clone()], [half.clone() for half in values.flatten().split(12)]
-    try:
-        optimizers = cls(whole, **options), cls(halves, **options)
-        for _ in range(3):
-            gradient = torch.randn(4, 6, generator=generator)
-            whole[0].grad = gradient.clone()
-            for half, part in zip(halves, gradient.flatten().split(12), strict=True):
-                half.grad = part.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            problem(f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",
-                    fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW")
-        ) from error  # fmt: skip
-    if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            problem(
-                f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
-                so="on this rank's shards of the parameters it would compute something else than on whole matrices",
-                fix="use an elementwise optimizer, such as torch.optim.AdamW",
-            )
-        )
