@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bytescale.attach.head import Head, has_plain_head
 from bytescale.attach.live_bytes import LiveBytes
 from bytescale.attach.planned_batch import local_documents
-from bytescale.attach.probe import LayerAttention
+from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.config import RingGradients
 from bytescale.cost import flops
-from bytescale.cost.memory import MeasuredRows, RingWidths
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations
 
@@ -78,6 +79,40 @@ def _run(forward: Forward, activations: Activations, device: torch.device, numbe
             hidden.backward(torch.ones_like(hidden))
     moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
     return _Seen(saved, live.peak, moved)
+
+
+def measured_memory(
+    model: nn.Module,
+    facts: ModelFacts,
+    rows: MeasuredRows,
+    *,
+    head: Head,
+    hidden_size: int,
+    kind: DeviceKind,
+    num_ranks: int,
+    ring_gradients: RingGradients = "wide",
+) -> MeasuredMemory:
+    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
+
+    ``hidden_size``: of the hidden states that ``head`` is given.
+    """
+    element_bytes, weight = next(model.parameters()).element_size(), head.weight
+    return MeasuredMemory(
+        states=States(
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+        ),
+        rows=rows,
+        rings=ring_widths(facts.layers, element_bytes, ring_gradients),
+        vocab_size=head.num_words,
+        head_numbers=hidden_size * head.num_words if weight is None else weight.numel(),
+        hidden_size=hidden_size,
+        kind=kind,
+        plain_head=has_plain_head(model, head, hidden_size),
+        kernel_bytes_per_token=kernel_bytes_per_token(facts.layers, kind, element_bytes),
+        nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
+    )
 
 
 def ring_widths(

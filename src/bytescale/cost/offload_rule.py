@@ -132,7 +132,17 @@ def measured_rule(
         moved_per_token: bytes of an offloaded token in host memory, of all layers that may move together.
         num_layers: of the whole model.
         host_bytes: of one rank.
+
+    Raises ``ConfigError`` where offloading frees nothing.
     """
+    if share <= 0:
+        raise ConfigError(
+            problem(
+                f"activations shall be offloaded, but that frees no memory of this model of {num_layers} layers",
+                so="it would cost time and gain nothing (the last two layers always stay on the device)",
+                fix='set memory.offload = "off", or leave out host_gib of HDP',
+            )
+        )
     of_layer = Curve(0.0, moved_per_token / movable_layers(num_layers), 0.0)
     return OffloadRule(
         profile=replace(times, activation_bytes=of_layer, points=()),

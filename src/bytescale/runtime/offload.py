@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from bytescale.cost.stage import movable_layers
 from bytescale.plan import MicroBatch
@@ -86,12 +87,11 @@ class ActivationOffload:
         self._to_device = CopyLane(device)
         self._num_offloaded_layers = movable_layers(len(layers))
         self._passes: dict[int, _Pass] = {}
-        self._plan: list[tuple[int, int]] = []
+        self._plan: Sequence[MicroBatch] = ()
         self._running: _Pass | None = None
         self._layers = list(layers)
         self._constant_storages: set[int] = set()
-        for index, layer in enumerate(layers):
-            self._watch(index, layer)
+        self._hooks = [hook for index, layer in enumerate(layers) for hook in self._watch(index, layer)]
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step with these micro-batches, which have their offload ratios."""
@@ -99,22 +99,36 @@ class ActivationOffload:
             raise RuntimeError(f"micro-batches {sorted(self._passes)} of the step before had no backward")
         constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         self._constant_storages = {tensor.untyped_storage().data_ptr() for tensor in constants}
-        self._plan = [(micro_batch.num_tokens, offloaded_tokens(micro_batch)) for micro_batch in micro_batches]
-        self.pool.prepare(max((moved for _, moved in self._plan), default=0), self._num_offloaded_layers)
+        self._plan = micro_batches
+        self.pool.prepare(max(map(offloaded_tokens, micro_batches), default=0), self._num_offloaded_layers)
 
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:
         """Context manager that surrounds the forward of micro-batch ``index``."""
-        num_tokens, num_moved = self._plan[index]
+        with self.around(self._plan[index]) as own:
+            if own is not None:
+                self._passes[index] = own
+            try:
+                yield
+            except BaseException:
+                self._passes.pop(index, None)
+                raise
+
+    @contextmanager
+    def around(self, micro_batch: MicroBatch) -> Iterator[_Pass | None]:
+        """Context manager that surrounds a forward whose activations live as long as autograd keeps them.
+
+        It gives the pass that may end them; None: nothing is offloaded.
+        """
+        num_moved = offloaded_tokens(micro_batch)
         if num_moved == 0 or self._num_offloaded_layers == 0:
-            yield
+            yield None
             return
-        self._running = _Pass(self, index, num_tokens, num_moved)
-        self._passes[index] = self._running
+        own = self._running = _Pass(self, micro_batch.num_tokens, num_moved)
         try:
-            yield
+            yield own
         except BaseException:
-            self._passes.pop(index).end()
+            own.end()
             raise
         finally:
             self._running = None
@@ -141,7 +155,12 @@ class ActivationOffload:
         """Returns the tensor that ``pack`` took."""
         return packed if isinstance(packed, Tensor) else packed.unpack()
 
-    def _watch(self, index: int, layer: nn.Module) -> None:
+    def remove(self) -> None:
+        """Remove the hooks. What waits in host memory can still be fetched."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, index: int, layer: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._running is not None and torch.is_grad_enabled():
                 self._running.enter_layer(index, shared_arguments(args, kwargs))
@@ -150,16 +169,17 @@ class ActivationOffload:
             if self._running is not None:
                 self._running.leave_layer()
 
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
-        layer.register_forward_hook(leave, always_call=True)
+        return (
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave, always_call=True),
+        )
 
 
 class _Pass:
     """One micro-batch between the start of its forward and the end of its backward."""
 
-    def __init__(self, owner: ActivationOffload, index: int, num_tokens: int, num_moved: int) -> None:
+    def __init__(self, owner: ActivationOffload, num_tokens: int, num_moved: int) -> None:
         self.owner = owner
-        self.index = index
         self.num_tokens = num_tokens
         self.num_moved = num_moved
         self.num_own_rows = num_own_rows(num_tokens, owner.tp)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytescale.attach.costs import Rates, assumed_rates, count_costs, counted_profile, training_flops
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
-from bytescale.attach.measure import kernel_bytes_per_token, measure_rows, ring_widths
+from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.part import AttachedPart, late_parameters
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention
@@ -25,7 +25,7 @@ from bytescale.common.units import format_si
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
 from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.cost import CostModel, Profile
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, Chunk, FlatParameters, HostPool, ModelPart, RankGroup, ShardedOptimizer
 from bytescale.train.parts.budget import MemoryBudget, measured_budget, usable_host_bytes
@@ -106,23 +106,15 @@ class AttachedModel:
 
     def measured_memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        element_bytes, layers = self.parameters.values.element_size(), self.part.facts.layers
-        weight = self.part.head.weight
-        return MeasuredMemory(
-            states=States(
-                num_parameters=sum(parameter.numel() for parameter in self.part.parameters()),
-                element_bytes=element_bytes,
-                num_ranks=num_ranks,
-            ),
-            rows=self.rows,
-            rings=ring_widths(layers, element_bytes, ring_gradients),
-            vocab_size=self.architecture.vocab_size,
-            head_numbers=self.part.hidden_size * self.architecture.vocab_size if weight is None else weight.numel(),
+        return measured_memory(
+            self.part.model,
+            self.part.facts,
+            self.rows,
+            head=self.part.head,
             hidden_size=self.part.hidden_size,
             kind=kind,
-            plain_head=self.part.has_plain_head,
-            kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
-            nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
+            num_ranks=num_ranks,
+            ring_gradients=ring_gradients,
         )
 
     def profile(self, rates: Rates, ring_gradients: RingGradients) -> Profile:

@@ -218,7 +218,7 @@ def measured_budget(
     budget = MemoryBudget(model=model, capacity_tokens=capacity, device_bytes=device_bytes, host_bytes=0.0, rule=None)
     if may_offload(config, device.type):
         share, minus_moved = smallest([model.limits().movable_share, -model.rows.moved_per_token])
-        if share > 0:
+        if share > 0 or config.memory.offload == "on":
             rule = measured_rule(
                 times, share=share, moved_per_token=-minus_moved, num_layers=num_layers, host_bytes=host_bytes
             )
@@ -226,14 +226,6 @@ def measured_budget(
                 model.movable_bytes_per_token / -minus_moved
             )  # of a byte of host memory; the limits count the former
             budget = replace(budget, rule=rule, host_bytes=host_bytes * freed)
-        elif config.memory.offload == "on":
-            raise ConfigError(
-                problem(
-                    f'memory.offload = "on", but offloading frees no memory of this model of {num_layers} layers',
-                    so="it would cost time and gain nothing (the last two layers always stay on the device)",
-                    fix='set memory.offload = "off"',
-                )
-            )
     _check_context(config, budget, hdp_ranks(config.parallel, num_ranks))
     return budget
 
