@@ -121,7 +121,7 @@ class Worker:
 
         from bytescale.attention import select_kernel
         from bytescale.models import Llama
-        from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedAdamW
+        from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
 
         self.corpus = corpus
         self.num_ranks = num_ranks
@@ -132,7 +132,7 @@ class Worker:
         self.model.initialise(0)
         self.hdp = RankGroup(dist.group.WORLD)
         self.flat = FlatParameters(self.model.named_parameters(), num_ranks)
-        self.optimizer = ShardedAdamW(self.flat, OptimizerConfig(lr=1e-4), Mesh.of_hdp(self.hdp))
+        self.optimizer = ShardedOptimizer.adamw(self.flat, OptimizerConfig(lr=1e-4), Mesh.of_hdp(self.hdp))
         self.kernel = select_kernel("flash", torch.device("cpu"), torch.float32)
 
     def compare_planners(self, data: DataConfig, rounds: int) -> dict[str, dict[str, float]]:
@@ -196,7 +196,7 @@ class Worker:
         )
         share = self.optimizer.reduce_gradients()
         rows = self.hdp.share([share, float(self.hdp.exchange.bytes_sent - sent_before)])
-        self.optimizer.update(1e-4, sum(row[0] for row in rows) ** 0.5)
+        self.optimizer.update(sum(row[0] for row in rows) ** 0.5, 1.0, 1e-4)
         elapsed = max(row[0] for row in self.hdp.share([time.perf_counter() - started]))
         return elapsed, int(sum(row[1] for row in rows))
 

@@ -26,7 +26,7 @@ from bytescale.checkpoint.manifest import (
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
 from bytescale.common.errors import CheckpointError, problem
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import ShardedOptimizer, values_of
 from bytescale.storage.place import Place, is_url, place_at
 
 _OPEN_FILES = 64
@@ -145,7 +145,7 @@ def read_run_state(place: str | Place) -> RunState:
 
 
 def load_states(
-    place: str | Place, optimizer: ShardedAdamW, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
+    place: str | Place, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
 ) -> None:
     """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
 
@@ -159,15 +159,13 @@ def load_states(
     settle(attempt(fill), group)
 
 
-def wanted_by(optimizer: ShardedAdamW) -> list[Wanted]:
+def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:
     """This rank's parts of all states."""
-    pieces = list(layout_of(optimizer).pieces(optimizer.hdp.rank))
-    begins = [place.start for place in optimizer.parameters.shards(optimizer.hdp.rank)]
+    pieces = list(layout_of(optimizer).pieces(optimizer.group.rank))
     wanted = []
-    for state, parts in optimizer.states().items():
+    for state, ranges in optimizer.states().items():
         for piece in pieces:
-            begin = begins[piece.bucket]
-            target = parts[piece.bucket][piece.start - begin : piece.stop - begin].view(piece.box[1])
+            target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
             wanted.append(Wanted(state, piece.entry.name, piece.box, target))
     return wanted
 

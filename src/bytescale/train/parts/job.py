@@ -26,7 +26,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
+from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedOptimizer
 from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
@@ -52,7 +52,7 @@ class Job:
     feed: Feed
     executor: Executor
     """Runs plans on this rank's part of the model."""
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
     kernels: Kernels
     memory: MemoryBudget
     planner: VerifiedPlanner
@@ -189,7 +189,7 @@ def _attached_job(
     )
 
 
-def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedAdamW]:
+def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedOptimizer]:
     """Make this rank's part of the model, with its initial weights, and the optimizer of it."""
     bucket_mib = config.trainer.gradient_bucket_mib
     model = build_own_model(
@@ -200,7 +200,7 @@ def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tupl
         seed=config.trainer.seed,
         bucket_bytes=int(bucket_mib * 2**20),
     )
-    optimizer = ShardedAdamW(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
+    optimizer = ShardedOptimizer.adamw(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
     if bucket_mib:
         optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
     if config.trainer.init:
