@@ -23,7 +23,7 @@ Attention needs no change: a rank has fewer heads, and its ring connects ranks w
 heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
 
 The linears are plain and sharded, not DTensors: for small blocks DTensor's dispatch takes four times as long as the
-matrix products (docs/LOG.md).
+matrix products (docs/decisions/tensor_parallelism.md).
 """
 
 from __future__ import annotations

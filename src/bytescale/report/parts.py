@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """The share of the step that was not foreseen. 0.5: it took twice the predicted time; below 0: it took less."""
+        """Return ``1 - predicted / measured``. 0.5: the step took twice the predicted time; below 0: it took less."""
         return 1.0 - self.predicted / self.measured
 
 

@@ -282,7 +282,7 @@ def _errors(run: RunRecord, found: list[Forecast]) -> str:
         [f"step {one.step}", format_seconds(one.predicted), format_seconds(one.measured), f"{one.error:+.0%}"]
         for one in found
     ]
-    content = table(["", "predicted", "measured", "not foreseen"], rows)
+    content = table(["", "predicted", "measured", "error"], rows)
     return note(text) + (content if len(rows) <= 8 else details("Step by step", content))
 
 

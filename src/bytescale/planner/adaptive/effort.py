@@ -1,4 +1,4 @@
-"""How long the adaptive planner searches, and when it is content: what each constant buys, by docs/LOG.md."""
+"""How long the adaptive planner searches, and when it is content (docs/decisions/planner.md has what it buys)."""
 
 from __future__ import annotations
 

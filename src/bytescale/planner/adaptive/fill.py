@@ -78,9 +78,10 @@ def _pour(seconds: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntAr
 
 
 def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
-    """The level at which ``volume`` comes to rest when poured over vessels of width ``speeds`` and floors ``heights``.
+    """Return when all ranks end that take a share of ``volume`` seconds of work.
 
-    Computed for all vessels, then without those whose floors are above the result, until there are none.
+    Rank ``i`` is free from ``heights[i]`` on and works at ``speeds[i]``. Ranks that become free after the
+    result take no share. The result is computed for all ranks, then without those, until there are none.
     """
     weights = heights * speeds
     while True:

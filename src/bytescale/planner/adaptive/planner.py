@@ -82,8 +82,11 @@ def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
 
 
 def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
-    """Steps 2 to 7 in pipelines that differ. The best plan of these is returned, with grids and with rings alone: the
-    plan without a pipeline, if it cannot hang, and one rival, if equal shares can hold the sequences."""
+    """Plan (steps 2 to 7) pipelines whose ranks differ in speed or memory.
+
+    Candidates are made with grids and with rings alone: the plan that is searched as if there were no pipeline, if it
+    cannot hang, and the greedy planner's, if equal shares can hold the sequences. The one that ends first is returned.
+    """
     plans, flat = list[Plan](), replace(piped, num_stages=1)
     for batch in filter(None, (flat, flat.rings)):
         ours = planned(batch, search(batch))
