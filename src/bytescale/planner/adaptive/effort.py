@@ -48,6 +48,9 @@ REFINED, AIMS = 3, 3
 """Longest blocks that are tried with each of them, and makespans to aim at for each snap."""
 LEAST_TRIALS, SEQUENCES_TRIED = 16, 150_000
 """Trials for each size of packs: at least so many, and so many times sequences."""
+TIMED, SIMULATED = 8, 12_000
+"""Trials of a pipeline whose steps are simulated (where the caller can), and the forwards and backwards in all of them.
+A pipeline's makespan is an estimate."""
 MIN_PACK = 8192
 """Tokens; packs of whole sequences are halved down to this size."""
 
