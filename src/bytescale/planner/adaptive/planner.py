@@ -219,16 +219,21 @@ def _trials(batch: Batch) -> Iterator[Trial]:
     reserves = is_flat and batch.cluster.num_ranks <= effort.MOST_RESERVED
     if reserves:
         yield _reserved(batch, later)
+    longer = np.inf  # end of the trial with longer blocks, without snapping
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
         ends = []
         for snap in effort.SNAPS:
             trial = _stacked(batch, blocks, later, snap)
+            if trial.end == longer:
+                break  # these ranks need longer blocks to hold the sequences, and all trials would be the same
             ends.append(trial.end)
             yield trial
-        if min(ends) > late and len(batch.lengths) > effort.FEW:
+        if not ends:
+            continue
+        if min(ends) > late and (not is_flat or len(batch.lengths) > effort.FEW):
             break  # shorter blocks would take even more ranks and time
-        late = min(late, *ends)
+        late, longer = min(late, *ends), ends[0]
     if reserves or not is_flat:
         attempt = partial(_reserved if reserves else _stacked_within, batch)
         yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
@@ -280,7 +285,7 @@ def _blocks(batch: Batch, longest: float) -> Rectangles:
     lengths, fewest = batch.lengths[:count], batch.fewest[:count]
     if cluster.is_uniform:
         return equal_blocks(batch.tried, lengths, fewest, longest)
-    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest)
+    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest, batch.tried.exposed)
 
 
 def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:

@@ -135,8 +135,27 @@ class Batch:
 
     def num_shared(self, limit: float) -> int:
         """Number of the longest sequences that no rank can hold, or that no rank ends within ``limit`` seconds."""
-        too_long = np.searchsorted(-self.fewest, -1)
-        return max(int(too_long), int(np.searchsorted(-self.local_seconds, -limit)))
+        too_long = int(np.searchsorted(-self.fewest, -1)) if self.cluster.is_uniform else self.num_crowded
+        return max(too_long, int(np.searchsorted(-self.local_seconds, -limit)))
+
+    @cached_property
+    def num_crowded(self) -> int:
+        """Number of the longest sequences that ranks which differ have to share because too few ranks hold them.
+
+        It is the smallest n for which the sequences after the n-th take no more time than those ranks have that hold
+        them. Shared sequences are taken to lie evenly on all ranks, so whole ones may fill the same part of each rank::
+
+            C_i - C_n <= v_i (C - C_n)  for all i > n        C_i: work of the i longest sequences, C of all
+                                                             v_i: share of all speeds of the ranks that hold the i-th
+        """
+        by_capacity = np.argsort(-self.cluster.capacity_tokens, kind="stable")
+        speeds = np.concatenate(([0.0], np.cumsum(self.cluster.speeds[by_capacity])))
+        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.kept, side="right")
+        share, work = speeds[holding] / speeds[-1], np.cumsum(self.work_seconds)
+        is_limited = holding < len(speeds) - 1
+        needed = (work - share * work[-1]) * is_limited / np.where(is_limited, 1.0 - share, 1.0)
+        most_needed = np.maximum.accumulate(needed[::-1])[::-1]
+        return int(np.argmax(np.append(work - self.work_seconds >= most_needed, True)))
 
     def longest_blocks(self) -> list[float]:
         """Longest blocks that are tried in a pipeline, in seconds: ``LEVELS``, and times of the longest sequence."""
