@@ -39,7 +39,7 @@ from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch, check_plan
-from bytescale.attach.planning import PlannerName, make_planner
+from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
@@ -49,7 +49,7 @@ from bytescale.attach.weight_sums import weight_sums
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
-from bytescale.config import DataConfig
+from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import CostModel
 from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update

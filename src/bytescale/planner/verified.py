@@ -48,10 +48,14 @@ class VerifiedPlanner:
     """Pipeline stages."""
     num_chunks: int = 1
     """Chunks of layers on each stage."""
+    context_length: int = 0
+    """The longest sequence of the run, which sizes a static mesh; 0: that of each batch."""
 
     @cached_property
     def _plan(self) -> Callable[[ArrayLike], Plan]:
-        return make_planner(self.config, self.cluster, self.cost, num_stages=self.num_stages)
+        return make_planner(
+            self.config, self.cluster, self.cost, context_length=self.context_length, num_stages=self.num_stages
+        )
 
     def __call__(self, lengths: ArrayLike) -> Plan:
         """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule."""

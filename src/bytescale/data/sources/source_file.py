@@ -10,7 +10,8 @@ from typing import IO, Literal, Protocol
 
 from bytescale.common.errors import ConfigError, problem
 
-FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+FileFormat = Literal["text", "python", "jsonl", "parquet", "bin"]
+"""python: source code that is cut into definitions (``data.sources.readers``). Only ``python:functions`` has it."""
 
 
 class SourcePath(Protocol):

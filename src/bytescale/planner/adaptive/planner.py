@@ -59,7 +59,7 @@ def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_
     lengths = checked_lengths(lengths, cluster=cluster)
     order = longest_first(lengths)
     flat = Batch.of(lengths[order], cluster, cost)
-    planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
+    planned = partial(trial_plan, order=order, lengths=lengths, planner="adaptive")
     if num_stages == 1:
         return _without_pipeline(flat, partial(planned, flat))
     piped = replace(flat, num_stages=num_stages)

@@ -275,6 +275,7 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
         memory.limits,
         num_stages=config.parallel.pp,
         num_chunks=config.parallel.virtual_stages,
+        context_length=config.data.context_length,
     )
 
 
