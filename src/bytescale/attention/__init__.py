@@ -1,4 +1,4 @@
-"""Floor 2: causal attention over packs of sequences, whole or shared by a ring of ranks.
+"""Layer 2: causal attention over packs of sequences, whole or shared by a ring of ranks.
 
 ``reference`` is the slow, obvious twin; ``kernels`` are the fast blocks; ``grid`` and ``windowed_ring`` put blocks and
 transfers together.

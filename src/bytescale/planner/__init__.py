@@ -1,4 +1,4 @@
-"""Floor 3: from lengths, a cluster and a cost model to a plan. Pure: no torch, no clock, no randomness, no I/O."""
+"""Layer 3: from lengths, a cluster and a cost model to a plan. Pure: no torch, no clock, no randomness, no I/O."""
 
 from __future__ import annotations
 

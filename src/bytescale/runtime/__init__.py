@@ -1,4 +1,4 @@
-"""Floor 4: executes a plan and never decides. The plan gives the shape and the partner of every message.
+"""Layer 4: executes a plan and never decides. The plan gives the shape and the partner of every message.
 
 The runtime works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imports ``models``.
 """

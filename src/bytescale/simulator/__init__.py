@@ -1,4 +1,4 @@
-"""Floor 4: event-driven execution of a plan on a modelled cluster. Nothing here imports torch."""
+"""Layer 4: event-driven execution of a plan on a modelled cluster. Nothing here imports torch."""
 
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.result import LoaderConfig, SimulatedStep, Traffic
