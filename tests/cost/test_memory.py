@@ -92,14 +92,13 @@ def measured(
         attention = PackedAttention(micro_batch, chosen, hdp.exchange, activations.attention_memory, buffers)
         activations.begin_step([micro_batch])
         with LiveBytes() as live:
-            with activations.forward(0):
+            with activations.forward(micro_batch):
                 hidden = model(data.tokens, data.position_ids, attention)
                 buffers.release()
                 saved = live.now
                 loss = linear_cross_entropy(hidden, model.head_weight, data.labels)
                 del hidden
-            with activations.backward(0):
-                loss.backward()
+            loss.backward()
         on_host = 0 if pool is None else pool.bytes_allocated  # pages live on this machine's one memory
         inputs = sum(tensor.nbytes for tensor in (data.tokens, data.labels, data.position_ids))
         return saved - on_host + inputs, live.peak - on_host + inputs

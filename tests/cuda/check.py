@@ -419,11 +419,10 @@ def train_micro_batch(
     activations.begin_step([micro_batch])
     attention = PackedAttention(micro_batch, CudaFlashKernel(), RankGroup().exchange, activations.attention_memory)
     tokens = torch.zeros(micro_batch.num_tokens, dtype=torch.int64, device=fake.DEVICE)
-    with activations.forward(0):
+    with activations.forward(micro_batch):
         hidden, weight = accumulated_at_once(model(tokens, positions(micro_batch), attention), model.head_weight)
         total = linear_cross_entropy(hidden, weight, all_targets(micro_batch.num_tokens), group=group)
-    with activations.backward(0):
-        total.backward()
+    total.backward()
 
 
 def main() -> int:

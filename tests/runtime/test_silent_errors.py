@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bytescale.common.errors import ConfigError
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.runtime import FlatParameters, RankGroup, ShardedOptimizer, linear_cross_entropy
-from bytescale.runtime.checkpointing import apply_checkpointing
+from bytescale.runtime.checkpointing import KeptAttention, apply_checkpointing
 from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy
 
 
@@ -32,7 +32,7 @@ def test_checkpointed_layers_keep_keywords_and_drop_the_same_numbers_again() -> 
     torch.manual_seed(0)
     plain = Layer()
     checkpointed = copy.deepcopy(plain)
-    apply_checkpointing([checkpointed], "full")
+    apply_checkpointing([checkpointed], "full", KeptAttention())
     rows = torch.randn(7, 5)
     for layer in (plain, checkpointed):
         torch.manual_seed(1)

@@ -313,10 +313,9 @@ def test_all_that_movable_layers_keep_leaves_the_device_and_no_bit_changes(
         model.parameters.zero_gradients()
         model.activations.begin_step([planned])
         memory = model.activations.attention_memory
-        with model.activations.forward(0):
+        with model.activations.forward(planned):
             hidden = model.part(tokens, positions, PackedAttention(planned, kernel, RankGroup().exchange, memory))
-        with model.activations.backward(0):
-            hidden.square().sum().backward()
+        hidden.square().sum().backward()
         assert offload.pool.bytes_in_use == 0
         return model.parameters.gradients.clone(), offload.bytes_moved - before
 

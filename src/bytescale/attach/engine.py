@@ -89,7 +89,7 @@ class Engine:
             num_rows=plan.num_tokens,
             has_ring=plan.shared is not None,
             name=f"micro-batch {plan.index} of rank {self.group.rank}",
-            around=lambda: self.activations.around(plan),
+            around=lambda: self.activations.forward(plan),
         )
         return Micro(plan, fields, target, self.group.device)
 

@@ -72,11 +72,10 @@ def _run(forward: Forward, activations: Activations, device: torch.device, numbe
     activations.begin_step([micro_batch])
     before = 0 if activations.offload is None else activations.offload.bytes_moved
     with LiveBytes() as live:
-        with activations.forward(0):
+        with activations.forward(micro_batch):
             hidden = forward(micro_batch, tokens, positions)
         saved = live.now
-        with activations.backward(0):
-            hidden.backward(torch.ones_like(hidden))
+        hidden.backward(torch.ones_like(hidden))
     moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
     return _Seen(saved, live.peak, moved)
 

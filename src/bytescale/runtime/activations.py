@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -74,28 +74,12 @@ class Activations:
                     )
                 )
 
-    @contextmanager
-    def around(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Context manager that surrounds a forward in a loop that is not ours: its backward may come at any time.
-
-        ``begin_step`` has been called for the micro-batches of its plan.
-        """
-        with nullcontext() if self.offload is None else self.offload.around(micro_batch):
-            yield
-
     def remove(self) -> None:
         """Give the layers back the forward that they had."""
         self._undo()
         if self.offload is not None:
             self.offload.remove()
 
-    def forward(self, index: int) -> AbstractContextManager[None]:
-        """Context manager that surrounds the forward of micro-batch ``index``."""
-        return nullcontext() if self.offload is None else self.offload.forward(index)
-
-    def backward(self, index: int) -> AbstractContextManager[None]:
-        """Context manager that surrounds the backward of micro-batch ``index``.
-
-        Forwards and backwards of different micro-batches may interleave.
-        """
-        return nullcontext() if self.offload is None else self.offload.backward(index)
+    def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Context manager that surrounds the forward of a micro-batch of the step; backward may come at any time."""
+        return nullcontext() if self.offload is None else self.offload.forward(micro_batch)

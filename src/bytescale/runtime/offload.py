@@ -8,7 +8,7 @@ back one layer before backward uses them (paper section 5.2). For layers 0 .. l-
     H2D stream                          .. | l-3   | l-4 | ..            copies of the layer before it
     backward                | l-1 | l-2  | l-3   | l-4 | ..              one layer ahead
 
-Micro-batches may interleave in any way: each has its own pass, which is selected by index for forward and for backward.
+Micro-batches may interleave in any way: each forward has its own pass.
 
 Which tensors move: saved tensors one of whose dimensions counts tokens, wherever it stands: T of them, or K T in a
 mixture of experts, or the tokens of this tensor-parallel rank. Parameters and buffers do not move, nor do tensors that
@@ -63,8 +63,8 @@ class ActivationOffload:
     Use, for any order of forwards and backwards::
 
         offload.begin_step(micro_batches)
-        with offload.forward(index): hidden = model(...)
-        with offload.backward(index): loss.backward()
+        with offload.forward(micro_batch): hidden = model(...)
+        loss.backward()
     """
 
     def __init__(
@@ -86,8 +86,6 @@ class ActivationOffload:
         self._to_host = CopyLane(device)
         self._to_device = CopyLane(device)
         self._num_offloaded_layers = movable_layers(len(layers))
-        self._passes: dict[int, _Pass] = {}
-        self._plan: Sequence[MicroBatch] = ()
         self._running: _Pass | None = None
         self._layers = list(layers)
         self._constant_storages: set[int] = set()
@@ -95,56 +93,28 @@ class ActivationOffload:
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step with these micro-batches, which have their offload ratios."""
-        if self._passes:
-            raise RuntimeError(f"micro-batches {sorted(self._passes)} of the step before had no backward")
         constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         self._constant_storages = {tensor.untyped_storage().data_ptr() for tensor in constants}
-        self._plan = micro_batches
         self.pool.prepare(max(map(offloaded_tokens, micro_batches), default=0), self._num_offloaded_layers)
 
     @contextmanager
-    def forward(self, index: int) -> Iterator[None]:
-        """Context manager that surrounds the forward of micro-batch ``index``."""
-        with self.around(self._plan[index]) as own:
-            if own is not None:
-                self._passes[index] = own
-            try:
-                yield
-            except BaseException:
-                self._passes.pop(index, None)
-                raise
+    def forward(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Context manager that surrounds the forward of a micro-batch of the step.
 
-    @contextmanager
-    def around(self, micro_batch: MicroBatch) -> Iterator[_Pass | None]:
-        """Context manager that surrounds a forward whose activations live as long as autograd keeps them.
-
-        It gives the pass that may end them; None: nothing is offloaded.
+        What waits in host memory belongs to autograd's graph: it is given back as backward uses it, or with the graph.
         """
         num_moved = offloaded_tokens(micro_batch)
         if num_moved == 0 or self._num_offloaded_layers == 0:
-            yield None
+            yield
             return
         own = self._running = _Pass(self, micro_batch.num_tokens, num_moved)
         try:
-            yield own
+            yield
         except BaseException:
             own.end()
             raise
         finally:
             self._running = None
-
-    @contextmanager
-    def backward(self, index: int) -> Iterator[None]:
-        """Context manager that surrounds the backward of micro-batch ``index``.
-
-        After it, no activations of this micro-batch are left on the host.
-        """
-        try:
-            yield
-        finally:
-            ended = self._passes.pop(index, None)
-            if ended is not None:
-                ended.end()
 
     def pack(self, tensor: Tensor) -> object:
         """Returns what is saved in place of a tensor of the current layer. ``unpack`` takes it."""
@@ -242,11 +212,12 @@ class _LayerPass:
 
     def pack(self, tensor: Tensor) -> object:
         if not self._moves or not self._may_move(tensor):
-            return _Resident(self, tensor)
+            # Detached: an output that its own operation saves would keep that operation, and so itself, for ever.
+            return _Resident(self, tensor.detach())
         start, stop = _region_of(tensor)
         num_moved = (stop - start) * tensor.element_size() * self.of.num_moved // self.of.num_tokens
         if num_moved == 0:
-            return _Resident(self, tensor)
+            return _Resident(self, tensor.detach())
         size = tensor.element_size()
         region = (tensor.untyped_storage().data_ptr(), start * size, stop * size, tensor._version)
         block = self._seen.get(region)
