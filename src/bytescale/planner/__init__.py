@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from numpy.typing import ArrayLike
 
@@ -26,7 +25,6 @@ __all__ = [
     "adaptive_plan",
     "align",
     "aligned",
-    "balanced_plan",
     "evaluate",
     "greedy_plan",
     "is_aligned",
@@ -35,14 +33,6 @@ __all__ = [
     "paper_plan",
     "static_plan",
 ]
-
-
-def balanced_plan(
-    lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, mode: Literal["adaptive", "greedy", "paper"] = "adaptive"
-) -> Plan:
-    """Equal time on every rank: "paper" is Algorithm 2 as published, "greedy" our change of it, "adaptive" ours."""
-    plans: dict[str, Callable[..., Plan]] = {"adaptive": adaptive_plan, "greedy": greedy_plan, "paper": paper_plan}
-    return plans[mode](lengths, cluster=cluster, cost=cost)
 
 
 def make_planner(
@@ -71,14 +61,8 @@ def make_planner(
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
     if config.name == "balanced" and config.balance == "adaptive":
         cost = cost if config.grids else replace(cost, row_bytes_per_token=None)
-        return partial(
-            adaptive_plan,
-            cluster=cluster,
-            cost=cost,
-            num_stages=num_stages,
-            context=context_length,
-            step_seconds=step_seconds,
-        )
+        adaptive = partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
+        return partial(adaptive, context=context_length, step_seconds=step_seconds)
     planner: Callable[..., Plan] | None = None
     if config.name == "naive":
         planner = naive_plan
