@@ -44,7 +44,6 @@ class Outcome:
 
     end_seconds: float  # makespan: when the last rank ends
     rank_end_seconds: FloatArray  # [R] including the bubbles of a pipeline
-    rank_busy_seconds: FloatArray  # [R] own compute, exposed ring and g, without waiting
     micro_batch_start_seconds: FloatArray  # [M]
     micro_batch_end_seconds: FloatArray  # [M]
     ideal_seconds: float  # lower bound: all compute spread evenly over the ranks' speeds
@@ -68,7 +67,6 @@ def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int =
     return Outcome(
         end_seconds=float(rank_ends.max()),
         rank_end_seconds=rank_ends,
-        rank_busy_seconds=segment_sums(own_seconds, plan.rank_micro_batch_offsets),
         micro_batch_start_seconds=starts,
         micro_batch_end_seconds=ends,
         ideal_seconds=float(cost.work_seconds(plan.lengths).sum() / cluster.speeds.sum()),

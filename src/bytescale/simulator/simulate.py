@@ -109,7 +109,7 @@ def step_seconds(
 
 
 def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> FloatArray:
-    """Execute ``plan`` event by event, forward only, on ranks without a pipeline, as scoring and prefill run it.
+    """Execute ``plan``, forward only, on ranks without a pipeline, as scoring and prefill run it.
 
     Arguments and errors are those of ``simulate``; ``cluster.pp`` must be 1.
 
@@ -120,12 +120,10 @@ def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> Fl
     assert cluster.pp == 1, "only ranks without a pipeline run forward alone"
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, windows=profile.windows)
     (times,) = _times_of_parts(profile, cluster, events, recompute=False)
-    seconds = events.longest_member(times.total)[None]
-    seconds[:, 1] = 0.0  # no backward
-    timeline = run_events(events, seconds, np.zeros(events.num_events), num_stages=1, schedule="1f1b")
+    forward, _ = events.longest_member(times.total)
+    _, ended = run_in_order(plan, forward[events.micro_batch_events])
     ends = np.zeros(plan.num_groups)
-    counts = np.diff(plan.micro_batch_group_offsets)
-    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(timeline.end[events.micro_batch_events, 0, 0], counts))
+    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(ended, np.diff(plan.micro_batch_group_offsets)))
     of_sequences = np.empty(plan.num_sequences)
     of_sequences[plan.group_sequences] = np.repeat(ends, np.diff(plan.group_sequence_offsets))
     return of_sequences

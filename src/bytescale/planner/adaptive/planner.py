@@ -225,11 +225,11 @@ def _trials(batch: Batch) -> Iterator[Trial]:
     longer = np.inf  # end of the trial with longer blocks, without snapping
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
-        ends = []
+        ends = list[float]()
         for snap in effort.SNAPS:
             trial = _stacked(batch, blocks, later, snap)
-            if trial.end == longer:
-                break  # these ranks need longer blocks to hold the sequences, and all trials would be the same
+            if trial.end == longer and not (ends or is_flat):
+                break  # the ranks need longer blocks to hold the sequences, so these trials are those of longer blocks
             ends.append(trial.end)
             yield trial
         if not ends:
