@@ -29,8 +29,8 @@ from bytescale.common.ports import reserve_port
 from bytescale.config import DataConfig, ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.cost import Cluster
 from bytescale.cost.assumed import assumed_cost
+from bytescale.data.loading.assemble import Segments
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import read_micro_batch
 from bytescale.data.order.batches import BatchSampler, GlobalBatch
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
@@ -121,7 +121,7 @@ class Worker:
 
         from bytescale.attention import select_kernel
         from bytescale.models import Llama
-        from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedAdamW
+        from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
 
         self.corpus = corpus
         self.num_ranks = num_ranks
@@ -132,7 +132,7 @@ class Worker:
         self.model.initialise(0)
         self.hdp = RankGroup(dist.group.WORLD)
         self.flat = FlatParameters(self.model.named_parameters(), num_ranks)
-        self.optimizer = ShardedAdamW(self.flat, OptimizerConfig(lr=1e-4), Mesh.of_hdp(self.hdp))
+        self.optimizer = ShardedOptimizer.adamw(self.flat, OptimizerConfig(lr=1e-4), Mesh.of_hdp(self.hdp))
         self.kernel = select_kernel("flash", torch.device("cpu"), torch.float32)
 
     def compare_planners(self, data: DataConfig, rounds: int) -> dict[str, dict[str, float]]:
@@ -186,7 +186,7 @@ class Worker:
         from bytescale.runtime import Executor, Mesh, ModelPart
 
         rank_plan = RankPlan.of(plan, self.hdp.rank)
-        micro_batches = [read_micro_batch(self.corpus, batch, mb) for mb in rank_plan.micro_batches]
+        micro_batches = self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
         sent_before = self.hdp.exchange.bytes_sent
         self.hdp.agree("the plan", rank_plan.digest)
         started = time.perf_counter()
@@ -196,7 +196,7 @@ class Worker:
         )
         share = self.optimizer.reduce_gradients()
         rows = self.hdp.share([share, float(self.hdp.exchange.bytes_sent - sent_before)])
-        self.optimizer.update(1e-4, sum(row[0] for row in rows) ** 0.5)
+        self.optimizer.update(sum(row[0] for row in rows) ** 0.5, 1.0, 1e-4)
         elapsed = max(row[0] for row in self.hdp.share([time.perf_counter() - started]))
         return elapsed, int(sum(row[1] for row in rows))
 

@@ -20,6 +20,7 @@ FLOORS_WITHOUT_TORCH = (
     "cost",
     "planner",
     "simulator",
+    "storage",
     "data",
     "cli.plan",
     "cli.simulate",

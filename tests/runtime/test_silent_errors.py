@@ -84,7 +84,7 @@ def test_weights_that_are_loaded_later_become_the_master_weights(num_ranks: int)
 
     def one_rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
         model = nn.Linear(40, 3).bfloat16()
-        optimizer = ShardedOptimizer(
+        optimizer = ShardedOptimizer.take_over(
             list(model.named_parameters()), RankGroup(group, device=torch.device("cpu")), torch.optim.SGD, {"lr": 0.25}
         )
         model.load_state_dict(loaded)

@@ -26,7 +26,7 @@ from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
 from bytescale.planner import adaptive_plan, aligned, greedy_plan, naive_plan, paper_plan, static_plan
-from bytescale.simulator import ClusterConfig, simulate
+from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 
 PlannerName = Literal["static", "naive", "paper", "greedy", "adaptive"]
@@ -132,15 +132,19 @@ def devices_in_words(options: PlanOptions) -> str:
     return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
 
 
-def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
+def named_planner(
+    name: PlannerName, profile: Profile, devices: ClusterConfig, *, context: int = 0
+) -> Callable[..., Plan]:
     """Return the planner function with this name. It is called with ``(lengths, cluster=, cost=)``."""
+    num_stages = devices.pp
+    step = partial(step_seconds, profile=profile, cluster=devices)
     pipeline = num_stages > 1
     planners: dict[str, Callable[..., Plan]] = {
         "static": partial(static_plan, context=context),
         "naive": naive_plan,
         "paper": aligned(partial(paper_plan, pipeline=True)) if pipeline else paper_plan,
         "greedy": aligned(partial(greedy_plan, pipeline=True)) if pipeline else greedy_plan,
-        "adaptive": partial(adaptive_plan, num_stages=num_stages),
+        "adaptive": partial(adaptive_plan, num_stages=num_stages, context=context, step_seconds=step),
     }
     return planners[name]
 
@@ -179,7 +183,7 @@ def _plan_all(
     refused: dict[str, str] = {}
     for name in options.planners:
         context = 0 if options.batch.lengths else options.batch.context
-        planner = named_planner(name, context=context, num_stages=options.pp)
+        planner = named_planner(name, profile, layout, context=context)
         began = time.perf_counter()
         try:
             plan = planner(lengths, cluster=cluster, cost=cost)

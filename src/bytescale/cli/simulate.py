@@ -188,5 +188,5 @@ def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
-    planner = named_planner(options.planner, context=context, num_stages=cluster.pp)
+    planner = named_planner(options.planner, costs.profile, cluster, context=context)
     return planner(batch.lengths, cluster=ranks, cost=cost)

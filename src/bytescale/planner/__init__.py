@@ -46,7 +46,13 @@ def balanced_plan(
 
 
 def make_planner(
-    config: PlannerConfig, cluster: Cluster, cost: CostModel, *, context_length: int = 0, num_stages: int = 1
+    config: PlannerConfig,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    context_length: int = 0,
+    num_stages: int = 1,
+    step_seconds: Callable[[Plan], float] | None = None,
 ) -> Callable[[ArrayLike], Plan]:
     """The planner that ``config`` names, as a function of the batch's lengths alone.
 
@@ -55,6 +61,7 @@ def make_planner(
         cluster: the ranks.
         cost: tells the time of a group.
         context_length: the longest sequence that may occur; it sizes the static mesh when ``static_cp`` is not set.
+        step_seconds: the time of a plan's step, by which the adaptive planner compares plans (``adaptive_plan``).
         num_stages: pipeline stages; with more than one, plans are aligned, so that 1F1B cannot hang.
 
     Raises:
@@ -64,7 +71,14 @@ def make_planner(
         return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
     if config.name == "balanced" and config.balance == "adaptive":
         cost = cost if config.grids else replace(cost, row_bytes_per_token=None)
-        return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
+        return partial(
+            adaptive_plan,
+            cluster=cluster,
+            cost=cost,
+            num_stages=num_stages,
+            context=context_length,
+            step_seconds=step_seconds,
+        )
     planner: Callable[..., Plan] | None = None
     if config.name == "naive":
         planner = naive_plan

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -75,19 +76,27 @@ class KeptAttention:
             self._writing, self._reading = before
 
 
-def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing) -> KeptAttention | None:
-    """Make every layer recompute in backward. Returns what attention has to be given in mode ``attention``, else None.
+def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing, kept: KeptAttention) -> Callable[[], None]:
+    """Make every layer recompute in backward. Returns a function that undoes it.
 
     A layer's arguments are kept unchanged (autograd keeps the tensors among them). The recomputation uses the weights
     as they are at the time of backward, so they must not change between forward and backward.
+
+    ``kept``: in mode ``attention``, what attention is given.
     """
-    if mode == "none":
-        return None
-    kept = KeptAttention() if mode == "attention" else None
-    extra = {} if kept is None else {"context_fn": kept.contexts}
-    for layer in layers:
-        layer.forward = _checkpointed(layer.forward, extra)
-    return kept
+    extra = {"context_fn": kept.contexts} if mode == "attention" else {}
+    before = [(layer, vars(layer).get("forward")) for layer in layers if mode != "none"]
+    for layer, _ in before:
+        layer.forward = _checkpointed(layer, extra)
+
+    def undo() -> None:
+        for layer, forward in before:
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+    return undo
 
 
 def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
@@ -168,13 +177,18 @@ class _RowChunks(torch.autograd.Function):
         return total, None, None, None, None
 
 
-def _checkpointed(forward: Callable[..., Tensor], extra: dict[str, Any]) -> Callable[..., Tensor]:
-    def recomputing(*args: Any, **kwargs: Any) -> Tensor:
+def _checkpointed(layer: nn.Module, extra: dict[str, Any]) -> Callable[..., Tensor]:
+    """A method of ``layer``, so that a copy of the layer computes with its own weights."""
+    given: Any = layer.forward
+    own = getattr(given, "__self__", None) is layer
+    forward = given.__func__ if own else lambda _, *args, **kwargs: given(*args, **kwargs)
+
+    def recomputing(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         # States of random generators are kept, so that dropout drops the same numbers again.
-        result: Tensor = checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **extra)
+        result: Tensor = checkpoint(partial(forward, self, **kwargs), *args, use_reentrant=False, **extra)
         return result
 
-    return recomputing
+    return MethodType(recomputing, layer)
 
 
 def _as_it_is(tensor: Any) -> Any:

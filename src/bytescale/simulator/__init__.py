@@ -2,6 +2,16 @@
 
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.result import LoaderConfig, SimulatedStep, Traffic
-from bytescale.simulator.simulate import simulate, simulate_forward
+from bytescale.simulator.simulate import simulate, simulate_forward, step_seconds
+from bytescale.simulator.step_times import StepTimes
 
-__all__ = ["ClusterConfig", "LoaderConfig", "SimulatedStep", "Traffic", "simulate", "simulate_forward"]
+__all__ = [
+    "ClusterConfig",
+    "LoaderConfig",
+    "SimulatedStep",
+    "StepTimes",
+    "Traffic",
+    "simulate",
+    "simulate_forward",
+    "step_seconds",
+]

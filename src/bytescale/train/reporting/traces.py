@@ -12,7 +12,6 @@ from bytescale.runtime.plain_data import all_gather_json
 from bytescale.simulator.step_trace import StepTrace, TraceMetadata, save_step_trace
 from bytescale.simulator.trace import Span, Track, simulated_tracks, spread_evenly
 from bytescale.train.parts.job import Job
-from bytescale.train.parts.prediction import predicted_step
 from bytescale.train.ranks import Ranks
 from bytescale.train.reporting.metrics import StepMetrics
 from bytescale.train.reporting.span_recorder import SpanRecorder, StepRecorder
@@ -47,13 +46,14 @@ class StepTraces:
         if not ranks.is_first:
             return
         assert data.plan is not None, "the first rank has the whole plan"
-        predicted = predicted_step(self._job, data.plan)
-        assert self._job.profile is not None, "predicted_step has used it"
+        times = self._job.step_times
+        assert times is not None, "trainer.trace_steps is refused for models that the simulator does not know"
+        predicted = times.simulated(data.plan, self._job.current_cost)
         metadata = TraceMetadata(
             step=metrics.step,
             measured_seconds=metrics.step_seconds,
             predicted_seconds=predicted.step_seconds,
-            prediction=self._job.profile.name,
+            prediction=times.profile.name,
             num_ranks=ranks.mesh.shape.hdp,
         )
         trace = StepTrace(
