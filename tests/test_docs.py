@@ -60,12 +60,12 @@ def check_command(arguments: list[str]) -> None:
     if "--help" in rest or rest == ["--version"]:
         return
     assert name in GENERATE.OPTIONS, f"`bytescale {name}` is no command"
-    takes_config = name in ("train", "plan", "simulate", "profile")
+    takes_config = name in ("train", "demo", "plan", "simulate", "profile")
     if takes_config and rest and not rest[0].startswith("-"):
         rest = rest[1:]  # the config file, which need not exist
-    if name == "train":
+    if name in ("train", "demo"):
         check_setting_names(rest, also=TRAIN_OPTIONS)
-        parse(TrainOptions, rest, prog="bytescale train", default=TrainOptions(config=Config()))
+        parse(TrainOptions, rest, prog=f"bytescale {name}", default=TrainOptions(config=Config()))
     elif not set("".join(rest)) <= set("[] ") and rest:
         parse(GENERATE.OPTIONS[name], rest, prog=f"bytescale {name}")
 
@@ -130,7 +130,10 @@ def test_the_index_of_decisions_has_every_question_with_its_verdict() -> None:
 
 def test_reference_pages_name_every_setting_and_command() -> None:
     settings, commands = GENERATE.settings_page(), GENERATE.commands_page()
-    for text in ("| `capacity_tokens` | count or `auto` | `8K` |", "| `balance` | `adaptive`, `greedy`, `paper` |"):
+    for text in (
+        "| `capacity_tokens` | count or `auto` | `8K` |",
+        "| `name` | `adaptive`, `paper`, `greedy`, `naive`, `static` |",
+    ):
         assert text in settings
     for text in ("`--cluster.num-gpus`", "`--loader.no-overlapped` | flag", "## bytescale data audit", "| `SOURCE` |"):
         assert text in commands

@@ -46,15 +46,13 @@ STAGES = ["--ranks", "16", "--tp", "2", "--pp", "2", "--virtual-stages", "2", "-
 
 
 def test_plan_of_interleaved_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Every planner that cannot hang is compared; the naive one is left out with its reason."""
+    """Every planner is compared: those that could hang are aligned, as in training."""
     path = tmp_path / "plan.npz"
     assert plan.run([*SMALL, *STAGES, "--save", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "(tp 2 x pp 2 devices each, 2 chunks of layers a stage)" in printed
-    assert "naive: The 1F1B schedule deadlocks on 2 stages of 2 chunks" in printed
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith(" naive")] == ["naive"]
     verify(load_plan(path), num_stages=2, num_chunks=2)
-    with pytest.raises(PlanError, match=r"deadlocks .* To fix: use virtual_stages = 1, or a plan whose groups meet"):
-        plan.run([*SMALL, *STAGES, "--planners", "naive"])
 
 
 def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

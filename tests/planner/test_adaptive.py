@@ -225,7 +225,7 @@ def test_in_a_pipeline_every_trial_ends_when_its_plan_does(
     order = longest_first(lengths)
     batch = replace(Batch.of(lengths[order], cluster, COSTS[cost]), num_stages=num_stages)
     for trial in tried_in_pipeline(batch):
-        plan = trial_plan(batch, trial, order, lengths, "balanced/adaptive")
+        plan = trial_plan(batch, trial, order, lengths, "adaptive")
         assert is_aligned(plan)
         outcome = evaluate(plan, cluster=cluster, cost=COSTS[cost], num_stages=num_stages)
         assert trial.end == pytest.approx(outcome.end_seconds, rel=1e-9)

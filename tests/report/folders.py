@@ -84,7 +84,7 @@ def write_run(
     steps: int = 6,
     log: str = "",
     traced: StepTrace | None = None,
-    planner: str = "balanced",
+    planner: str = "adaptive",
     trace_steps: tuple[int, ...] = (),
 ) -> Path:
     """Make a run folder with these lines of metrics, and a plan for each."""

@@ -168,7 +168,7 @@ def test_advice_on_slow_steps_and_slow_ranks(tmp_path: Path) -> None:
 def test_advice_follows_the_settings(tmp_path: Path) -> None:
     path = write_run(tmp_path / "static", lines(5), planner="static")
     remedies = " ".join(one.remedy for one in advice_for(read_run(path, "run")))
-    assert 'Use `planner.name = "balanced"` instead of "static"' in remedies
+    assert 'Use `planner.name = "adaptive"` instead of "static"' in remedies
 
 
 def test_the_page_has_the_figures_and_loads_nothing(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     page = page_of(*read_runs([first, second]))
     assert "second trains 2.00 times as many tokens a second as first." in page.text
     assert "At step 4 its loss is 5.0000, and 7.0000 in first." in page.text
-    assert "planner.name balanced static" in page.text
+    assert "planner.name adaptive static" in page.text
     assert "All settings" in page.text
 
 

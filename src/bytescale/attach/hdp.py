@@ -38,7 +38,7 @@ from bytescale.attach.loaded import LoadedBatches, loaded_batches
 from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.planned_batch import PlannedBatch, check_plan
-from bytescale.attach.planning import PlannerName, make_planner
+from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import probe
 from bytescale.attach.rank_batch import RankBatch
@@ -46,7 +46,7 @@ from bytescale.attach.saving import Savings
 from bytescale.attach.vocabulary import require_words
 from bytescale.attach.weight_sums import weight_sums
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
-from bytescale.config import DataConfig
+from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import CostModel
 from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,15 +17,15 @@ from rich.table import Table
 from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch
 from bytescale.cli.costs import CostOptions, Costs, costs_of
 from bytescale.cli.options import leading_path, parse
-from bytescale.cli.plan import PlannerName, named_planner
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import AUTO_CAPACITY, Config, TrainerConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, PlannerConfig, PlannerName, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
 from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
+from bytescale.planner import make_planner
+from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
 
@@ -188,5 +189,13 @@ def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
-    planner = named_planner(options.planner, costs.profile, cluster, context=context)
-    return planner(batch.lengths, cluster=ranks, cost=cost)
+    step = partial(step_seconds, profile=costs.profile, cluster=cluster)
+    planner = make_planner(
+        PlannerConfig(name=options.planner),
+        ranks,
+        cost,
+        context_length=context,
+        num_stages=cluster.pp,
+        step_seconds=step,
+    )
+    return planner(batch.lengths)

@@ -17,6 +17,7 @@ from bytescale.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PlannerConfig,
+    PlannerName,
     RingGradients,
     TrainerConfig,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlannerConfig",
+    "PlannerName",
     "RingGradients",
     "TrainerConfig",
     "config_from_dict",

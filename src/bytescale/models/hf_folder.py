@@ -52,7 +52,8 @@ def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = T
             problem(
                 f"{folder} lacks {len(missing)} of {len(pieces)} tensors: {_some(missing)}",
                 so="these weights would be random numbers",
-                fix="download or save the model again, or use the config.json that belongs to it",
+                fix="download or save the model again, or use the config.json that belongs to it (in training, --init "
+                "takes the model's shape from the folder, and trainer.init alone its weights)",
             )
         )
     if whole_model:

@@ -48,6 +48,8 @@ class VerifiedPlanner:
     """Pipeline stages."""
     num_chunks: int = 1
     """Chunks of layers on each stage."""
+    context_length: int = 0
+    """The longest sequence of the run, which sizes a static mesh; 0: that of each batch."""
     step_times: Callable[[Cluster, CostModel], Callable[[Plan], float]] | None = None
     """Gives, for ranks and costs, the seconds of a plan's step, by which the adaptive planner compares plans."""
 
@@ -57,7 +59,12 @@ class VerifiedPlanner:
 
     def _planner(self, config: PlannerConfig) -> Callable[[ArrayLike], Plan]:
         return make_planner(
-            config, self.cluster, self.cost, num_stages=self.num_stages, step_seconds=self._step_seconds
+            config,
+            self.cluster,
+            self.cost,
+            context_length=self.context_length,
+            num_stages=self.num_stages,
+            step_seconds=self._step_seconds,
         )
 
     @cached_property

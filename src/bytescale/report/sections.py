@@ -56,7 +56,7 @@ def overview_section(runs: Sequence[RunRecord]) -> str:
     rows = [
         ["steps", *[f"{run.step_numbers[-1] if run.steps else 0} of {run.settings['trainer.steps']}" for run in runs]],
         ["ranks", *[_ranks(run) for run in runs]],
-        ["planner", *[_planner(run) for run in runs]],
+        ["planner", *[str(run.settings["planner.name"]) for run in runs]],
         [f"loss (mean of the last {LAST})", *[_last_loss(run) for run in runs]],
         ["tokens/s (median)", *[_typical(run, "tokens_per_second", format_count) for run in runs]],
         ["FLOP/s (median)", *[_typical(run, "model_flops_per_second", format_si) for run in runs]],
@@ -314,11 +314,6 @@ def _ranks(run: RunRecord) -> str:
     degrees = "".join(f", {name} {size}" for name, size in (("tp", tp), ("pp", pp)) if size > 1)
     there = len(run.steps[-1].get("data_bytes_read", [])) if run.steps else 0
     return f"{there or run.settings['parallel.ranks']}{degrees}"
-
-
-def _planner(run: RunRecord) -> str:
-    name = str(run.settings["planner.name"])
-    return f"{name}, {run.settings['planner.balance']}" if name == "balanced" else name
 
 
 def _last_loss(run: RunRecord) -> str:

@@ -11,6 +11,8 @@ import codecs
 import difflib
 import itertools
 import logging
+import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +101,7 @@ def plan_units(files: Sequence[SourceFile], text_key: str, unit_bytes: int = UNI
     units: list[WorkUnit] = []
     try:
         for file_format, run in itertools.groupby(files, key=lambda file: file.format):
-            if file_format == "text":
+            if file_format in ("text", "python"):
                 units.extend(_text_units(run, unit_bytes))
             elif file_format == "jsonl":
                 units.extend(unit for file in run for unit in jsonl_units(file, unit_bytes))
@@ -121,7 +123,7 @@ def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterato
     """
     try:
         match unit.files[0].format:
-            case "text":
+            case "text" | "python":
                 documents = _text_documents(unit, counts)
             case "jsonl":
                 documents = _jsonl_documents(unit, text_key, counts)
@@ -136,7 +138,7 @@ def iter_documents(unit: WorkUnit, text_key: str, counts: ReadCounts) -> Iterato
         raise unreadable(error, unit.files[0].path) from error
 
 
-# Text: each file is a document.
+# Text: each file is a document. Of Python, some files are; others are cut into their definitions.
 
 
 def _text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
@@ -164,7 +166,8 @@ def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
             if "\0" in text:
                 reason = "it holds NUL bytes"
         if not reason:
-            yield Document(text=text, place=str(file.path))
+            texts = _definitions(text) if file.format == "python" else [text]
+            yield from (Document(text=text, place=str(file.path)) for text in texts)
         elif file.named:
             counts.leave_out(
                 DataError(
@@ -175,6 +178,20 @@ def _text_documents(unit: WorkUnit, counts: ReadCounts) -> Iterator[Document]:
             )
         else:
             counts.skipped_files.append(str(file.path))
+
+
+_WHOLE_MODULES = 8
+"""One of so many modules stays whole: the long tail."""
+_DEFINITION = re.compile(r"\n\n+(?=(?: {4})?(?:@|class |def |async def ))")
+
+
+def _definitions(module: str) -> list[str]:
+    """Return the functions, methods and heads of classes of a module, or the whole of it if its checksum says so.
+
+    Most of the standard library's functions have less than 1K tokens, and a few modules have tens of thousands.
+    """
+    whole = zlib.crc32(module.encode()) % _WHOLE_MODULES == 0
+    return [module] if whole else _DEFINITION.split(module)
 
 
 # JSONL: each line is a document. A byte range holds the lines that START in it.

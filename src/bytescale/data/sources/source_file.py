@@ -11,7 +11,8 @@ from typing import Literal
 from bytescale.common.errors import ConfigError, problem
 from bytescale.storage.place import Place
 
-FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+FileFormat = Literal["text", "python", "jsonl", "parquet", "bin"]
+"""python: source code that is cut into definitions (``data.sources.readers``). Only ``python:functions`` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

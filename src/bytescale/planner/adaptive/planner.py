@@ -75,7 +75,7 @@ def adaptive_plan(
     lengths = checked_lengths(lengths, cluster=cluster)
     order = longest_first(lengths)
     flat = replace(Batch.of(lengths[order], cluster, cost), context=context, step_seconds=step_seconds)
-    planned = partial(trial_plan, order=order, lengths=lengths, planner="balanced/adaptive")
+    planned = partial(trial_plan, order=order, lengths=lengths, planner="adaptive")
     if num_stages == 1:
         return _without_pipeline(flat, partial(planned, flat))
     piped = replace(flat, num_stages=num_stages)

@@ -165,7 +165,7 @@ def memory_budget(
 
 def _unequal(config: Config, whole: MemoryModel, devices: Devices, profile: Profile | None) -> UnequalRanks | None:
     """The capacity and the speed of each rank; None if they are equal, or if the planner is for equal ranks."""
-    if (config.planner.name, config.planner.balance) != ("balanced", "adaptive"):
+    if config.planner.name != "adaptive":
         return None
     capacity = []
     for room in devices.device_bytes:

@@ -284,6 +284,7 @@ def verified_planner(
         memory.limits,
         num_stages=config.parallel.pp,
         num_chunks=config.parallel.virtual_stages,
+        context_length=config.data.context_length,
         step_times=times,
     )
 
