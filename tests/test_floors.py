@@ -70,6 +70,15 @@ def test_files_and_functions_are_small() -> None:
     assert not large, "\n".join(large)
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(Path(bytescale.__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     given = node.args
     names = [one.arg for one in (*given.posonlyargs, *given.args)]

@@ -16,7 +16,7 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.data.tokens.tokenizer import load_tokenizer
-from bytescale.models.hf import Piece
+from bytescale.models.hf import HFTensor
 from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place, place_at
@@ -82,7 +82,7 @@ class _StoredMaster:
         self._stored = stored
         self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
 
-    def value(self, piece: Piece) -> Tensor:
+    def value(self, piece: HFTensor) -> Tensor:
         """One tensor of a Hugging Face file."""
         if self._last is None or self._last[0] != piece.name:
             self._last = piece.name, self._stored.read(f"master.{piece.name}")

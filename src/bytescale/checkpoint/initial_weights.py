@@ -12,7 +12,7 @@ from bytescale.checkpoint.reading import CheckpointReader, check_same_model, loa
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
 from bytescale.models import build_model
-from bytescale.models.hf import Piece, pieces_of
+from bytescale.models.hf import HFTensor, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
 from bytescale.runtime import FlatParameters, ShardedOptimizer
 from bytescale.storage.place import Place, place_at
@@ -78,7 +78,7 @@ def load_master_weights(
     optimizer.finish_restore(0, {})
 
 
-def architecture_pieces(architecture: Architecture) -> list[Piece]:
+def architecture_pieces(architecture: Architecture) -> list[HFTensor]:
     """List all tensors of a model without making the model."""
     with torch.device("meta"):
         return pieces_of(build_model(architecture))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bytescale.cli.batch_source import RatesConfig
-from bytescale.cli.devices import GIB, Devices, kind_and_precision, usable_bytes_of
+from bytescale.cli.devices import GIB, AssumedDevices, kind_and_precision, usable_bytes_of
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_si
 from bytescale.config import (
@@ -56,11 +56,11 @@ class PlannedModel:
         ring_gradients = (self.config.trainer if self.config else TrainerConfig()).ring_gradients
         return self.model.profile(counted, ring_gradients)
 
-    def devices(self, num_ranks: int, device_gib: float | None) -> Devices:
+    def devices(self, num_ranks: int, device_gib: float | None) -> AssumedDevices:
         """The devices of ``num_ranks`` HDP ranks; see ``cli.devices.devices_of``."""
         ring_gradients = (self.config.trainer if self.config else TrainerConfig()).ring_gradients
         usable = usable_bytes_of(self.config, self.kind) if device_gib is None else device_gib * GIB
-        return Devices(
+        return AssumedDevices(
             memory=self.model.measured_memory(self.kind, num_ranks, ring_gradients),
             usable_bytes=usable,
         )

@@ -42,7 +42,7 @@ from bytescale.models.llama import Attention, FeedForward, Llama, project_in, pr
 from bytescale.models.moe import MixtureOfExperts
 
 
-class TokenShards(Protocol):
+class ShardedRows(Protocol):
     """How a model's rows are divided among the tensor-parallel ranks, and the collectives that move them."""
 
     @property
@@ -79,7 +79,7 @@ class TokenShards(Protocol):
         ...
 
 
-def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:
+def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut]:
     """Reduce ``model`` (the whole model or a stage) to one rank's part. Returns the cut of every parameter, by name.
 
     The model is changed in place and may be on the meta device. ``config.validate`` has checked its sizes before.
@@ -121,7 +121,7 @@ def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
 class VocabularyShard(nn.Module):
     """An embedding of which this rank holds a part of the words: ``[T] -> [t, C]``."""
 
-    def __init__(self, part: nn.Embedding, shards: TokenShards) -> None:
+    def __init__(self, part: nn.Embedding, shards: ShardedRows) -> None:
         super().__init__()
         self.weight = part.weight
         self._shards = shards
@@ -140,7 +140,7 @@ class _Messages:
     ``apply_head_groups`` and ``apply_row_chunks`` make such a forward and say so in its ``rows_at_once``.
     """
 
-    def __init__(self, module: Attention | FeedForward, shards: TokenShards) -> None:
+    def __init__(self, module: Attention | FeedForward, shards: ShardedRows) -> None:
         self._shards = shards
         self._beside = False  # whether the products of the forward that runs communicate
         self._num_products = 0  # of them
@@ -172,7 +172,7 @@ class _Messages:
         return None
 
 
-def _cut(name: str, size: tuple[int, ...], model: Llama, shards: TokenShards) -> Cut:
+def _cut(name: str, size: tuple[int, ...], model: Llama, shards: ShardedRows) -> Cut:
     """Where a parameter is cut: by its rows (outputs), by its columns (inputs), or not at all."""
     if len(size) == 1 or name.endswith("router.weight"):
         return Cut(shape=size, replicas=shards.size, replica=shards.rank)
@@ -195,7 +195,7 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> None:
         owner.out_features, owner.in_features = owner.weight.shape
 
 
-def _begin_before(attention: nn.Module, shards: TokenShards) -> None:
+def _begin_before(attention: nn.Module, shards: ShardedRows) -> None:
     """Make every layer announce its number of tokens, because a recomputation may run between other micro-batches."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -205,7 +205,7 @@ def _begin_before(attention: nn.Module, shards: TokenShards) -> None:
     attention.register_forward_pre_hook(hook)
 
 
-def _gather_before(module: nn.Module, shards: TokenShards) -> None:
+def _gather_before(module: nn.Module, shards: ShardedRows) -> None:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = args
         return (shards.gather(hidden), *rest)
@@ -213,5 +213,5 @@ def _gather_before(module: nn.Module, shards: TokenShards) -> None:
     module.register_forward_pre_hook(hook)
 
 
-def _scatter_after(module: nn.Module, shards: TokenShards) -> None:
+def _scatter_after(module: nn.Module, shards: ShardedRows) -> None:
     module.register_forward_hook(lambda module, args, partial: shards.scatter(partial))

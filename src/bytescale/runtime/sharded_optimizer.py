@@ -23,7 +23,7 @@ from bytescale.runtime.flat import FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.replicas import TiedHead
-from bytescale.runtime.zero import Shard, ZeroShards
+from bytescale.runtime.zero import OptimizerShard, ZeroShards
 
 GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
 """From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
@@ -382,7 +382,7 @@ class ShardedOptimizer:
         return runs or [(slice(0, place.stop - place.start), {})]
 
 
-def _piece(shard: Shard, own: slice) -> Tensor:
+def _piece(shard: OptimizerShard, own: slice) -> Tensor:
     """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
     assert shard.master.grad is not None, "set when the shard was made"
     piece = shard.master.detach()[own]

@@ -26,7 +26,7 @@ _SQUARES_AT_A_TIME = 2**22
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """This rank's part of one bucket.
 
     Attributes:
@@ -40,7 +40,7 @@ class Shard:
     counted: Sequence[tuple[slice, int]]
 
     @staticmethod
-    def of(parameters: FlatParameters, place: slice) -> Shard:
+    def of(parameters: FlatParameters, place: slice) -> OptimizerShard:
         """The shard at the range ``place`` of the flat buffers."""
         value = parameters.values[place]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
@@ -49,7 +49,7 @@ class Shard:
         for piece in parameters.pieces(place):
             own = slice(piece.start - place.start, piece.stop - place.start)
             _extend(counted, own, piece.entry.cut.replicas)
-        return Shard(master, value, counted)
+        return OptimizerShard(master, value, counted)
 
     def add_squares(self, total: Tensor) -> None:
         """Add the gradient's sum of squares to ``total`` (fp64).
@@ -76,8 +76,8 @@ class ZeroShards:
         self.tied_head = tied_head
         self.collectives = BucketCollectives(parameters, mesh.gradients)
         self._overlap: Overlap | None = None
-        self.shards = [Shard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
-        self._shard_of: dict[Bucket, Shard] = dict(zip(parameters.buckets, self.shards, strict=True))
+        self.shards = [OptimizerShard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
+        self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
         """Begin to reduce during backward and to gather during forward. ``chunks`` are the parts of the model."""
