@@ -20,7 +20,7 @@ from bytescale.data.loading.loader import Feed, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.order.index import CorpusFacts
 from bytescale.data.remote.calls import Shared, no_answer, wait_for
-from bytescale.data.remote.planner_actor import PlannerActor
+from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
 from bytescale.data.remote.server import ServerSlices, SharedWork, server_actor
 from bytescale.data.tokens.open_parts import Slice
@@ -113,7 +113,10 @@ class RemoteFeed(Feed):
         self._state = self._checked(state)
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
-        state, how = self.state_dict(), Shared((planner, stop_step))
+        return self._steps(planner, stop_step, self.state_dict())
+
+    def _steps(self, planner: Planner, stop_step: int | None, state: SamplerState) -> Iterator[StepData]:
+        how: HowToPlan = Shared((planner, stop_step))
 
         def wants(state: SamplerState) -> bool:
             return stop_step is None or state["step"] < stop_step
