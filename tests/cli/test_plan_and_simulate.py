@@ -1,6 +1,7 @@
 """``bytescale plan`` and ``bytescale simulate``: their output, their files and their errors."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -126,6 +127,10 @@ def test_simulate_prints_the_books_and_writes_a_trace(tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     for word in ("64 devices as 16 ranks of tp 2 x pp 2", "pp bubble", "ring, exposed", "loader", "activations"):
         assert word in printed
+    assert re.search(r"memory with 2-byte numbers: .* per device at the peak", printed)
+    assert "model and batch are small" not in printed
+    assert simulate.run([*SMALL, "--cluster.num-gpus", "1024"]) == 0
+    assert "model and batch are small for so many devices" in capsys.readouterr().out
     assert json.loads(trace.read_text())["traceEvents"]
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch
 from bytescale.cli.costs import CostOptions, Costs, costs_of
 from bytescale.cli.options import leading_path, parse
+from bytescale.cli.plan_report import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import AUTO_CAPACITY, Config, PlannerConfig, PlannerName, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
@@ -28,6 +29,9 @@ from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
+
+_LARGE_SYNC = 0.3
+"""From this share of the gradient sync on, a step is told to be small for its devices."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +105,8 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         soft_wrap=True,
     )
     print_step(console, step, profile, plan, cluster)
+    memory = memory_in_words(plan, costs.devices.memory, costs.devices.usable_bytes)
+    console.print(memory, highlight=False, soft_wrap=True)
     console.print(f"simulated in {format_seconds(seconds)}", highlight=False)
     if options.png is not None:
         draw_steps({plan.planner: step}, options.png)
@@ -146,6 +152,13 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     if step.loader_seconds > 0:
         table.add_row("loader", f"{shares['loader']:.1%}", *[format_seconds(step.loader_seconds)] * 2)
     console.print(table)
+    if shares["gradient sync"] > _LARGE_SYNC:
+        console.print(
+            f"the gradient sync takes {shares['gradient sync']:.0%} of the step: model and batch are small for so many "
+            "devices",
+            highlight=False,
+            soft_wrap=True,
+        )
     traffic = step.traffic
     console.print(
         f"sent by all devices: ring {format_bytes(traffic.ring_intra_node)} inside nodes, "
