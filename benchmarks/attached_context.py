@@ -21,7 +21,7 @@ from bytescale.attention import select_kernel
 from bytescale.config import Config, ModelConfig, resolve_model
 from bytescale.cost.memory import Checkpointing, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
 from bytescale.parity import small_model
-from bytescale.train.parts.attached_model import AttachedModel, build_attached_model
+from bytescale.train.parts.attached_model import HFModel, build_attached_model
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 36, 4096, 32, 8, 12288, 151936
 PARAMETERS = 8_190_735_360
@@ -30,7 +30,7 @@ SCALE = 8
 CPU = torch.device("cpu")
 
 
-def built(num_layers: int, checkpointing: Checkpointing) -> AttachedModel:
+def built(num_layers: int, checkpointing: Checkpointing) -> HFModel:
     """A model of an eighth of the widths, measured with and without offloading."""
     with tempfile.TemporaryDirectory() as folder:
         model: Any = small_model(

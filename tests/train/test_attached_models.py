@@ -31,7 +31,7 @@ from bytescale.parity import small_model
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.loop.learning_rate import learning_rate
-from bytescale.train.parts.attached_model import AttachedModel, build_attached_model
+from bytescale.train.parts.attached_model import HFModel, build_attached_model
 from tests.attach.support import on_ranks as on_thread_ranks
 from tests.helpers.effort import one_in, one_of
 
@@ -281,7 +281,7 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
     assert live.peak == pytest.approx(model.rows.fixed + model.rows.peak_per_token * rows, rel=0.05)
 
 
-def built_with_offload(folder: Path, corpus: Path, name: str, num_layers: int, checkpointing: str) -> AttachedModel:
+def built_with_offload(folder: Path, corpus: Path, name: str, num_layers: int, checkpointing: str) -> HFModel:
     folder = hf_folder(folder, name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": num_layers})
     config = run_from(folder, corpus, folder / "run", 1, checkpointing=checkpointing)
     config = replace(config, memory=MemoryConfig(offload="on", host_gib=0.25))
@@ -347,7 +347,7 @@ def test_a_rank_keeps_the_exact_weights_of_its_shard_alone(corpus: Path, tmp_pat
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.bfloat16)
 
-    def build(dtype: torch.dtype, rank: int) -> AttachedModel:
+    def build(dtype: torch.dtype, rank: int) -> HFModel:
         return build_attached_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3, rank=rank)
 
     whole = build(torch.float32, 0)

@@ -29,7 +29,7 @@ from bytescale.cost import Profile
 from bytescale.cost.memory import Checkpointing, DeviceKind
 
 if TYPE_CHECKING:
-    from bytescale.train.parts.attached_model import AttachedModel
+    from bytescale.train.parts.attached_model import HFModel
 
 BYTES_PER_PARAMETER = 12
 """Of this machine's memory, while the model is built: weights, their copy in flat memory, and gradients."""
@@ -39,7 +39,7 @@ BYTES_PER_PARAMETER = 12
 class PlannedModel:
     """A model that runs on transformers' own code, as ``plan`` and ``simulate`` need it."""
 
-    model: AttachedModel
+    model: HFModel
     config: Config | None
     kind: DeviceKind
 
@@ -105,7 +105,7 @@ def planned_model(
     return PlannedModel(model=_build(settings, architecture, element_bytes), config=config, kind=kind)
 
 
-def _build(config: Config, architecture: AttachedArchitecture, element_bytes: int) -> AttachedModel:
+def _build(config: Config, architecture: AttachedArchitecture, element_bytes: int) -> HFModel:
     import torch
 
     from bytescale.attach.folder import parameters_of

@@ -33,7 +33,7 @@ from bytescale.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttachedModel:
+class HFModel:
     """One rank's model.
 
     Attributes:
@@ -151,7 +151,7 @@ def build_attached_model(
     dtype: torch.dtype,
     num_shards: int,
     rank: int = 0,
-) -> AttachedModel:
+) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     Raises:
@@ -187,7 +187,7 @@ def build_attached_model(
     # 3. Checkpointing and offloading, and what a token needs with them.
     activations, rows = _measured_activations(config, part, kernel, device, num_ranks=num_shards)
     parameters.zero_gradients()
-    return AttachedModel(
+    return HFModel(
         architecture=architecture,
         part=part,
         parameters=parameters,
