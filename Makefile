@@ -8,8 +8,8 @@ DOCS   := $(VENV)/.docs-ready
 
 .PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda clean
 
-train: setup  ## train a small Llama on Python's standard library, on 4 ranks
-	$(BIN)/bytescale train stdlib-tiny
+train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 512 GPUs
+	$(BIN)/bytescale demo
 
 test: setup  ## every claim once (under 5 minutes on 2 cores)
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
@@ -25,7 +25,7 @@ coverage: setup  ## which lines `make test` runs, in all of its processes; a thi
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort cover
 
-lint: setup  ## formatter, linter, types, and the floors
+lint: setup  ## formatter, linter, types, and the layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

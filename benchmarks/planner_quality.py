@@ -199,9 +199,9 @@ def work_bound(lengths: IntArray, cluster: Cluster, cost: CostModel) -> float:
 def verify_pipelines(first_seed: int, count: int) -> None:
     configs = {
         "naive": PlannerConfig(name="naive"),
-        "paper": PlannerConfig(name="balanced", balance="paper"),
-        "greedy": PlannerConfig(name="balanced", balance="greedy"),
-        "adaptive": PlannerConfig(name="balanced", balance="adaptive"),
+        "paper": PlannerConfig(name="paper"),
+        "greedy": PlannerConfig(name="greedy"),
+        "adaptive": PlannerConfig(name="adaptive"),
     }
     num_plans, num_shared, began = 0, 0, time.perf_counter()
     for seed in range(first_seed, first_seed + count):

@@ -46,7 +46,7 @@ MIXES: dict[str, list[str]] = {
 PLANNERS: dict[str, list[str]] = {
     "static": ["--planner.name", "static"],
     "naive": ["--planner.name", "naive"],
-    "adaptive": ["--planner.name", "balanced", "--planner.balance", "adaptive"],
+    "adaptive": ["--planner.name", "adaptive"],
 }
 WITHIN = 0.15
 SUMMED = ("shared", "predicted", "measured")

@@ -22,6 +22,7 @@ import tyro
 from bytescale.cli.checkpoint import ListOptions, UploadOptions, VerifyOptions
 from bytescale.cli.convert import ConvertOptions
 from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
+from bytescale.cli.demo import DemoOptions
 from bytescale.cli.init import InitOptions
 from bytescale.cli.plan import PlanOptions
 from bytescale.cli.profile import ProfileOptions
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 OPTIONS: dict[str, type] = {
+    "demo": DemoOptions,
     "train": TrainOptions,
     "init": InitOptions,
     "plan": PlanOptions,
@@ -107,10 +109,10 @@ def _table(kind: type, prefix: str, *, toml: bool) -> list[str]:
             continue
         shown = _setting(name) if toml else _flag(name, hint, spec)
         rows.append("| " + " | ".join((shown, _type(hint, spec), default, _cell(text))) + " |")
-    if kind in (TrainOptions, PlanOptions, SimulateOptions, ProfileOptions):
-        which = "any setting" if kind is TrainOptions else "any setting of the section [model]"
-        anchor = "" if kind is TrainOptions else "#model"
-        name = "--section.name" if kind is TrainOptions else "--model.name"
+    if kind in (TrainOptions, DemoOptions, PlanOptions, SimulateOptions, ProfileOptions):
+        which = "any setting" if issubclass(kind, TrainOptions) else "any setting of the section [model]"
+        anchor = "" if issubclass(kind, TrainOptions) else "#model"
+        name = "--section.name" if issubclass(kind, TrainOptions) else "--model.name"
         rows.append(f"| `{name}` |  | the config's | {which}: see [Settings](settings.md{anchor}) |")
     return rows
 

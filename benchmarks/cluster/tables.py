@@ -44,8 +44,8 @@ from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
 PLANNERS = {
     "static": ["--planner.name", "static"],
     "naive": ["--planner.name", "naive"],
-    "paper": ["--planner.name", "balanced", "--planner.balance", "paper"],
-    "adaptive": ["--planner.name", "balanced", "--planner.balance", "adaptive"],
+    "paper": ["--planner.name", "paper"],
+    "adaptive": ["--planner.name", "adaptive"],
 }
 KIBI = 1024
 FULL_CONTEXT = 2 * KIBI * KIBI

@@ -21,7 +21,7 @@ from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import CheckpointError
 from bytescale.config import CheckpointConfig
-from bytescale.runtime import MeshShape, ShardedAdamW
+from bytescale.runtime import MeshShape, ShardedOptimizer
 from tests.checkpoint.meshes import SHAPE, assert_states, restore, run_state, save, set_states, with_checkpointer
 from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
@@ -77,7 +77,7 @@ def assert_usable(folder: Path, steps: tuple[int, ...], num_published: int) -> N
     for path in complete_checkpoints(folder):
         assert problems_of(path) == []
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         newest = checkpoints.newest()
         if num_published:
             assert newest is not None, "a checkpoint was published"

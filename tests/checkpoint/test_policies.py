@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -37,6 +39,14 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
     assert ours.keys() == later.keys()
     assert all(torch.equal(ours[name], later[name]) for name in ours)
     assert (folder / "exports" / "step-000002" / "config.json").is_file()
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="b"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    named = replace(run_config, data=replace(run_config.data, tokenizer=str(tmp_path / "tokenizer.json")))
+    export_checkpoint(folder / "checkpoints" / "step-000006", tmp_path / "ends", run_config=named)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ends" / name).read_text(encoding="utf-8"))["eos_token_id"] == 2
+    assert not (tmp_path / "later" / "generation_config.json").exists(), "of bytes there is no tokenizer.json"
 
 
 @pytest.mark.exhaustive

@@ -19,7 +19,7 @@ from bytescale.checkpoint.upload import Store
 from bytescale.checkpoint.verify import problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import MeshShape, ShardedAdamW
+from bytescale.runtime import MeshShape, ShardedOptimizer
 from bytescale.storage import retry
 from bytescale.storage.place import folders_in, place_at
 from bytescale.storage.retry import tried
@@ -66,7 +66,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: object) -> None:
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in steps:
             set_states(optimizer, step)
             checkpoints.save(run_state(step), optimizer)
@@ -80,7 +80,7 @@ def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: obj
 def resume(mesh: MeshShape, folder: Path, url: str = URL) -> tuple[str, int]:
     """From where a run would resume, and at which step; every state compared bit for bit."""
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> tuple[str, int]:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> tuple[str, int]:
         place = checkpoints.newest()
         if place is None:
             return "", 0
@@ -172,7 +172,7 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
     server.before_change = lambda: gate.wait(30)
     folder = tmp_path / "checkpoints"
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in (1, 2, 3):
             set_states(optimizer, step)
             checkpoints.save(run_state(step), optimizer)
@@ -181,7 +181,7 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
         gate.set()
         checkpoints.finish()
 
-    def claim_first(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def claim_first(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         checkpoints.finish()
 
     gate.set()
@@ -201,7 +201,7 @@ def test_a_store_that_answers_nothing_holds_up_nothing(
     said: list[str] = []
     took: list[float] = []
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         server.before_request = lambda: gate.wait(60)
         checkpoints._say = said.append
         began = time.monotonic()

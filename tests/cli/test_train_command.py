@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from bytescale.cli.main import main
+from bytescale.cli.options import _OTHER_WORDS, check_setting_names
 from bytescale.cli.train import _prepare_data
+from bytescale.common.errors import ConfigError
 from bytescale.config import config_to_toml
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
@@ -43,7 +45,7 @@ def test_train_then_resume_on_one_rank(folder: Path, tmp_path: Path) -> None:
     first = bytescale("train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.steps", "4")
     assert first.returncode == 0, first.stderr
     assert re.search(r"ranks +2 x cpu \(float32\), capacity 128 tokens", first.stdout)
-    assert re.search(r"plan +\d+ sequences of .* on 2 ranks by balanced/adaptive", first.stdout)
+    assert re.search(r"plan +\d+ sequences of .* on 2 ranks by adaptive", first.stdout)
     assert len(re.findall(r"^\d/4 +\d\.\d{4} ", first.stdout, re.MULTILINE)) == 4
     assert f"bytescale train --resume {run}" in first.stdout
 
@@ -138,6 +140,34 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
     errors = capsys.readouterr().err
     assert "unknown key data.sorces" in errors
     assert "did you mean sources?" in errors
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--parallel.cp", "--planner.static-cp"),
+        ("--optimizer.learning-rate", "--optimizer.lr"),
+        ("--optimizer.learning_rate=1", "--optimizer.lr"),
+        ("--max-steps", "--trainer.steps"),
+    ],
+)
+def test_words_of_other_frameworks_are_understood(written: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"write {re.escape(meant)}\.$"):
+        check_setting_names([written])
+
+
+def test_the_words_of_other_frameworks_stand_for_settings() -> None:
+    check_setting_names([f"--{setting}" for setting in _OTHER_WORDS.values()])
+
+
+def test_a_renamed_setting_tells_its_new_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[planner]\nbalance = "paper"\n', encoding="utf-8")
+    assert main(["train", str(path)]) == 2
+    assert 'planner.name = "adaptive", "paper" or "greedy"' in capsys.readouterr().err
+    path.write_text("", encoding="utf-8")
+    assert main(["train", str(path), "--planner.balance", "paper"]) == 2
+    assert 'planner.name = "adaptive", "paper" or "greedy"' in capsys.readouterr().err
 
 
 def test_ranks_of_torchrun_do_not_name_run_folders(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.sources.files import expand_sources, fingerprint_files
+from bytescale.data.sources.readers import ReadCounts
+from bytescale.data.sources.records import iter_records, plan_units, text_kind
 
 
 @pytest.fixture
@@ -56,6 +59,20 @@ def test_the_standard_library_comes_from_the_interpreter() -> None:
     assert all(path.suffix == ".py" for path in paths)
     assert not any("site-packages" in path.parts for path in paths)
     assert files == expand_sources(["python:stdlib"])
+
+
+def test_the_functions_of_the_standard_library_have_a_long_tail() -> None:
+    """Most documents are short, a few modules stay whole, and nothing but blank lines between definitions is lost."""
+    files = expand_sources(["python:functions"])
+    assert {file.format for file in files} == {"python"}
+    assert not any({"test", "tests"} & set(Path(str(file.path)).parts) for file in files)
+    units = plan_units(files, text_kind("text"))
+    texts = [record.values["text"] for unit in units for record in iter_records(unit, text_kind("text"), ReadCounts())]
+    assert sum(len(text) < 3000 for text in texts) > 0.9 * len(texts)
+    assert sum(len(text) > 30_000 for text in texts) > 20
+    letters = sum(len(re.sub(r"\s", "", text)) for text in texts)
+    whole = sum(len(re.sub(r"\s", "", file.path.read_bytes().decode("utf-8"))) for file in files)
+    assert letters == whole
 
 
 def test_links_that_lead_nowhere_are_left_out(tree: Path) -> None:

@@ -41,9 +41,7 @@ def plan_of(planner: str, lengths: list[int], mesh: MeshShape, *, num_chunks: in
         plan = random_plan(lengths, mesh.hdp, seed)
         plan = align(plan, cluster=cluster, cost=COST) if mesh.pp > 1 else plan
     else:
-        name = planner if planner in ("static", "naive") else "balanced"
-        balance = {} if name != "balanced" else {"balance": planner}
-        config = PlannerConfig(name=name, **balance)  # type: ignore[arg-type]
+        config = PlannerConfig(name=planner)  # type: ignore[arg-type]
         plan = make_planner(config, cluster, COST, num_stages=mesh.pp)(lengths)
     verify(plan, num_stages=mesh.pp, num_chunks=num_chunks)
     return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, PlanError
-from bytescale.config import PlannerConfig
+from bytescale.config import PlannerConfig, PlannerName
 from bytescale.cost import Cluster
 from bytescale.plan import Plan
 from bytescale.plan.verify import verify
@@ -98,19 +99,20 @@ def test_make_planner_follows_the_config() -> None:
     cluster = Cluster.uniform(8, 64)
     lengths = heavy_tailed(50, 256, 0)
     names = {
-        ("static", "adaptive"): "static/cp4",
-        ("naive", "adaptive"): "naive",
-        ("balanced", "paper"): "balanced/paper",
-        ("balanced", "greedy"): "balanced/greedy",
-        ("balanced", "adaptive"): "balanced/adaptive",
+        "static": "static/cp4",
+        "naive": "naive",
+        "paper": "paper",
+        "greedy": "greedy",
+        "adaptive": "adaptive",
     }
-    for (name, balance), planner in names.items():
-        config = PlannerConfig(name=name, balance=balance)  # type: ignore[arg-type]
+    assert set(names) == set(get_args(PlannerName))
+    for name, planner in names.items():
+        config = PlannerConfig(name=name)  # type: ignore[arg-type]
         plan = make_planner(config, cluster, LINKS, context_length=256)(lengths)
         assert plan.planner == planner
     wide = make_planner(PlannerConfig(name="static", static_cp=8), cluster, LINKS)(lengths)
     assert wide.planner == "static/cp8"
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match=r"no planner 'best'.*adaptive, paper"):
         make_planner(PlannerConfig(name="best"), cluster, LINKS)  # type: ignore[arg-type]
 
 

@@ -260,7 +260,7 @@ def test_plans_of_every_planner_run_through_a_pipeline(
     planner: str, mesh: MeshShape, lengths: list[int], slack: int
 ) -> None:
     """Small capacities: pipelines get different numbers of micro-batches, and shared groups between them."""
-    config = PlannerConfig(name="naive") if planner == "naive" else PlannerConfig(name="balanced", balance=planner)  # type: ignore[arg-type]
+    config = PlannerConfig(name=planner)  # type: ignore[arg-type]
     cluster = Cluster.uniform(mesh.hdp, -(-max(lengths) // mesh.hdp) + slack)
     plan = make_planner(config, cluster, CostModel.from_work(linear_per_square=40), num_stages=mesh.pp)(lengths)
     verify(plan, num_stages=mesh.pp)

@@ -60,8 +60,8 @@ WORST = replace(
 
 def test_a_row_as_the_readme_shows_it() -> None:
     assert step_header(80, mfu=False) + "\n" + step_row(STEP, 80) == (
-        "step      loss  grad norm   tok/s  FLOP/s    memory  imbalance  waiting  groups\n"
-        "12/80   5.4595       0.36   8.09K   28.1G   510 MiB       1.02       8%  4x2 3x1 2x1 1x3"
+        "step     loss grad norm     lr  tok/s FLOP/s   memory imbalance waiting groups\n"
+        "12/80  5.4595      0.36 1.0e-2  8.09K  28.1G  510 MiB      1.02      8% 4x2 3x1 2x1 1x3"
     )
 
 
@@ -94,6 +94,10 @@ def test_what_is_rare_is_told_when_it_happens() -> None:
     assert remarks(STEP, None) == []
     waited = replace(STEP, data_wait_seconds=0.3)
     assert remarks(waited, STEP) == ["        step 12 waited 300 ms for data, 20% of its time; its plan took 50 ms"]
+    assert remarks(waited, None) == []
+    slow = replace(STEP, predicted_seconds=0.5)
+    assert remarks(slow, STEP) == ["        step 12 took 1.5 s, 3.0 times the 500 ms that were predicted"]
+    assert remarks(replace(STEP, predicted_seconds=10.0), STEP) == []
     restarted = replace(STEP, data_restarts=2)
     assert re.search(r"restarted \(restarts so far: 2\)", remarks(restarted, STEP)[0])
     assert remarks(restarted, restarted) == []

@@ -21,14 +21,23 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     folder = RunFolder(tmp_path / "first-run")
     folder.path.mkdir()
-    (tracker,) = open_trackers(folder, Config(trainer=TrainerConfig(wandb="offline", wandb_project="trial")))
+    settings = TrainerConfig(
+        wandb="offline",
+        wandb_project="trial",
+        wandb_entity="us",
+        wandb_name="mine",
+        wandb_group="all",
+        wandb_tags=("a", "b"),
+    )
+    (tracker,) = open_trackers(folder, Config(trainer=settings))
     tracker.log(7, {"loss": 5.5, "num_tokens": 12})
     tracker.log(8, {"loss": 5.25, "num_tokens": 13})
     tracker.close()
     wandb.teardown()  # W&B's own process may still be writing; it ends with the process that started it
     (file,) = (folder.path / "wandb").glob("offline-run-*/run-*.wandb")
     header, history = read_wandb(file)
-    assert (header.project, header.display_name) == ("trial", "first-run")
+    assert (header.project, header.display_name, header.entity) == ("trial", "mine", "us")
+    assert (header.run_group, list(header.tags)) == ("all", ["a", "b"])
     assert header.run_id == _run_id(folder)  # a resumed run goes on under the same id
     logged = [{name: row[name] for name in ("step", "loss", "num_tokens")} for row in history]
     assert logged == [{"step": 7, "loss": 5.5, "num_tokens": 12}, {"step": 8, "loss": 5.25, "num_tokens": 13}]

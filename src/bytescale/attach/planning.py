@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import PlannerConfig
+from bytescale.config import PlannerConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.planner.verified import VerifiedPlanner
-
-PlannerName = Literal["adaptive", "static", "naive", "paper", "greedy"]
-
-_CONFIGS = {
-    "adaptive": PlannerConfig(),
-    "greedy": PlannerConfig(name="balanced", balance="greedy"),
-    "paper": PlannerConfig(name="balanced", balance="paper"),
-    "naive": PlannerConfig(name="naive"),
-    "static": PlannerConfig(name="static"),
-}
 
 
 def make_planner(
@@ -27,6 +18,7 @@ def make_planner(
     cost: CostModel | None = None,
     planner: PlannerName = "adaptive",
     equal_counts: bool = False,
+    offload: OffloadRule | None = None,
 ) -> VerifiedPlanner:
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
 
@@ -38,15 +30,17 @@ def make_planner(
             and ``paper`` are Algorithms 1 and 2 of the paper, ``greedy`` is our change of the latter.
         equal_counts: whether all members of a slice group have it at the same micro-batch index, as loops need in
             which all ranks communicate in every pass (FSDP).
+        offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
 
     Raises:
         ConfigError: for a planner that does not exist, or numbers that are not positive.
     """
-    if planner not in _CONFIGS:
-        raise ConfigError(problem(f"there is no planner {planner!r}", fix=f"use one of {', '.join(_CONFIGS)}"))
+    if planner not in get_args(PlannerName):
+        known = ", ".join(get_args(PlannerName))
+        raise ConfigError(problem(f"there is no planner {planner!r}", fix=f"use one of {known}"))
     return VerifiedPlanner(
-        _CONFIGS[planner],
-        Cluster.uniform(num_ranks, capacity_tokens),
+        PlannerConfig(name=planner),
+        Cluster.uniform(num_ranks, capacity_tokens, offload=offload),
         CostModel.from_work() if cost is None else cost,
         num_stages=2 if equal_counts else 1,  # plans of pipelines are aligned
     )

@@ -34,7 +34,7 @@ from bytescale.checkpoint.verify import problems_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, problem
 from bytescale.config import CheckpointConfig
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
 from bytescale.storage.place import Place, is_url, place_at
 
@@ -95,7 +95,7 @@ class Checkpointer:
         self._not_uploaded: tuple[int, int] | None = None  # step and number of this rank's file
         settle(attempt(lambda: self._open(folder)), ranks.checkpoint_group)
 
-    def save(self, state: RunState, optimizer: ShardedAdamW) -> None:
+    def save(self, state: RunState, optimizer: ShardedOptimizer) -> None:
         """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on.
 
         A checkpoint that finds no place, or that the disk refuses, is given up with a message: the run goes on, and
@@ -161,8 +161,17 @@ class Checkpointer:
         url = broadcast_json(self._newest_url(step_of(name) if int(seen) else -1), group)
         return place_at(url) if url else (local if int(seen) else None)
 
-    def restore(self, path: Place, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
+    def restore(
+        self,
+        path: Place,
+        optimizer: ShardedOptimizer,
+        architecture: dict[str, Any],
+        *,
+        numbers: dict[str, float] | None = None,
+    ) -> RunState:
         """Fill the optimizer and the parameters from ``path``; ``architecture`` is this run's own.
+
+        ``numbers``: the optimizer's states that are single numbers; None: AdamW's count of updates.
 
         Raises ``CheckpointError`` when the checkpoint is of another model, or damaged. In the second case, the message
         names the newest older checkpoint whose check passes.
@@ -173,7 +182,8 @@ class Checkpointer:
             if not isinstance(path, Path):
                 raise
             raise self._with_older(damage, path) from damage
-        optimizer.restore(state.step)
+        count = {"step": float(state.step)} if state.step else {}
+        optimizer.finish_restore(state.step, count if numbers is None else numbers)
         return state
 
     def _write(self, state: RunState, snapshot: Snapshot) -> None:

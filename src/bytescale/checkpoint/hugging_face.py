@@ -20,7 +20,8 @@ from bytescale.checkpoint.writing import Part, write_whole
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, architecture_of_folder, hf_config_of, read_hf_config
-from bytescale.models.hf import Piece
+from bytescale.data.tokens.tokenizer import load_tokenizer
+from bytescale.models.hf import HFTensor
 from bytescale.models.hf_folder import check_pieces, copy_companions, finite, write_json, write_pieces
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place, place_at
@@ -56,7 +57,10 @@ def export_checkpoint(
         shards = write_pieces(
             hidden, architecture_pieces(shape), master.value, dtype=DTYPES[dtype], shard_bytes=shard_bytes
         )
-        write_json(hidden / "config.json", _config_json(shape, dtype, run_config))
+        special = _end_of_text(run_config)
+        write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
+        if special:
+            write_json(hidden / "generation_config.json", special)
         copy_companions_of(checkpoint, hidden, run_config)
     return [target / shard.name for shard in shards]
 
@@ -83,7 +87,7 @@ class _StoredMaster:
         self._stored = stored
         self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
 
-    def value(self, piece: Piece) -> Tensor:
+    def value(self, piece: HFTensor) -> Tensor:
         """One tensor of a Hugging Face file."""
         if self._last is None or self._last[0] != piece.name:
             self._last = piece.name, self._stored.read(f"master.{piece.name}")
@@ -100,6 +104,13 @@ def _config_json(shape: Architecture, dtype: str, run_config: Config | None) -> 
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     content = hf_config_of(shape, dtype=torch_name, max_position_embeddings=context or None)
     return content | {name: before[name] for name in SPECIAL_TOKENS if name in before}
+
+
+def _end_of_text(run_config: Config | None) -> dict[str, int]:
+    """``eos_token_id`` of a model that began with random weights, if its tokenizer is a file."""
+    if run_config is None or run_config.trainer.init or not Path(run_config.data.tokenizer).expanduser().is_file():
+        return {}
+    return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
 def copy_companions_of(checkpoint: str | Place, target: Path, run_config: Config | None) -> None:
@@ -155,7 +166,7 @@ def import_folder(source: Path, target: Path) -> int:
     return sum(torch.Size(piece.shape).numel() for piece in pieces)
 
 
-def _part(piece: Piece, file: Path, pieces: list[Piece]) -> Part:
+def _part(piece: HFTensor, file: Path, pieces: list[HFTensor]) -> Part:
     """A tensor of a file, which is a parameter or one expert of it."""
 
     def read(_: str) -> Tensor:

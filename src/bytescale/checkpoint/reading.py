@@ -26,7 +26,7 @@ from bytescale.checkpoint.manifest import (
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
 from bytescale.common.errors import CheckpointError, problem
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import ShardedOptimizer, values_of
 from bytescale.storage.place import Place, is_url, place_at
 
 _OPEN_FILES = 64
@@ -146,7 +146,7 @@ def read_run_state(place: str | Place) -> RunState:
 
 def load_states(
     place: str | Place,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     architecture: dict[str, Any],
     group: dist.ProcessGroup,
     *,
@@ -162,6 +162,8 @@ def load_states(
     def fill() -> None:
         reader = CheckpointReader(place, companions=False)
         check_same_model(place, reader.state.architecture, architecture)
+        if only is None and reader.state.step:
+            optimizer.require_states()
         reader.fill([one for one in wanted_by(optimizer) if only is None or one.state in only])
         read.append(reader.state)
 
@@ -169,15 +171,13 @@ def load_states(
     return read[0]
 
 
-def wanted_by(optimizer: ShardedAdamW) -> list[Wanted]:
+def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:
     """This rank's parts of all states."""
-    pieces = list(layout_of(optimizer).pieces(optimizer.hdp.rank))
-    begins = [place.start for place in optimizer.parameters.shards(optimizer.hdp.rank)]
+    pieces = list(layout_of(optimizer).pieces(optimizer.group.rank))
     wanted = []
-    for state, parts in optimizer.states().items():
+    for state, ranges in optimizer.states().items():
         for piece in pieces:
-            begin = begins[piece.bucket]
-            target = parts[piece.bucket][piece.start - begin : piece.stop - begin].view(piece.box[1])
+            target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
             wanted.append(Wanted(state, piece.entry.name, piece.box, target))
     return wanted
 

@@ -7,7 +7,6 @@ some 100 bytes a parameter, whatever the number of ranks.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -36,7 +35,7 @@ from bytescale.checkpoint.manifest import (
 )
 from bytescale.checkpoint.tensor_file import METADATA, piece_name
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import Range, ShardedOptimizer, values_of
 
 _TAG = 7
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -63,44 +62,41 @@ class Snapshot:
     Attributes:
         layout: of the rank's HDP group.
         shard: the rank's number in that group.
-        states: by name, ``[n]`` tensors on the CPU: the rank's part of each bucket.
+        states: by name, copies on the CPU of this rank's ranges.
     """
 
     layout: Layout
     shard: int
-    states: Mapping[str, Sequence[Tensor]]
+    states: Mapping[str, Sequence[Range]]
 
     @staticmethod
-    def of(optimizer: ShardedAdamW) -> Snapshot:
+    def of(optimizer: ShardedOptimizer) -> Snapshot:
         """Copy this rank's states to host memory, so that training may go on while they are written."""
         copies = {
-            name: [tensor.detach().to("cpu", copy=True) for tensor in parts]
-            for name, parts in optimizer.states().items()
+            name: [Range(own.start, own.values.detach().to("cpu", copy=True)) for own in ranges]
+            for name, ranges in optimizer.states().items()
         }
-        return Snapshot(layout_of(optimizer), optimizer.hdp.rank, copies)
+        return Snapshot(layout_of(optimizer), optimizer.group.rank, copies)
 
     def heads(self) -> list[TensorHead]:
         """The rectangles of this rank in the order of its file: state by state, as the buffer has them."""
         return [
-            TensorHead(piece_name(state, piece.entry.name, piece.box), parts[0].dtype, piece.box[1])
-            for state, parts in self.states.items()
+            TensorHead(piece_name(state, piece.entry.name, piece.box), ranges[0].values.dtype, piece.box[1])
+            for state, ranges in self.states.items()
             for piece in self._pieces()
         ]
 
     def tensors(self) -> Iterator[Tensor]:
         """The content of ``heads``."""
-        bounds, count = self.layout.bounds, self.layout.num_shards
-        begins = [a + self.shard * (b - a) // count for a, b in itertools.pairwise(bounds)]
-        for parts in self.states.values():
+        for ranges in self.states.values():
             for piece in self._pieces():
-                begin = begins[piece.bucket]
-                yield parts[piece.bucket][piece.start - begin : piece.stop - begin]
+                yield values_of(ranges, piece.start, piece.stop)
 
     def _pieces(self) -> list[LayoutPiece]:
         return [piece for piece in self.layout.pieces(self.shard) if piece.entry.written]
 
 
-def layout_of(optimizer: ShardedAdamW) -> Layout:
+def layout_of(optimizer: ShardedOptimizer) -> Layout:
     """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
     flat, mesh = optimizer.parameters, optimizer.mesh
     entries = []

@@ -46,7 +46,8 @@ class CorpusOptions:
     """The options with which a command reads a corpus. They mean the same as in the ``[data]`` section."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library."""
+    """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library, and
+    `python:functions` the functions of it."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending."""
     content: Literal["text", "messages", "prompt", "tokens"] = "text"

@@ -11,7 +11,7 @@ import tyro
 
 from bytescale.cli.options import parse
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config.shipped import starter_config
+from bytescale.config.load import DEMO_CONFIG
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def init(path: Path) -> None:
-    """Write the starter config to ``path``. Raises ``ConfigError`` if the file exists or cannot be written."""
+    """Write the demo's config to ``path``. Raises ``ConfigError`` if the file exists or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(starter_config())
+            file.write(DEMO_CONFIG.read_text(encoding="utf-8"))
     except FileExistsError as error:
         raise ConfigError(
             problem(

@@ -14,6 +14,7 @@ from bytescale.common.failures import SystemRefusal, foreseen, unexpected
 
 # name: (module with `run(arguments) -> exit code`, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("bytescale.cli.demo", "the first run: train on 8 ranks, measure the planners, simulate a cluster"),
     "train": ("bytescale.cli.train", "train a model: bytescale train CONFIG [--section.key value ...]"),
     "init": ("bytescale.cli.init", "write a commented config to start from"),
     "plan": ("bytescale.cli.plan", "plan one batch for any number of ranks and compare planners"),
@@ -91,6 +92,6 @@ def usage() -> str:
             "commands:",
             *lines,
             "",
-            "`bytescale COMMAND --help` lists its options. A first run: bytescale train stdlib-tiny",
+            "`bytescale COMMAND --help` lists its options. A first run: bytescale demo",
         ]
     )

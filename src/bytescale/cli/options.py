@@ -15,9 +15,22 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import parse_count
 from bytescale.config import Config
-from bytescale.config.shipped import find_config
+from bytescale.config.load import RENAMED
 
 Options = TypeVar("Options")
+_OTHER_WORDS = {
+    "cp": "planner.static-cp",
+    "context-parallel-size": "planner.static-cp",
+    "learning-rate": "optimizer.lr",
+    "lr-scheduler-type": "optimizer.schedule",
+    "max-steps": "trainer.steps",
+    "epochs": "trainer.steps",
+    "seq-length": "data.context-length",
+    "max-length": "data.context-length",
+    "global-batch-size": "data.batch-tokens",
+    "micro-batch-size": "parallel.capacity-tokens",
+}
+"""What other frameworks call a setting, and its name here."""
 _ALIKE = 0.7
 """From this likeness of two names (0 to 1) on, one may be meant by the other."""
 
@@ -51,11 +64,8 @@ def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in (*known, "--help"):
-            raise ConfigError(
-                problem(
-                    f"unknown option {name}", so="the setting would have no effect", fix=_similar_option(name, known)
-                )
-            )
+            fix = RENAMED.get(name.removeprefix("--")) or _similar_option(name, known)
+            raise ConfigError(problem(f"unknown option {name}", so="the setting would have no effect", fix=fix))
 
 
 def _similar_option(name: str, known: Sequence[str]) -> str:
@@ -67,6 +77,9 @@ def _similar_option(name: str, known: Sequence[str]) -> str:
         key = difflib.SequenceMatcher(None, asked.rpartition(".")[2], offered.rpartition(".")[2]).ratio()
         return max(whole, key), whole
 
+    other = _OTHER_WORDS.get(name.lstrip("-").rpartition(".")[2])
+    if other is not None:
+        return f"write --{other}"
     closest = max(known, key=likeness)
     if likeness(closest)[0] < _ALIKE:
         return "write a setting as --section.key value; --help lists all of them"
@@ -74,13 +87,9 @@ def _similar_option(name: str, known: Sequence[str]) -> str:
 
 
 def leading_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Split off the config, which comes before all options. It is a path, or the name of a config in the package.
-
-    Returns the path, or None without a config, and the other arguments. Raises ``ConfigError`` if there is no such
-    config.
-    """
+    """Split off the config's path, which comes before all options. Returns it, or None, and the other arguments."""
     if arguments and not arguments[0].startswith("-"):
-        return find_config(arguments[0]), list(arguments[1:])
+        return Path(arguments[0]), list(arguments[1:])
     return None, list(arguments)
 
 

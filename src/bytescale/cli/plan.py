@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
@@ -19,17 +18,14 @@ from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.units import format_count
-from bytescale.config import Config, TrainerConfig, load_config
+from bytescale.config import Config, PlannerConfig, PlannerName, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
 from bytescale.cost import Cluster, CostModel, Profile
-from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
-from bytescale.planner import adaptive_plan, aligned, greedy_plan, naive_plan, paper_plan, static_plan
-from bytescale.simulator import ClusterConfig, simulate
+from bytescale.planner import make_planner
+from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
-
-PlannerName = Literal["static", "naive", "paper", "greedy", "adaptive"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,19 +128,6 @@ def devices_in_words(options: PlanOptions) -> str:
     return f" ({' x '.join(layout)} devices each{chunks})" if layout else ""
 
 
-def named_planner(name: PlannerName, *, context: int = 0, num_stages: int = 1) -> Callable[..., Plan]:
-    """Return the planner function with this name. It is called with ``(lengths, cluster=, cost=)``."""
-    pipeline = num_stages > 1
-    planners: dict[str, Callable[..., Plan]] = {
-        "static": partial(static_plan, context=context),
-        "naive": naive_plan,
-        "paper": aligned(partial(paper_plan, pipeline=True)) if pipeline else paper_plan,
-        "greedy": aligned(partial(greedy_plan, pipeline=True)) if pipeline else greedy_plan,
-        "adaptive": partial(adaptive_plan, num_stages=num_stages),
-    }
-    return planners[name]
-
-
 def _defaults(config: Config | None) -> PlanOptions:
     if config is None:
         return PlanOptions()
@@ -179,10 +162,18 @@ def _plan_all(
     refused: dict[str, str] = {}
     for name in options.planners:
         context = 0 if options.batch.lengths else options.batch.context
-        planner = named_planner(name, context=context, num_stages=options.pp)
+        step = partial(step_seconds, profile=profile, cluster=layout)
+        planner = make_planner(
+            PlannerConfig(name=name),
+            cluster,
+            cost,
+            context_length=context,
+            num_stages=options.pp,
+            step_seconds=step,
+        )
         began = time.perf_counter()
         try:
-            plan = planner(lengths, cluster=cluster, cost=cost)
+            plan = planner(lengths)
             seconds = time.perf_counter() - began
             verify(plan)
             planned[name] = Planned(plan=plan, step=simulate(plan, profile, layout), planning_seconds=seconds)

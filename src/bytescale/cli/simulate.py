@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,17 +17,21 @@ from rich.table import Table
 from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch
 from bytescale.cli.costs import CostOptions, Costs, costs_of
 from bytescale.cli.options import leading_path, parse
-from bytescale.cli.plan import PlannerName, named_planner
+from bytescale.cli.plan_report import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import AUTO_CAPACITY, Config, TrainerConfig, load_config
+from bytescale.config import AUTO_CAPACITY, Config, PlannerConfig, PlannerName, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
 from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
-from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
+from bytescale.planner import make_planner
+from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
+
+_LARGE_SYNC = 0.3
+"""From this share of the gradient sync on, a step is told to be small for its devices."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +105,8 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         soft_wrap=True,
     )
     print_step(console, step, profile, plan, cluster)
+    memory = memory_in_words(plan, costs.devices.memory, costs.devices.usable_bytes)
+    console.print(memory, highlight=False, soft_wrap=True)
     console.print(f"simulated in {format_seconds(seconds)}", highlight=False)
     if options.png is not None:
         draw_steps({plan.planner: step}, options.png)
@@ -145,6 +152,13 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     if step.loader_seconds > 0:
         table.add_row("loader", f"{shares['loader']:.1%}", *[format_seconds(step.loader_seconds)] * 2)
     console.print(table)
+    if shares["gradient sync"] > _LARGE_SYNC:
+        console.print(
+            f"the gradient sync takes {shares['gradient sync']:.0%} of the step: model and batch are small for so many "
+            "devices",
+            highlight=False,
+            soft_wrap=True,
+        )
     traffic = step.traffic
     console.print(
         f"sent by all devices: ring {format_bytes(traffic.ring_intra_node)} inside nodes, "
@@ -188,5 +202,13 @@ def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
-    planner = named_planner(options.planner, context=context, num_stages=cluster.pp)
-    return planner(batch.lengths, cluster=ranks, cost=cost)
+    step = partial(step_seconds, profile=costs.profile, cluster=cluster)
+    planner = make_planner(
+        PlannerConfig(name=options.planner),
+        ranks,
+        cost,
+        context_length=context,
+        num_stages=cluster.pp,
+        step_seconds=step,
+    )
+    return planner(batch.lengths)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -26,15 +27,19 @@ from bytescale.config import (
     load_config,
     validate,
 )
+from bytescale.config.validate import hdp_ranks, may_offload
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Train a model: bytescale train CONFIG [options], or bytescale train --resume RUN_FOLDER [options].
 
-    CONFIG comes first: a TOML file, or the name of a config that comes with bytescale (stdlib-tiny). Every setting in
-    it can be changed here: --optimizer.lr 1e-3 --data.batch-tokens 64K.
+    CONFIG comes first: a TOML file. Every setting in it can be changed here: --optimizer.lr 1e-3
+    --data.batch-tokens 64K.
     """
+
+    command: ClassVar[str] = "train"
+    compares: ClassVar[bool] = False  # planners, after the last step
 
     resume: Path | None = None
     """Continue this run folder from its last checkpoint, on any number of ranks."""
@@ -55,9 +60,14 @@ class TrainOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale train``. Returns the exit code."""
+    start_training(read_options(arguments))
+    return 0
+
+
+def start_training(options: TrainOptions) -> None:
+    """Train with these options, in this process or in ranks that run the same command."""
     use_expandable_segments()  # has to come before torch is imported; the ranks started from here inherit it
     require_torch()
-    options = read_options(arguments)
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())
     if options.dry_run:
@@ -68,21 +78,25 @@ def run(arguments: Sequence[str]) -> int:
         from bytescale.train.loop.dry_run import dry_run
 
         dry_run(config)
-        return 0
+        return
     from bytescale.train.ranks import end_with_launcher, under_torchrun
 
     if under_torchrun():
         from bytescale.train import train
 
         end_with_launcher()
-        train(config)
+        train(config, compares=options.compares)
     else:
         prepare_and_start(options)
-    return 0
 
 
-def read_options(arguments: Sequence[str]) -> TrainOptions:
-    """Read the config file or that of the resumed run, apply the command line to it, and choose the run folder."""
+def read_options(
+    arguments: Sequence[str], kind: type[TrainOptions] = TrainOptions, default: Path | None = None
+) -> TrainOptions:
+    """Read the config file or that of the resumed run, apply the command line to it, and choose the run folder.
+
+    ``kind``: the options of the command. ``default``: the config if none is named.
+    """
     path, rest = leading_path(arguments)
     check_setting_names(rest, also=("--resume", "--init", "--dry-run", "--launch", "--max-restarts", "--elastic"))
     resumed = _value_of(rest, "--resume")
@@ -94,15 +108,14 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
                 fix=f"to continue the run, leave out {path}: the run folder has its own config.toml",
             )
         )
-    if resumed is not None:
-        path = resumed / "config.toml"
-    default = TrainOptions(config=load_config(path) if path else Config())
-    options = parse(TrainOptions, rest, prog="bytescale train", default=default)
+    path = resumed / "config.toml" if resumed is not None else path or default
+    defaults = kind(config=load_config(path) if path else Config())
+    options = parse(kind, rest, prog=f"bytescale {kind.command}", default=defaults)
     if path is None:
         raise ConfigError(
             problem(
                 "no config file is given",
-                fix="try `bytescale train stdlib-tiny`, a config that comes with bytescale, or see --help",
+                fix="write one with `bytescale init`, try `bytescale demo`, or see --help",
             )
         )
     if resumed is not None and options.init is not None:
@@ -110,7 +123,7 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     config = _started_from(options.init, options.config)
     trainer = config.trainer
     if resumed is not None:
-        config = _from_checkpoint(config, resumed)
+        config = _holding_the_context(_from_checkpoint(config, resumed), rest)
         trainer = replace(config.trainer, run_dir=str(resumed), resume=True)
     if not trainer.run_dir:
         from bytescale.train.run_folder import default_run_dir
@@ -154,6 +167,20 @@ def _from_checkpoint(config: Config, run: Path) -> Config:
     return replace(config, model=model, trainer=replace(config.trainer, init=""))
 
 
+def _holding_the_context(config: Config, arguments: Sequence[str]) -> Config:
+    """A resumed run on fewer ranks: each holds more tokens than before, unless the command line says how many."""
+    parallel, ranks = config.parallel, hdp_ranks(config.parallel)
+    needed = -(-config.data.context_length // ranks)
+    is_given = any(argument.replace("_", "-").startswith("--parallel.capacity-tokens") for argument in arguments)
+    if is_given or not 0 < parallel.capacity_tokens < needed or may_offload(config, config.trainer.device):
+        return config
+    print(
+        f"resume  a rank holds {needed} tokens instead of {parallel.capacity_tokens}, so that {ranks} can hold a "
+        f"sequence of {config.data.context_length}"
+    )
+    return replace(config, parallel=replace(parallel, capacity_tokens=needed))
+
+
 def _newest_checkpoint(config: Config, run: Path) -> Path | None:
     """The newest complete checkpoint on this machine, if there is any."""
     from bytescale.checkpoint.folder_of_run import complete_checkpoints, local_folder
@@ -187,17 +214,18 @@ def prepare_and_start(options: TrainOptions) -> None:
             from bytescale.train.stop import StopRequest
 
             asked = StopRequest(tells=True)
-            train(config, stop=asked)
+            train(config, stop=asked, compares=options.compares)
             if asked.agreed:
                 print(
                     f"stopped by {asked.signal.name}; continue with: bytescale train --resume {config.trainer.run_dir}"
                 )
                 raise SystemExit(128 + asked.signal)
             return
+        start: Callable[[Config], None]
         if options.launch == "torchrun":
             from bytescale.train.launch.torchrun import ranks_there
 
-            start = _start_ranks
+            start = partial(_start_ranks, command=options.command)
         else:
             from bytescale.train.launch.on_ray import ranks_there
 
@@ -252,7 +280,7 @@ def _start_ranks_on_ray(config: Config) -> None:
     launch_on_ray(config)
 
 
-def _start_ranks(config: Config) -> None:
+def _start_ranks(config: Config, command: str) -> None:
     from bytescale.train.launch.torchrun import launch_ranks
 
     print(f"starting {config.parallel.ranks} ranks ...", flush=True)
@@ -261,7 +289,7 @@ def _start_ranks(config: Config) -> None:
         resolved.write_text(config_to_toml(config), encoding="utf-8")
         launch_ranks(
             config.parallel.ranks,
-            ["train", str(resolved)],
+            [command, str(resolved)],
             run_dir=config.trainer.run_dir,
             stop_seconds=config.parallel.stop_seconds,
         )

@@ -1,4 +1,4 @@
-"""Floor 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
+"""Layer 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
 
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture
@@ -17,6 +17,7 @@ from bytescale.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PlannerConfig,
+    PlannerName,
     RingGradients,
     TrainerConfig,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlannerConfig",
+    "PlannerName",
     "RingGradients",
     "TrainerConfig",
     "config_from_dict",

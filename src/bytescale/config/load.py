@@ -17,6 +17,12 @@ from bytescale.common.units import parse_count
 from bytescale.config.schema import Config
 
 Section = TypeVar("Section")
+RENAMED = {"planner.balance": 'write planner.name = "adaptive", "paper" or "greedy" instead of "balanced"'}
+"""What to write instead of a setting of 0.1.0."""
+
+
+DEMO_CONFIG = Path(__file__).with_name("demo.toml")
+"""The commented config that `bytescale demo` runs and `bytescale init` writes."""
 
 
 def load_config(path: Path) -> Config:
@@ -25,7 +31,11 @@ def load_config(path: Path) -> Config:
         content = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
-            problem(f"{path} does not exist", fix="name a TOML file; `bytescale init` writes one")
+            problem(
+                f"there is no config file {path}",
+                so="there are no settings to use",
+                fix="name a TOML file; `bytescale init` writes one",
+            )
         ) from error
     except (ValueError, IsADirectoryError) as error:
         raise ConfigError(problem(f"{path} is not TOML: {error}", fix="mend the line that it names")) from error
@@ -69,7 +79,7 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
                 problem(
                     f"{where}: unknown {what} {prefix}{name}",
                     so="the setting would have no effect",
-                    fix=nearest(name, specs),
+                    fix=RENAMED.get(prefix + name) or nearest(name, specs),
                 )
             )
         hint = hints[name]

@@ -13,6 +13,7 @@ AUTO_CAPACITY = 0
 AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
 LossPer = Literal["token", "sequence", "weight"]
+PlannerName = Literal["adaptive", "paper", "greedy", "naive", "static"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +64,8 @@ class DataConfig:
     """Where the text comes from, how it becomes tokens, and how many make a global batch."""
 
     sources: tuple[str, ...] = ()
-    """Folders, files, globs, URLs of them (s3://, hdfs://, http://), or `python:stdlib`, Python's own library."""
+    """Folders, files, globs, URLs of them (s3://, hdfs://, http://), `python:stdlib`, Python's own
+    library, or `python:functions`, its functions, of which most are short, and a few of its modules."""
     format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
     """Format of the sources; auto goes by each file's ending (.bin: Megatron .bin/.idx pair, already tokens)."""
     content: Literal["text", "messages", "prompt", "tokens"] = "text"
@@ -167,11 +169,10 @@ class MemoryConfig:
 class PlannerConfig:
     """How a global batch is laid out over the ranks."""
 
-    name: Literal["static", "naive", "balanced"] = "balanced"
-    """static: DP x CP mesh (the baseline); naive: the paper's Algorithm 1; balanced: equal time on every rank."""
-    balance: Literal["adaptive", "greedy", "paper"] = "adaptive"
-    """balanced only. adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the
-    paper's Algorithm 2 as published. greedy: Algorithm 2, but each group goes to the ranks that are free first."""
+    name: PlannerName = "adaptive"
+    """adaptive: ours; how many ranks share a sequence follows the cluster and the batch. paper: the paper's Algorithm 2
+    as published. greedy: Algorithm 2, but each group goes to the ranks that are free first. naive: its Algorithm 1.
+    static: a mesh of data and context parallelism, the baseline."""
     grids: bool = True
     """adaptive only. Ranks that share a sequence may form a grid, in which rows share queries and columns share keys,
     where this is faster than a ring. false: all are rings, as in the paper."""
@@ -194,12 +195,17 @@ class CostConfig:
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay. States are sharded over all HDP ranks (ZeRO-1)."""
+    """AdamW with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
 
     lr: float = 3e-4
     """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    """How the learning rate falls after warm-up. wsd: it stays, and falls linearly over the last `decay_share`.
+    inverse-sqrt: as sqrt(warmup_steps / step), which does not depend on the number of steps."""
+    decay_share: float = 0.2
+    """wsd only. The share of the steps after warm-up over which the learning rate falls."""
     min_lr_ratio: float = 0.1
-    """Final learning rate over the peak."""
+    """Lowest learning rate over the peak. A constant schedule stays above it."""
     warmup_steps: int = 10
     """Steps of linear warm-up."""
     beta1: float = 0.9
@@ -268,6 +274,14 @@ class TrainerConfig:
     """Also report to Weights & Biases (extra `wandb`); offline: into the run folder, for `wandb sync`."""
     wandb_project: str = "bytescale"
     """Project that Weights & Biases files the run under."""
+    wandb_entity: str = ""
+    """User or team of Weights & Biases; empty: that of the login."""
+    wandb_name: str = ""
+    """Name of the run there; empty: that of the run folder."""
+    wandb_group: str = ""
+    """Group of runs there; empty: none."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run there."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
     shows the FLOP/s that it reaches instead of MFU."""

@@ -60,7 +60,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             problem(
                 f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
                 so="the DP x CP mesh would have a hole",
-                fix='use a divisor of the ranks, or planner.name = "balanced", which needs none',
+                fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
             )
         )
     _check_attention(config.trainer)
@@ -315,9 +315,12 @@ def _at_least_one(config: Config) -> None:
         raise ConfigError(
             problem(f"trainer.gradient_bucket_mib is {bucket_mib}", fix="use 0 (one reduction a step) or a size in MiB")
         )
-    if config.optimizer.z_loss < 0:
-        raise ConfigError(problem(f"optimizer.z_loss is {config.optimizer.z_loss}", fix="use 0 (off) or more"))
-    if config.optimizer.clip_grad_norm < 0:
+    for name in ("z_loss", "clip_grad_norm"):
+        if getattr(config.optimizer, name) < 0:
+            raise ConfigError(
+                problem(f"optimizer.{name} is {getattr(config.optimizer, name)}", fix="use 0 (off) or more")
+            )
+    if not 0 < config.optimizer.decay_share <= 1:
         raise ConfigError(
-            problem(f"optimizer.clip_grad_norm is {config.optimizer.clip_grad_norm}", fix="use 0 (off) or more")
+            problem(f"optimizer.decay_share is {config.optimizer.decay_share}", fix="use a share above 0, up to 1")
         )

@@ -52,7 +52,7 @@ class Plan:
     rank_micro_batch_offsets: IntArray  # [R + 1] numbers of a rank's micro-batches, in execution order
     micro_batch_group_offsets: IntArray  # [M + 1] into micro_batch_groups
     micro_batch_groups: IntArray  # [sum of group sizes] group numbers; a shared group comes first
-    planner: str = field(default="")  # name of the planner, for people: "balanced/adaptive"
+    planner: str = field(default="")  # name of the planner, for people: "adaptive"
 
     @property
     def num_sequences(self) -> int:

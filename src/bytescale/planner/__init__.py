@@ -1,11 +1,10 @@
-"""Floor 3: from lengths, a cluster and a cost model to a plan. Pure: no torch, no clock, no randomness, no I/O."""
+"""Layer 3: from lengths, a cluster and a cost model to a plan. Pure: no torch, no clock, no randomness, no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from numpy.typing import ArrayLike
 
@@ -26,7 +25,6 @@ __all__ = [
     "adaptive_plan",
     "align",
     "aligned",
-    "balanced_plan",
     "evaluate",
     "greedy_plan",
     "is_aligned",
@@ -37,16 +35,14 @@ __all__ = [
 ]
 
 
-def balanced_plan(
-    lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, mode: Literal["adaptive", "greedy", "paper"] = "adaptive"
-) -> Plan:
-    """Equal time on every rank: "paper" is Algorithm 2 as published, "greedy" our change of it, "adaptive" ours."""
-    plans: dict[str, Callable[..., Plan]] = {"adaptive": adaptive_plan, "greedy": greedy_plan, "paper": paper_plan}
-    return plans[mode](lengths, cluster=cluster, cost=cost)
-
-
 def make_planner(
-    config: PlannerConfig, cluster: Cluster, cost: CostModel, *, context_length: int = 0, num_stages: int = 1
+    config: PlannerConfig,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    context_length: int = 0,
+    num_stages: int = 1,
+    step_seconds: Callable[[Plan], float] | None = None,
 ) -> Callable[[ArrayLike], Plan]:
     """The planner that ``config`` names, as a function of the batch's lengths alone.
 
@@ -55,26 +51,25 @@ def make_planner(
         cluster: the ranks.
         cost: tells the time of a group.
         context_length: the longest sequence that may occur; it sizes the static mesh when ``static_cp`` is not set.
+        step_seconds: the time of a plan's step, by which the adaptive planner compares plans (``adaptive_plan``).
         num_stages: pipeline stages; with more than one, plans are aligned, so that 1F1B cannot hang.
 
     Raises:
         ConfigError: if the planner does not exist.
     """
-    if config.name == "static":
-        return partial(static_plan, cluster=cluster, cost=cost, cp=config.static_cp, context=context_length)
-    if config.name == "balanced" and config.balance == "adaptive":
-        cost = cost if config.grids else replace(cost, row_bytes_per_token=None)
-        return partial(adaptive_plan, cluster=cluster, cost=cost, num_stages=num_stages)
-    planner: Callable[..., Plan] | None = None
-    if config.name == "naive":
-        planner = naive_plan
-    if config.name == "balanced" and config.balance in ("greedy", "paper"):
-        planner = partial(greedy_plan if config.balance == "greedy" else paper_plan, pipeline=num_stages > 1)
-    if planner is not None:
-        return partial(planner if num_stages == 1 else aligned(planner), cluster=cluster, cost=cost)
-    raise ConfigError(
-        problem(
-            f"planner.name = {config.name!r} with planner.balance = {config.balance!r} does not exist",
-            fix='use "static", "naive" or "balanced", the latter with "adaptive", "greedy" or "paper"',
-        )
-    )
+    pipeline = num_stages > 1
+    planners: dict[str, Callable[..., Plan]] = {
+        "adaptive": partial(adaptive_plan, num_stages=num_stages, context=context_length, step_seconds=step_seconds),
+        "paper": partial(paper_plan, pipeline=pipeline),
+        "greedy": partial(greedy_plan, pipeline=pipeline),
+        "naive": naive_plan,
+        "static": partial(static_plan, cp=config.static_cp, context=context_length),
+    }
+    if config.name not in planners:
+        raise ConfigError(problem(f"there is no planner {config.name!r}", fix=f"use one of {', '.join(planners)}"))
+    planner = planners[config.name]
+    if pipeline and config.name in ("paper", "greedy", "naive"):
+        planner = aligned(planner)
+    if config.name == "adaptive" and not config.grids:
+        cost = replace(cost, row_bytes_per_token=None)
+    return partial(planner, cluster=cluster, cost=cost)

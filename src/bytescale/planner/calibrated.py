@@ -90,7 +90,7 @@ class CalibratedPlanner:
         """The ranks with the speeds of ``state``. Only the adaptive planner plans for unequal ranks."""
         equal, config = self.planner.cluster, self.planner.config
         known = state.speeds or self.calibrator.first_speeds
-        if not known or (config.name, config.balance) != ("balanced", "adaptive"):
+        if not known or config.name != "adaptive":
             return equal
         return replace(equal, speeds=self.calibrator.speeds(state))
 

@@ -15,6 +15,8 @@ from bytescale.report.runs import RunRecord
 
 WORTH_SAYING = 0.05
 """Share of a step below which a cost is not mentioned."""
+_BASELINES = ("naive", "static")
+"""Planners that do not balance the ranks' times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ def data_comes_late(run: RunRecord) -> Advice | None:
         return Advice(
             share=share,
             figure=f"{figure} Planning a batch takes {format_seconds(planning)}, a step {format_seconds(seconds)}.",
-            remedy='Let one planner plan for all ranks (`data.loader = "ray"`), or use `planner.balance = "greedy"`, '
+            remedy='Let one planner plan for all ranks (`data.loader = "ray"`), or use `planner.name = "greedy"`, '
             "which plans faster.",
         )
     return Advice(
@@ -79,8 +81,8 @@ def ranks_wait_in_rings(run: RunRecord) -> Advice | None:
     figure = f"Ranks wait {share:.0%} of the time for each other inside forward and backward"
     figure += f"; rings send {format_bytes(sent)} a step." if sent else "."
     remedies = []
-    if run.settings["planner.name"] != "balanced":
-        remedies.append(f'Use `planner.name = "balanced"` instead of "{run.settings["planner.name"]}"')
+    if run.settings["planner.name"] in _BASELINES:
+        remedies.append(f'Use `planner.name = "adaptive"` instead of "{run.settings["planner.name"]}"')
     if sent:
         capacity = run.settings["parallel.capacity_tokens"]
         now = f" (now {format_count(capacity)})" if isinstance(capacity, int) and capacity else ""
@@ -106,8 +108,8 @@ def one_rank_computes_longer(run: RunRecord) -> Advice | None:
     )
     if not run.settings["cost.calibrate"]:
         remedy = "Set `cost.calibrate = true`: ranks that are slower then get less work."
-    if run.settings["planner.name"] != "balanced":
-        remedy = f'Use `planner.name = "balanced"` instead of "{run.settings["planner.name"]}".'
+    if run.settings["planner.name"] in _BASELINES:
+        remedy = f'Use `planner.name = "adaptive"` instead of "{run.settings["planner.name"]}".'
     return Advice(
         share=share * _shares(run)["compute"],
         figure=f"The slowest rank computes {imbalance - 1:.0%} longer than the mean of all ranks, in the median step.",

@@ -24,6 +24,8 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     The colour shows the degree, which is the number of ranks that share the micro-batch. Pale red is waiting, and grey
     is the gradient sync. Where there is room, a thin white line ends each forward and backward of a micro-batch.
 
+    A title tells the step's time, beside that of the first one.
+
     Raises:
         BytescaleError: matplotlib is not installed.
     """
@@ -33,11 +35,12 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
     highest = max(float(step.events.loads.degree.max()) for step in steps.values())
     levels = int(np.ceil(np.log2(highest)))
     palette = _palette(pyplot, levels)
-    heights = [1.7 + 0.6 * step.num_stages for step in steps.values()]
+    heights = [1.1 + 0.6 * step.num_stages for step in steps.values()]
+    first, slowest = next(iter(steps.items()))
     figure, axes = pyplot.subplots(
         len(steps),
         1,
-        figsize=(12, 0.9 + sum(heights)),
+        figsize=(9, 1.2 + sum(heights)),
         height_ratios=heights,
         sharex=True,
         squeeze=False,
@@ -57,15 +60,17 @@ def draw_steps(steps: dict[str, SimulatedStep], path: Path) -> None:
         )
         axis.axvline(step.step_seconds / unit, color="black", linewidth=1)
         waiting = (step.dp_bubble + step.pp_bubble + step.wait_members).mean() / step.step_seconds
-        axis.set_title(
-            f"{title}: {format_seconds(step.step_seconds)}, ranks wait {waiting:.0%} of it", loc="left", fontsize=10
+        faster = (
+            f", {slowest.step_seconds / step.step_seconds:.2g} times as fast as {first}" if step is not slowest else ""
         )
+        words = f"{title}: {format_seconds(step.step_seconds)}{faster}; ranks wait {waiting:.0%} of it"
+        axis.set_title(words, loc="left", fontsize=12)
         axis.set_ylabel("rank")
         if num_stages > 1:
             _mark_stages(axis, num_stages, step.events.num_ranks)
     axes[-1, 0].set_xlabel(f"time in {name}")
     _legend(figure, palette, levels)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
@@ -127,7 +132,7 @@ def _legend(figure: Any, palette: list[Any], levels: int) -> None:
         Patch(facecolor=colour, edgecolor="black", linewidth=0.4, label=name)
         for colour, name in zip(palette, names, strict=True)
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=11, frameon=False)
 
 
 def _matplotlib() -> tuple[Any, Any]:

@@ -144,7 +144,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBatch:
+class PlannedStep:
     """A global batch with its plan, of which every rank gets its part."""
 
     batch: GlobalBatch
@@ -157,12 +157,12 @@ class PlannedBatch:
     planning_seconds: float
 
     @staticmethod
-    def draw(sampler: BatchSampler, planner: Planner, costs: Any, loss_per: LossPer) -> PlannedBatch:
+    def draw(sampler: BatchSampler, planner: Planner, costs: Any, loss_per: LossPer) -> PlannedStep:
         """Draw the next batch and plan it. ``costs``: what the planner needs of this step (``costs_of_step``)."""
         batch = sampler.next_batch()
         started = time.perf_counter()
         plan = plan_with_costs(planner, batch.lengths, costs)
-        return PlannedBatch(
+        return PlannedStep(
             batch=batch,
             plan=plan,
             digest=plan.digest(),
@@ -321,7 +321,7 @@ def local_steps(
     """
     token_bytes = corpus.index.token_bytes
     while stop_step is None or sampler.next_step < stop_step:
-        planned = PlannedBatch.draw(sampler, planner, costs_of_step(planner, sampler.next_step), loss_per)
+        planned = PlannedStep.draw(sampler, planner, costs_of_step(planner, sampler.next_step), loss_per)
         started = time.perf_counter()
         data, segments = planned.part_of(rank)
         micro_batches = corpus.micro_batches(data.rank_plan, segments)

@@ -23,7 +23,7 @@ import ray.exceptions
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import Segments
-from bytescale.data.loading.loader import PlannedBatch, StepData
+from bytescale.data.loading.loader import PlannedStep, StepData
 from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts, CorpusIndex
 from bytescale.data.remote.calls import Shared, wait_for
@@ -60,7 +60,7 @@ class PlannerActor:
         self._lock = threading.Lock()  # of what follows, up to _latest
         self._checked: tuple[str, Future[SamplerState]] | None = None  # the last state that was checked
         self._how: tuple[Planner, int | None] | None = None
-        self._steps: dict[int, tuple[SamplerState, Any, Future[PlannedBatch]]] = {}  # with state before, and costs
+        self._steps: dict[int, tuple[SamplerState, Any, Future[PlannedStep]]] = {}  # with state before, and costs
         self._latest = -1  # the latest step that anybody has asked for
         self._cutting = threading.Lock()  # a part of a group of thousands of ranks takes GB while it is cut
         self._made_index: CorpusIndex | None = None
@@ -138,7 +138,7 @@ class PlannerActor:
             self._made_index = made
         return self._made_index
 
-    def _step(self, state: SamplerState, costs: Any) -> Future[PlannedBatch]:
+    def _step(self, state: SamplerState, costs: Any) -> Future[PlannedStep]:
         """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way.
 
         What failed is planned again, because the reason may be gone. The caller holds the lock.
@@ -149,13 +149,13 @@ class PlannerActor:
             known = self._steps[step] = state, costs, self._thread.submit(self._plan, state, costs)
         return known[2]
 
-    def _plan(self, state: SamplerState, costs: Any) -> PlannedBatch:
+    def _plan(self, state: SamplerState, costs: Any) -> PlannedStep:
         assert self._how is not None, "a request says how to plan"
         sampler = self._sampler or make_sampler(self._index(), self._config, state)
         self._sampler = None  # after an error it is not used again: half a batch may have been drawn from it
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)
-        planned = PlannedBatch.draw(sampler, self._how[0], costs, self._config.loss_per)
+        planned = PlannedStep.draw(sampler, self._how[0], costs, self._config.loss_per)
         self._sampler = sampler
         self._run_ahead(planned.state_after, costs)
         return planned

@@ -1,4 +1,5 @@
-"""Turns ``data.sources`` into a list of files. A source is a folder, a file, a glob, a URL or ``python:stdlib``.
+"""Turns ``data.sources`` into a list of files. A source is a folder, a file, a glob, a URL, ``python:stdlib`` or
+``python:functions``.
 
 The files are listed in the order of the sources, and sorted by path inside each source. This is also the order of the
 documents in the tokenised corpus. It is the same on every machine that has the same files.
@@ -24,7 +25,8 @@ from bytescale.storage.filesystems import credentials_hint, guarded, open_filesy
 from bytescale.storage.place import Place, Url, has_no_folders
 from bytescale.storage.retry import UnreadableError
 
-FileFormat = Literal["text", "jsonl", "parquet", "bin"]
+FileFormat = Literal["text", "python", "jsonl", "parquet", "bin"]
+"""python: source code that is cut into definitions (``data.sources.readers``). Only ``python:functions`` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,7 @@ def fingerprint_files(files: Iterable[SourceFile]) -> str:
 logger = logging.getLogger(__name__)
 
 STDLIB_SOURCE = "python:stdlib"
+FUNCTIONS_SOURCE = "python:functions"
 _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -77,6 +80,7 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
 _FACTS = ".meta.json"
 """Ending of the facts of a pair of tokens (``data.tokens.facts``)."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
+_TESTS = {"test", "tests", "idle_test"}
 
 
 def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Sequence[str] = ()) -> list[SourceFile]:
@@ -85,7 +89,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
     Args:
         sources: folders (searched recursively, without hidden entries), files, globs (``**`` is allowed), URLs of any
             of these that fsspec can open, or ``python:stdlib``, which is the ``*.py`` files of the running
-            interpreter's standard library.
+            interpreter's standard library. ``python:functions`` is the same without tests, mostly cut into functions.
         file_format: ``auto`` decides by the ending of each file. Any other value is the format of every file.
         fields: names of fields (``data.tokens.fields``), besides ``OWN_FIELDS``. Their pairs in folders are no sources.
 
@@ -115,6 +119,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
 
 def _local_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
     """Yield the files of a folder, file or glob. ``beside``: endings of files that belong to a pair of tokens."""
+    file_format = "python" if source == FUNCTIONS_SOURCE else file_format
     found = (_source_file(path, file_format, named, beside) for path, named in _paths_of(source))
     return (file for file in found if file is not None)
 
@@ -200,12 +205,14 @@ def _is_hidden(name: str, folder: str) -> bool:
 
 def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
     """Yield the paths of one source, each with whether the source names that very file."""
-    if source == STDLIB_SOURCE:
+    if source in (STDLIB_SOURCE, FUNCTIONS_SOURCE):
+        left_out = _NOT_STDLIB | _TESTS if source == FUNCTIONS_SOURCE else _NOT_STDLIB
         stdlib = Path(sysconfig.get_paths()["stdlib"])
-        yield from ((path, False) for path in _walk(stdlib, _NOT_STDLIB.__contains__) if path.suffix == ".py")
+        yield from ((path, False) for path in _walk(stdlib, left_out.__contains__) if path.suffix == ".py")
         return
     if source.startswith("python:"):
-        raise ConfigError(problem(f"data source {source!r} does not exist", fix=f"did you mean {STDLIB_SOURCE!r}?"))
+        fix = f"did you mean {STDLIB_SOURCE!r} or {FUNCTIONS_SOURCE!r}?"
+        raise ConfigError(problem(f"data source {source!r} does not exist", fix=fix))
     path = Path(source).expanduser()
     if path.is_dir():
         yield from ((inner, False) for inner in _walk(path, lambda name: name.startswith(".")))

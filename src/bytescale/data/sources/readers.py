@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import codecs
 import logging
+import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +80,7 @@ def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> 
     )
 
 
-# Text: each file is a document.
+# Text: each file is a document. Of Python, some files are; others are cut into their definitions.
 
 
 def text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUnit]:
@@ -95,7 +97,10 @@ def text_units(files: Iterator[SourceFile], unit_bytes: int) -> Iterator[WorkUni
 
 
 def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]]:
-    """Yield the files of a unit with their texts. Files that are not text are only counted, or are corrupt records."""
+    """Yield the files of a unit with their texts: one each, or the definitions of Python code.
+
+    Files that are not text are only counted, or are corrupt records.
+    """
     for file in unit.files:
         content = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
         reason = ""
@@ -107,7 +112,8 @@ def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]
             if "\0" in text:
                 reason = "it holds NUL bytes"
         if not reason:
-            yield file.path, text
+            texts = _definitions(text) if file.format == "python" else [text]
+            yield from ((file.path, text) for text in texts)
         elif file.named:
             counts.leave_out(
                 DataError(
@@ -118,6 +124,20 @@ def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]
             )
         else:
             counts.skipped_files.append(str(file.path))
+
+
+_WHOLE_MODULES = 8
+"""One of so many modules stays whole: the long tail."""
+_DEFINITION = re.compile(r"\n\n+(?=(?: {4})?(?:@|class |def |async def ))")
+
+
+def _definitions(module: str) -> list[str]:
+    """Return the functions, methods and heads of classes of a module, or the whole of it if its checksum says so.
+
+    Most of the standard library's functions have less than 1K tokens, and a few modules have tens of thousands.
+    """
+    whole = zlib.crc32(module.encode()) % _WHOLE_MODULES == 0
+    return [module] if whole else _DEFINITION.split(module)
 
 
 # JSONL: each line is a document. A byte range holds the lines that START in it.

@@ -103,7 +103,7 @@ def plan_units(files: Sequence[SourceFile], kind: RecordKind, unit_bytes: int = 
     units: list[WorkUnit] = []
     try:
         for file_format, run in itertools.groupby(files, key=lambda file: file.format):
-            if file_format == "text" and kind.is_text:
+            if file_format in ("text", "python") and kind.is_text:
                 units.extend(text_units(run, unit_bytes))
                 continue
             for file in run:
@@ -130,7 +130,7 @@ def iter_records(unit: WorkUnit, kind: RecordKind, counts: ReadCounts) -> Iterat
     path = unit.files[0].path
     try:
         match unit.files[0].format:
-            case "text":
+            case "text" | "python":
                 records = _texts(unit, kind, counts)
             case "jsonl":
                 records = _lines(unit, kind, counts)
@@ -268,7 +268,7 @@ def _other_content(known: Sequence[str]) -> str:
 
 
 def _no_records(file: SourceFile, kind: RecordKind) -> ConfigError:
-    assert file.format == "text", f"files of format {file.format!r} hold tokens, not records"
+    assert file.format in ("text", "python"), f"files of format {file.format!r} hold tokens, not records"
     return ConfigError(
         problem(
             f"{file.path} is text, but data.content is {kind.content!r}",

@@ -35,7 +35,7 @@ def greedy_plan(
     lengths = checked_lengths(lengths, cluster=cluster, uniform=True)
     groups = BucketedGroups.of(lengths, cluster, cost, num_buckets)
     slots, ranks = _serve_furthest_behind(groups, 1.0 / cluster.speeds, pipeline)
-    return groups.plan(slots, ranks, cluster=cluster, planner="balanced/greedy-pp" if pipeline else "balanced/greedy")
+    return groups.plan(slots, ranks, cluster=cluster, planner="greedy-pp" if pipeline else "greedy")
 
 
 def _serve_furthest_behind(groups: BucketedGroups, slowness: FloatArray, pipeline: bool) -> tuple[IntArray, IntArray]:

@@ -54,7 +54,7 @@ def paper_plan(
         capacity = smallest_capacity(cluster)
         delta_seconds = float(cost.group_seconds(capacity, capacity**2, 1))
     slots, ranks = _serve_in_rounds(groups, 1.0 / cluster.speeds, pipeline, delta_seconds)
-    return groups.plan(slots, ranks, cluster=cluster, planner="balanced/paper-pp" if pipeline else "balanced/paper")
+    return groups.plan(slots, ranks, cluster=cluster, planner="paper-pp" if pipeline else "paper")
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ def _check_mesh(num_ranks: int, capacity: int, cp: int, longest: int) -> None:
             problem(
                 f"cp = {cp} does not divide the {num_ranks} ranks",
                 so="the mesh would have a hole",
-                fix="use a divisor, or the balanced planner, which needs none",
+                fix="use a divisor, or the adaptive planner, which needs none",
             )
         )
     if cp * capacity < longest:

@@ -12,6 +12,7 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.hugging_face import export_checkpoint
 from bytescale.common.versions import require_torch
 from bytescale.config import AttachedArchitecture, Config, resolve_model, validate
+from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import Evaluation
 from bytescale.train.loop.step import train_step
 from bytescale.train.parts.feed import open_feed
@@ -25,10 +26,18 @@ from bytescale.train.run_folder import RunFolder
 from bytescale.train.stop import StopRequest
 
 
-def train(config: Config, print_line: Callable[[str], None] | None = None, *, stop: StopRequest | None = None) -> Path:
+def train(
+    config: Config,
+    print_line: Callable[[str], None] | None = None,
+    *,
+    stop: StopRequest | None = None,
+    compares: bool = False,
+) -> Path:
     """Train as ``config`` says and return the run folder. Every rank calls it; the first one prints.
 
     Lines go to ``print_line``. If that is None, they go to standard output; on a terminal, a live bar is shown below.
+
+    ``compares``: measure the planners on the next batches, after the last step (``loop.comparison``).
 
     SIGTERM, SIGINT (Ctrl-C), or ``stop.heard``, ends the run after the current step, with a checkpoint.
 
@@ -59,31 +68,36 @@ def train(config: Config, print_line: Callable[[str], None] | None = None, *, st
         if job.calibration is not None:
             closing.callback(job.calibration.close)
             job.calibration.open(run.calibration, steps_done, ranks.checkpoint_group)
-        traces = StepTraces(job, run, log.say)
-        evaluation, metrics = Evaluation.of(job), None
-        with job.open_loader() as loader:
-            for data in loader:
-                step = data.step + 1  # batches count from 0, people from 1
-                log.introduce(job, data)
-                record = traces.recorder(step)
-                metrics = train_step(job, step, data, checkpoints, record)
-                traces.write(record, metrics, data)
-                log.step(metrics, data)
-                if evaluation is not None and evaluation.is_due(step):
-                    log.evaluated(evaluation.run(step))
-                checkpoints.poll()
-                if job.checkpoint_is_due(step) or stop.agreed:
-                    checkpoints.save(job.state_after(step, data), job.optimizer)
-                if stop.agreed:
-                    break
-        job.optimizer.wait_for_parameters()
-        checkpoints.finish(config.parallel.stop_seconds / 2 if stop.agreed else None)
-        traces.farewell()
-        unused = None if job.calibration is None or metrics is None else job.calibration.farewell(metrics.step)
-        if unused:
-            log.say(unused)
-        log.farewell(stopped=stop.agreed)
+        run_steps(job, run, checkpoints, log)
+        if compares and not stop.agreed:
+            compare_planners(job, checkpoints, log.say)
+        log.farewell(stopped=stop.agreed, suggests=not compares)
     return run.path
+
+
+def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog) -> None:
+    """Train to the last step, or until a signal has been heard, and write what is to be kept."""
+    stop = job.stop
+    traces = StepTraces(job, run, log.say)
+    evaluation = Evaluation.of(job)
+    with job.open_loader() as loader:
+        for data in loader:
+            step = data.step + 1  # batches count from 0, people from 1
+            log.introduce(job, data)
+            record = traces.recorder(step)
+            metrics = train_step(job, step, data, checkpoints, record)
+            traces.write(record, metrics, data)
+            log.step(metrics, data)
+            if evaluation is not None and evaluation.is_due(step):
+                log.evaluated(evaluation.run(step))
+            checkpoints.poll()
+            if job.checkpoint_is_due(step) or stop.agreed:
+                checkpoints.save(job.state_after(step, data), job.optimizer)
+            if stop.agreed:
+                break
+    job.optimizer.wait_for_parameters()
+    checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
+    traces.farewell()
 
 
 def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> int:

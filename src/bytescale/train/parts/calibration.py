@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from bytescale.attention.exchange import TimedMessage
 from bytescale.common.parsing import parse_json
-from bytescale.common.units import format_count
 from bytescale.cost import CostModel
-from bytescale.cost.calibration import FEWEST_STEPS, FIRST_STEPS, LinkSamples, RankCounts, State
+from bytescale.cost.calibration import FIRST_STEPS, LinkSamples, RankCounts, State
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner import evaluate
 from bytescale.planner.calibrated import CalibratedPlanner
@@ -69,18 +68,6 @@ class RunCalibration:
     def cost(self) -> CostModel:
         """The costs by all that is known."""
         return self.planner.calibrator.cost(self.state)
-
-    def farewell(self, steps_done: int) -> str | None:
-        """Say so if no step was planned with what was measured. ``steps_done``: steps of the run so far."""
-        lag = self.planner.lag
-        used = [state for step, state in self.planner.states.items() if step < steps_done - lag and state.terms]
-        if used:
-            return None
-        return (
-            f"calibration was not used: {format_count(self.state.steps)} steps were measured, and plans follow "
-            f"{lag} steps behind (data.prefetch_steps); this takes a run of at least "
-            f"{FIRST_STEPS + FEWEST_STEPS + lag} steps"
-        )
 
     def close(self) -> None:
         if self._file is not None:

@@ -17,7 +17,7 @@ from bytescale.plan.io import save_plan
 from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.evaluations import EvaluationMetrics
-from bytescale.train.reporting.metrics import MetricsFile, StepMetrics, drop_metrics_after
+from bytescale.train.reporting.metrics import MetricsFile, StepMetrics, drop_metrics_after, memory_bytes
 from bytescale.train.reporting.screen import Screen
 from bytescale.train.reporting.step_row import ROW_COLUMNS, remarks, step_header, step_row
 from bytescale.train.reporting.trackers import Tracker, open_trackers
@@ -103,6 +103,9 @@ class RunLog:
         )
         for line in (*job.kernels.lines(), *job.memory.lines()):
             self.say(line)
+        if job.ranks.device.type == "cpu":
+            begun = format_bytes(memory_bytes(job.ranks.device))
+            self.say(f"        the rows show the memory of the whole process, which has {begun} before its first step")
         self.say(f"plan    {data.summary.gist}")
         self._screen.progress(data.step, self.config.trainer.steps)
 
@@ -142,8 +145,8 @@ class RunLog:
         for tracker in self._trackers:
             tracker.log(metrics.step, {"eval_loss": metrics.loss, "eval_perplexity": metrics.perplexity})
 
-    def farewell(self, *, stopped: bool = False) -> None:
-        """Report where the results are and what to do next. ``stopped``: a signal ended the run early."""
+    def farewell(self, *, stopped: bool = False, suggests: bool = True) -> None:
+        """Report where the results are and, if it ``suggests``, what to do next. ``stopped``: by a signal, early."""
         if self._screen is not None:
             self._screen.close()
         if self._first is None or self._last is None:
@@ -159,17 +162,9 @@ class RunLog:
         if stopped:
             self.say(f"stopped by a signal after step {self._last.step}, which is saved")
             return
-        more, parallel = self.config.trainer.steps * 2, self.config.parallel
-        flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
-        others = 2 if parallel.ranks != 2 or flat else 1
-        needed = -(-self.config.data.context_length // others)  # so that they hold the longest sequence
-        if 0 < parallel.capacity_tokens < needed:
-            flat += f" --parallel.capacity-tokens {needed}"
-        self.say("next    train on, on other ranks if you like:")
-        command = f"bytescale train --resume {self.run.path} --trainer.steps {more}"
-        self.say(f"          {command} --parallel.ranks {others}{flat}")
-        self.say("        see how a batch would lie on 64 ranks:")
-        self.say(f"          bytescale plan {self.run.config} --ranks 64 --png plan.png")
+        if suggests:
+            for line in next_lines(self.config):
+                self.say(line)
 
     def say(self, line: str) -> None:
         """Write a line to the console and to log.txt."""
@@ -182,6 +177,20 @@ class RunLog:
         if self._text is not None:
             self._text.write(line + "\n")
             self._text.flush()
+
+
+def next_lines(config: Config) -> list[str]:
+    """What to do with a run that is done, for people."""
+    parallel, folder = config.parallel, config.trainer.run_dir
+    flat = " --parallel.tp 1 --parallel.pp 1" if parallel.tp * parallel.pp > 1 else ""
+    others = 2 if parallel.ranks != 2 or flat else 1
+    return [
+        "next    train on, on other ranks if you like:",
+        f"          bytescale train --resume {folder} --trainer.steps {config.trainer.steps * 2} "
+        f"--parallel.ranks {others}{flat}",
+        "        see what every rank did, and what would help:",
+        f"          bytescale report {folder}",
+    ]
 
 
 def _peak(job: Job) -> str:

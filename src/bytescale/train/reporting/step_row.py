@@ -11,8 +11,8 @@ ROW_COLUMNS = 110
 
 def step_header(total_steps: int, *, mfu: bool) -> str:
     """Return the header line above the rows of ``step_row``."""
-    names = ("loss", "grad norm", "tok/s", "MFU" if mfu else "FLOP/s", "memory", "imbalance", "waiting")
-    return "  ".join(("step".ljust(_step_width(total_steps)), *map(str.rjust, names, _WIDTHS), "groups"))
+    names = ("loss", "grad norm", "lr", "tok/s", "MFU" if mfu else "FLOP/s", "memory", "imbalance", "waiting")
+    return " ".join(("step".ljust(_step_width(total_steps)), *map(str.rjust, names, _WIDTHS), "groups"))
 
 
 def step_row(metrics: StepMetrics, total_steps: int, width: int = ROW_COLUMNS) -> str:
@@ -24,13 +24,14 @@ def step_row(metrics: StepMetrics, total_steps: int, width: int = ROW_COLUMNS) -
     cells = (
         f"{metrics.loss:.4f}",
         f"{metrics.grad_norm:.2f}",
+        f"{metrics.learning_rate:.1e}".replace("e-0", "e-"),
         format_count(metrics.tokens_per_second),
         format_si(metrics.model_flops_per_second) if metrics.mfu is None else f"{metrics.mfu:.1%}",
         format_bytes(metrics.memory_bytes),
         f"{metrics.imbalance:.2f}",
         f"{metrics.waiting_share:.0%}",
     )
-    row = "  ".join((place.ljust(_step_width(total_steps)), *map(str.rjust, cells, _WIDTHS), ""))
+    row = " ".join((place.ljust(_step_width(total_steps)), *map(str.rjust, cells, _WIDTHS), ""))
     groups = [f"{degree}x{count}" for degree, count in metrics.group_sizes.items()]
     shown = " ".join(groups)
     while len(row + shown) > width and groups:
@@ -40,14 +41,16 @@ def step_row(metrics: StepMetrics, total_steps: int, width: int = ROW_COLUMNS) -
 
 
 def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
-    """Return lines about rare events: waiting for data, restarts of the loader, more FLOP/s than the peak.
+    """Return lines about rare events: waiting for data, restarts of the loader, slow steps, more FLOP/s than the peak.
+
+    Every run waits for the data of its first step, so that is not told.
 
     Args:
         metrics: the metrics of the step.
         before: the metrics of the previous step in this run; None for the first step.
     """
     lines = []
-    if metrics.data_wait_seconds > _DATA_WAIT_SHARE * metrics.step_seconds:
+    if before and metrics.data_wait_seconds > _DATA_WAIT_SHARE * metrics.step_seconds:
         lines.append(
             f"step {metrics.step} waited {format_seconds(metrics.data_wait_seconds)} for data, "
             f"{metrics.data_wait_seconds / metrics.step_seconds:.0%} of its time; its plan took "
@@ -58,10 +61,10 @@ def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
             f"a server or the planner of the data loader was restarted (restarts so far: {metrics.data_restarts})"
         )
     predicted = metrics.predicted_seconds
-    if predicted and metrics.step > _FIRST_STEPS and abs(predicted / metrics.step_seconds - 1) > _PREDICTION_ERROR:
+    if predicted and metrics.step > _FIRST_STEPS and metrics.step_seconds > _SLOW * predicted:
         lines.append(
             f"step {metrics.step} took {format_seconds(metrics.step_seconds)}, "
-            f"{metrics.step_seconds / predicted - 1:+.0%} of the {format_seconds(predicted)} that were predicted"
+            f"{metrics.step_seconds / predicted:.1f} times the {format_seconds(predicted)} that were predicted"
         )
     if _is_above_peak(metrics) and not (before and _is_above_peak(before)):
         reached = format_si(metrics.model_flops_per_second)
@@ -73,13 +76,13 @@ def _is_above_peak(metrics: StepMetrics) -> bool:
     return metrics.mfu is not None and metrics.mfu > 1
 
 
-_PREDICTION_ERROR = 0.2
-"""A step is reported if its prediction misses its time by more than this share of it."""
+_SLOW = 1.5
+"""A step is reported if it takes more than so many times what was predicted."""
 _FIRST_STEPS = 5
 """Predictions of these steps are made before enough was measured."""
 _DATA_WAIT_SHARE = 0.01
 """Waiting for data is reported if it takes more than this share of a step's time."""
-_WIDTHS = (7, 9, 6, 6, 8, 9, 7)
+_WIDTHS = (7, 9, 6, 6, 6, 8, 9, 7)
 
 
 def _step_width(total_steps: int) -> int:

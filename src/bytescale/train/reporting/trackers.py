@@ -72,17 +72,21 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases named after the run folder. A resumed run goes on under the same id."""
+    """A run of Weights & Biases, by default named after the run folder. A resumed run goes on under the same id."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
         import wandb
 
-        online = config.trainer.wandb == "online"
+        trainer = config.trainer
+        online = trainer.wandb == "online"
         settings = wandb.Settings(silent=True, console="off")
         try:
             self._run: Any = wandb.init(
-                project=config.trainer.wandb_project,
-                name=run.path.name,
+                project=trainer.wandb_project,
+                entity=trainer.wandb_entity or None,
+                name=trainer.wandb_name or run.path.name,
+                group=trainer.wandb_group or None,
+                tags=trainer.wandb_tags,
                 id=_run_id(run),
                 resume="allow" if online else None,
                 dir=str(run.path),

@@ -1,0 +1,122 @@
+"""``bytescale demo``: trains on ranks of this machine, measures the planners there, and simulates them on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bytescale.cli.batch_source import CostSource, read_profile
+from bytescale.cli.train import TrainOptions, read_options, start_training
+from bytescale.common.arrays import IntArray
+from bytescale.common.errors import BytescaleError, ConfigError, problem
+from bytescale.common.units import format_count, format_seconds
+from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName
+from bytescale.config.load import DEMO_CONFIG
+from bytescale.cost import Cluster, Profile
+from bytescale.planner import make_planner
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
+from bytescale.simulator.draw import draw_steps
+
+GPUS = (64, 512)
+CAPACITY_TOKENS = 4096
+"""Tokens that a simulated GPU holds."""
+PLANNERS: tuple[PlannerName, ...] = ("static", "naive", "adaptive")
+_MODEL = "7b"
+_BUCKET_MIB = 64.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(TrainOptions):
+    """Show hybrid data parallelism on this machine: bytescale demo [CONFIG] [options].
+
+    A small model is trained on 8 ranks. Then the next batches run under the static, the naive and the adaptive planner,
+    and their times and losses are printed. At last the same lengths are simulated on 64 and 512 GPUs. With CONFIG, or
+    with --resume, all of this is done for a run of your own.
+    """
+
+    command: ClassVar[str] = "demo"
+    compares: ClassVar[bool] = True
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``bytescale demo``. Returns the exit code."""
+    options = read_options(arguments, DemoOptions, DEMO_CONFIG)
+    if options.launch != "torchrun":
+        raise ConfigError(problem("the demo's ranks are processes of one machine", fix="leave out --launch"))
+    start_training(options)
+    from bytescale.train.ranks import under_torchrun
+
+    if options.dry_run or under_torchrun():
+        return 0
+    simulate_at_scale(options.config)
+    from bytescale.train.reporting.run_log import next_lines
+
+    print("\n".join(next_lines(options.config)))
+    print("        train on your own text: write this config, and set data.sources in it")
+    print("          bytescale init my.toml")
+    return 0
+
+
+def simulate_at_scale(config: Config) -> None:
+    """Print and draw what the batches after the run would take on ``GPUS``, with longer documents."""
+    console = Console(soft_wrap=True, highlight=False)
+    context = GPUS[0] * CAPACITY_TOKENS
+    times = -(-context // config.data.context_length)
+    batches, vocab_size = next_batches(config, GPUS[-1] // GPUS[0])
+    profile = read_profile(
+        CostSource(), ModelConfig(preset=_MODEL), tensor_parallel=1, model_is_given=True, vocab_size=vocab_size
+    )
+    console.print(
+        f"scale   simulated: the same documents, but {times} times as long (the longest of {format_count(context)} "
+        f"tokens), in a model of {_MODEL.upper()} on H100s that hold {format_count(CAPACITY_TOKENS)} tokens each"
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("GPUs", "tokens", *PLANNERS, "adaptive over static"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for num_gpus in GPUS:
+        lengths = times * np.concatenate(batches[: num_gpus // GPUS[0]])
+        steps = simulated_steps(lengths, num_gpus, profile, context=times * config.data.context_length)
+        seconds = [step.step_seconds for step in steps.values()]
+        cells = [format_seconds(one) for one in seconds]
+        faster = f"{seconds[0] / seconds[-1]:.2f} times as fast"
+        table.add_row(str(num_gpus), format_count(int(lengths.sum())), *cells, faster)
+    console.print(table)
+    picture = Path(config.trainer.run_dir) / f"{GPUS[-1]}-gpus.png"
+    try:
+        draw_steps(steps, picture)
+        console.print(f"        the last row as a picture: {picture}")
+    except BytescaleError as error:  # matplotlib is missing; all else is done
+        console.print(f"        no picture: {error}")
+
+
+def next_batches(config: Config, number: int) -> tuple[list[IntArray], int | None]:
+    """Return the lengths of the batches after the last step of a run, and the tokenizer's vocabulary size."""
+    from bytescale.data.loading.corpus import prepare_corpus
+    from bytescale.data.order.batches import make_sampler
+
+    corpus = prepare_corpus(config.data, text_later=True)
+    sampler = make_sampler(corpus.index, config.data)
+    for _ in range(config.trainer.steps):
+        sampler.next_batch()
+    return [sampler.next_batch().lengths for _ in range(number)], corpus.facts.vocab_size
+
+
+def simulated_steps(lengths: IntArray, num_gpus: int, profile: Profile, *, context: int) -> dict[str, SimulatedStep]:
+    """Simulate one step of all sequences on ``num_gpus`` ranks, under every planner."""
+    cluster = ClusterConfig(num_gpus=num_gpus, gradient_bucket_mib=_BUCKET_MIB)
+    cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=1)
+    ranks = Cluster.uniform(num_gpus, CAPACITY_TOKENS)
+    step = partial(step_seconds, profile=profile, cluster=cluster)
+    planners = {
+        name: make_planner(PlannerConfig(name=name), ranks, cost, context_length=context, step_seconds=step)
+        for name in PLANNERS
+    }
+    return {name: simulate(planner(lengths), profile, cluster) for name, planner in planners.items()}

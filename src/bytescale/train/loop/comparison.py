@@ -1,0 +1,102 @@
+"""The same batches under several planners, on the ranks of a run: how long they take, and that their losses agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+
+from bytescale.checkpoint.checkpointer import Checkpointer
+from bytescale.common.units import format_bytes, format_count
+from bytescale.config import PlannerName
+from bytescale.data.loading.loader import StepData
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.train.loop.step import train_step
+from bytescale.train.parts.job import Job
+from bytescale.train.reporting.metrics import StepMetrics
+from bytescale.train.reporting.span_recorder import StepRecorder
+
+NUM_BATCHES = 3
+NUM_ROUNDS = 3
+PLANNERS: tuple[PlannerName, ...] = ("static", "naive", "adaptive")
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Steps of one planner."""
+
+    planner: PlannerName
+    batches: list[StepData]
+    steps: list[list[StepMetrics]] = field(default_factory=list)
+    """``[B]`` batches, each with the metrics of every round."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all batches, of each the median over the rounds."""
+        return sum(median(step.step_seconds for step in rounds) for rounds in self.steps)
+
+    @property
+    def losses(self) -> list[float]:
+        """``[B]`` loss of each batch. Rounds repeat the same sums."""
+        return [rounds[0].loss for rounds in self.steps]
+
+    def row(self) -> str:
+        """Return this planner's row of the table."""
+        steps = [step for rounds in self.steps for step in rounds]
+        sent = sum(rounds[0].attention_bytes_sent for rounds in self.steps)
+        tokens = sum(rounds[0].num_tokens for rounds in self.steps)
+        return (
+            f"{self.planner:<8}  {self.seconds:>7.2f}  {format_count(tokens / self.seconds):>6}  "
+            f"{mean(step.waiting_share for step in steps):>7.0%}  {format_bytes(sent):>9}  "
+            + "  ".join(f"{loss:.4f}" for loss in self.losses)
+        )
+
+
+def compare_planners(job: Job, checkpoints: Checkpointer, say: Callable[[str], None]) -> None:
+    """Measure the next batches of a run under every planner of ``PLANNERS``, and say the result. All ranks call it.
+
+    The planners take turns on each batch, round after round, so that noise of the machine affects all of them alike.
+    The learning rate is 0: a step takes as long as in training, and the weights stay as they are.
+    """
+    start = job.config.trainer.steps
+    position = job.feed.state_dict()
+    measured = []
+    for name in PLANNERS:
+        job.feed.load_state_dict(position)
+        with job.feed.open(planner_named(job, name), start + NUM_BATCHES) as loader:
+            batches = [replace(data, times=replace(data.times, wait_seconds=0.0)) for data in loader]
+        measured.append(Measured(planner=name, batches=batches, steps=[[] for _ in batches]))
+    still = replace(job.config.optimizer, lr=0.0)
+    paused = replace(job, calibration=None, config=replace(job.config, optimizer=still))
+    for _ in range(NUM_ROUNDS):
+        for batch in range(NUM_BATCHES):
+            for item in measured:
+                data = item.batches[batch]
+                item.steps[batch].append(train_step(paused, data.step + 1, data, checkpoints, StepRecorder()))
+                if job.stop.agreed:
+                    return
+    for line in comparison_lines(measured, job.ranks.world.size):
+        say(line)
+
+
+def planner_named(job: Job, name: PlannerName) -> VerifiedPlanner:
+    """Return a planner with all that the run knows of costs."""
+    planner = replace(job.planner, config=replace(job.planner.config, name=name))
+    if job.calibration is None:
+        return planner
+    return replace(job.calibration.planner, planner=planner).with_state(job.calibration.state)
+
+
+def comparison_lines(measured: Sequence[Measured], num_ranks: int) -> list[str]:
+    """The table, and what follows from it, for people."""
+    last, summaries = measured[-1], [data.summary for data in measured[0].batches]
+    sequences, tokens = sum(one.num_sequences for one in summaries), sum(one.num_tokens for one in summaries)
+    faster = [f"{item.seconds / last.seconds:.2f} times as fast as {item.planner}" for item in measured[:-1]]
+    apart = max(abs(loss - other) for item in measured for loss, other in zip(item.losses, last.losses, strict=True))
+    return [
+        f"compare {len(summaries)} new batches ({sequences} sequences, {format_count(tokens)} tokens), measured on "
+        f"{num_ranks} ranks, {NUM_ROUNDS} times in turn, medians:",
+        "          planner   seconds   tok/s  waiting       sent  loss of each batch",
+        *(f"          {item.row()}" for item in measured),
+        f"        {last.planner} is {' and '.join(faster)}; the losses differ by at most {apart:.0e}",
+    ]
