@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 PREFIX = "bytescale-"
 OWNER = "BYTESCALE_CLUSTER_OWNER"
@@ -112,7 +112,7 @@ class Network:
         if not nodes:
             lacks = ["no node is given"]
         if lacks:
-            raise ConfigError(problem("a cluster cannot be made here: " + "; ".join(lacks), fix="mend that"))
+            raise ConfigError("a cluster cannot be made here: " + "; ".join(lacks), fix="mend that")
         self.nodes = list(nodes)
         self.owner = os.getpid()
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -348,9 +348,7 @@ def _set_quota(group: Path, cpus: float) -> None:
 def _run(command: str) -> str:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(
-            problem(f"`{command}` failed: {done.stderr.strip()}", so="the cluster was not made", fix="mend that")
-        )
+        raise ConfigError(f"`{command}` failed: {done.stderr.strip()}", so="the cluster was not made", fix="mend that")
     return done.stdout
 
 

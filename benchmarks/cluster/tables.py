@@ -32,7 +32,7 @@ from benchmarks.cluster.rates import PUBLISHED, link_rate
 from benchmarks.cluster.runs import told, torchrun
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.cost import Cluster, Profile, load_profile
 from bytescale.cost.gradient_sync import stage_parameters
 from bytescale.data.length_distributions import distribution_names, sample_lengths
@@ -170,9 +170,7 @@ def measured_rate(folder: Path) -> float:
     path = folder / "rate.json"
     if not path.exists():
         raise ConfigError(
-            problem(
-                f"{path} does not exist", fix="run benchmarks.cluster.tables with --stage profile and this --out first"
-            )
+            f"{path} does not exist", fix="run benchmarks.cluster.tables with --stage profile and this --out first"
         )
     return float(json.loads(path.read_text()))
 

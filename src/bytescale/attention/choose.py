@@ -21,7 +21,7 @@ from bytescale.attention.kernels import AttentionKernel, CpuFlashKernel, CudaFla
 from bytescale.attention.row_compiler import CompiledMerges
 from bytescale.attention.rules import AttentionRules
 from bytescale.attention.tiled import TiledKernel
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
@@ -32,7 +32,7 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Attent
     Raises ``ConfigError`` where flash attention does not exist. It never falls back to something slower.
     """
     if name not in ("auto", "flash", "math"):
-        raise ConfigError(problem(f"there is no attention kernel {name!r}", fix="use auto, flash or math"))
+        raise ConfigError(f"there is no attention kernel {name!r}", fix="use auto, flash or math")
     if name == "math":
         return MathKernel()
     if device.type == "cpu":
@@ -40,11 +40,9 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Attent
     if dtype in (torch.bfloat16, torch.float16):
         return CudaFlashKernel()
     raise ConfigError(
-        problem(
-            f"there is no CUDA flash attention for {str(dtype).removeprefix('torch.')}",
-            so="attention would need memory that grows with the square of the length",
-            fix='set trainer.dtype = "bf16", or trainer.attention = "math" for short sequences',
-        )
+        f"there is no CUDA flash attention for {str(dtype).removeprefix('torch.')}",
+        so="attention would need memory that grows with the square of the length",
+        fix='set trainer.dtype = "bf16", or trainer.attention = "math" for short sequences',
     )
 
 
@@ -68,11 +66,9 @@ def kernel_for(kernel: AttentionKernel, rules: AttentionRules) -> AttentionKerne
     with_rules = getattr(kernel, "with_rules", None)
     if with_rules is None:
         raise ConfigError(
-            problem(
-                f"{type(kernel).__name__} has no method with_rules, but a layer's attention has {rules}",
-                so="the kernel would compute plain causal attention instead",
-                fix="use select_kernel's kernels, or give it with_rules(rules), which returns a kernel that honours "
-                "soft_cap, and the window of a BlockSet",
-            )
+            f"{type(kernel).__name__} has no method with_rules, but a layer's attention has {rules}",
+            so="the kernel would compute plain causal attention instead",
+            fix="use select_kernel's kernels, or give it with_rules(rules), which returns a kernel that honours "
+            "soft_cap, and the window of a BlockSet",
         )
     return with_rules(rules)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.attention.clock import Clock, HostClock
-from bytescale.common.errors import RankFailure, problem
+from bytescale.common.errors import RankFailure
 
 MOST_TIMED = 4096
 
@@ -136,12 +136,10 @@ class Exchange:
     def lost(self, peers: Sequence[int], error: RuntimeError) -> RankFailure:
         """Return the error to raise when a message to or from ``peers`` failed."""
         return RankFailure(
-            problem(
-                f"{self.name} rank {self.rank} lost its peer ({self.name} rank "
-                f"{' or '.join(str(peer) for peer in sorted(set(peers)))}): {str(error).splitlines()[0]}",
-                so="the step cannot be finished, every rank stops",
-                fix="look for the first error in the log of the rank that is named, then resume",
-            )
+            f"{self.name} rank {self.rank} lost its peer ({self.name} rank "
+            f"{' or '.join(str(peer) for peer in sorted(set(peers)))}): {str(error).splitlines()[0]}",
+            so="the step cannot be finished, every rank stops",
+            fix="look for the first error in the log of the rank that is named, then resume",
         )
 
     def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:

@@ -30,7 +30,7 @@ from torch.nn.attention import (
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import select_kernel
 from bytescale.attention.kernels import AttentionKernel, CudaFlashKernel, MathKernel, OfQueries
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 TRIAL_LENGTHS = (70, 26)
 """Two sequences, neither of which fills the kernels' tiles."""
@@ -117,7 +117,7 @@ def open_attention(
     wanted = {implementation.name: implementation for implementation in FASTEST_FIRST}
     if device.type != "cuda" or (name != "auto" and name not in wanted):
         if name in wanted:
-            raise ConfigError(_not_usable(wanted[name], "needs a GPU, and this run is on the CPU"))
+            raise _not_usable(wanted[name], "needs a GPU, and this run is on the CPU")
         yield AttentionChoice(select_kernel(name, device, dtype), _plain_name(name))
         return
     kernel = select_kernel("flash", device, dtype)  # refuses fp32
@@ -125,7 +125,7 @@ def open_attention(
     major, _ = torch.cuda.get_device_capability(device)
     with chosen_implementation(candidates, major, device, dtype, heads, everywhere) as (chosen, reasons):
         if chosen is None and name != "auto":
-            raise ConfigError(_not_usable(wanted[name], reasons[0]))
+            raise _not_usable(wanted[name], reasons[0])
         used = "flash" if chosen is None else chosen.name
         passed = [f"{other.name} {reason}" for other, reason in zip(candidates, reasons, strict=False)]
         yield AttentionChoice(kernel, used, tuple(passed))
@@ -254,8 +254,8 @@ def _plain_name(name: str) -> str:
     return "math" if name == "math" else "flash"
 
 
-def _not_usable(implementation: FlashImplementation, reason: str) -> str:
-    return problem(
+def _not_usable(implementation: FlashImplementation, reason: str) -> ConfigError:
+    return ConfigError(
         f'trainer.attention = "{implementation.name}", but it {reason}',
         so="the run would stop at its first attention",
         fix=f'{implementation.install}, or set trainer.attention = "auto", which takes the fastest that is there',

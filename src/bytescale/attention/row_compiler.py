@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bytescale.attention.blocks import BlockSet, Rows
 from bytescale.attention.kernels import AttentionKernel, OfQueries, merge_rows
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 Function = Callable[..., Any]
 Backend = Literal["inductor"] | Callable[..., Any]
@@ -69,11 +69,9 @@ class RowCompiler:
             inner = getattr(failure, "inner_exception", failure)  # torch.compile wraps what its backend raises
             cause = f"{type(inner).__name__}: {next(filter(str.strip, str(inner).splitlines()), '').strip()}"
             raise ConfigError(
-                problem(
-                    f"trainer.compile is on, but torch.compile fails here ({cause})",
-                    so="nothing could be compiled",
-                    fix=f"install {needed}, or leave trainer.compile out",
-                )
+                f"trainer.compile is on, but torch.compile fails here ({cause})",
+                so="nothing could be compiled",
+                fix=f"install {needed}, or leave trainer.compile out",
             ) from failure
 
 

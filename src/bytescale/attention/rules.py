@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,13 @@ class AttentionRules:
 
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):
-            raise ConfigError(_impossible("scale", self.scale, "every output would be NaN", "a finite number"))
+            raise _impossible("scale", self.scale, "every output would be NaN", "a finite number")
         if self.window is not None and (isinstance(self.window, bool) or not isinstance(self.window, int)):
-            raise ConfigError(_impossible("window", self.window, "a window is a number of keys", "an int"))
+            raise _impossible("window", self.window, "a window is a number of keys", "an int")
         if self.window is not None and self.window < 1:
-            raise ConfigError(
-                _impossible("window", self.window, "a query would see no key, not even its own", "None or at least 1")
-            )
+            raise _impossible("window", self.window, "a query would see no key, not even its own", "None or at least 1")
         if self.soft_cap is not None and not (math.isfinite(self.soft_cap) and self.soft_cap > 0):
-            raise ConfigError(
-                _impossible("soft_cap", self.soft_cap, "scores cannot be bounded by it", "None or a positive number")
-            )
+            raise _impossible("soft_cap", self.soft_cap, "scores cannot be bounded by it", "None or a positive number")
 
     def scale_of(self, q: Tensor) -> float:
         """The factor of ``q . k`` for queries ``[..., D]``."""
@@ -61,5 +57,5 @@ PLAIN = AttentionRules()
 """Causal attention as it is without any rule."""
 
 
-def _impossible(name: str, value: float, so: str, fix: str) -> str:
-    return problem(f"attention rule {name} = {value!r}", so=so, fix=f"set {name} to {fix}")
+def _impossible(name: str, value: float, so: str, fix: str) -> ConfigError:
+    return ConfigError(f"attention rule {name} = {value!r}", so=so, fix=f"set {name} to {fix}")

@@ -18,18 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 def check_sinks(sinks: Tensor, num_heads: int) -> None:
     """Raise ``ConfigError`` unless there is one sink per query head."""
     if sinks.shape != (num_heads,):
         raise ConfigError(
-            problem(
-                f"attention got sinks of shape {list(sinks.shape)} for {num_heads} query heads",
-                so="it would be unclear which head has which sink",
-                fix="give one number per query head; under tensor parallelism, those of this rank's heads",
-            )
+            f"attention got sinks of shape {list(sinks.shape)} for {num_heads} query heads",
+            so="it would be unclear which head has which sink",
+            fix="give one number per query head; under tensor parallelism, those of this rank's heads",
         )
 
 

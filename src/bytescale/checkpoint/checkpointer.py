@@ -32,7 +32,7 @@ from bytescale.checkpoint.reading import load_states
 from bytescale.checkpoint.upload import Store, Uploader, claim, how_to_upload, run_id_of
 from bytescale.checkpoint.verify import problems_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
-from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, problem
+from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
@@ -304,11 +304,9 @@ class Checkpointer:
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
         kind = "" if isinstance(error, (OSError, BytescaleError)) else f"{type(error).__name__}: "
         failure = CheckpointError(
-            problem(
-                f"the checkpoint {step_name(step)} could not be written ({kind}{_reason(error)})",
-                so="the checkpoints before it are whole",
-                fix=f"look at the disk that holds {self.folder}, then resume",
-            )
+            f"the checkpoint {step_name(step)} could not be written ({kind}{_reason(error)})",
+            so="the checkpoints before it are whole",
+            fix=f"look at the disk that holds {self.folder}, then resume",
         )
         failure.__cause__ = error
         return failure

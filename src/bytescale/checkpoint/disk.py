@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from bytescale.common.errors import DiskFullError, problem
+from bytescale.common.errors import DiskFullError
 from bytescale.common.units import format_bytes
 
 _ROOM_FOR_LOGS = 2**20
@@ -107,10 +107,8 @@ def check_room(disk: Disk, folder: Path, num_bytes: int) -> None:
     free = disk.free_bytes(folder)
     if free < num_bytes + _ROOM_FOR_LOGS:
         raise DiskFullError(
-            problem(
-                f"the disk that holds {folder.parent} has {format_bytes(free)} free, and a checkpoint takes "
-                f"{format_bytes(num_bytes)}",
-                so="nothing was written",
-                fix="free some space, or lower checkpoint.keep",
-            )
+            f"the disk that holds {folder.parent} has {format_bytes(free)} free, and a checkpoint takes "
+            f"{format_bytes(num_bytes)}",
+            so="nothing was written",
+            fix="free some space, or lower checkpoint.keep",
         )

@@ -17,7 +17,7 @@ from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.writing import Part, write_whole
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, architecture_of_folder, hf_config_of, read_hf_config
 from bytescale.data.tokens.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def export_checkpoint(
 def appearing(target: Path) -> Iterator[Path]:
     """A hidden folder that becomes ``target`` when the block has ended. Raises ``ConfigError`` if that exists."""
     if target.exists():
-        raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
+        raise ConfigError(f"{target} exists", so="it would be overwritten", fix="name a new folder")
     hidden = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
@@ -147,7 +147,7 @@ def import_folder(source: Path, target: Path) -> int:
         CheckpointError: tensors are missing or of other shapes.
     """
     if target.exists():
-        raise ConfigError(problem(f"{target} exists", so="it would be overwritten", fix="name a new folder"))
+        raise ConfigError(f"{target} exists", so="it would be overwritten", fix="name a new folder")
     architecture = architecture_of_folder(source)
     pieces = architecture_pieces(architecture)
     parts = [_part(piece, file, pieces) for file, own in check_pieces(source, pieces).items() for piece in own]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
 from bytescale.models import build_model
 from bytescale.models.hf import HFTensor, pieces_of
@@ -88,10 +88,8 @@ def folder_of(source: str) -> Path:
     """``hf:FOLDER`` -> the folder."""
     if not source.startswith(HF_PREFIX):
         raise ConfigError(
-            problem(
-                f"trainer.init is {source!r}",
-                fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
-            )
+            f"trainer.init is {source!r}",
+            fix=f"write {HF_PREFIX}FOLDER or {CHECKPOINT_PREFIX}FOLDER, or leave it empty for random weights",
         )
     return Path(source.removeprefix(HF_PREFIX)).expanduser()
 

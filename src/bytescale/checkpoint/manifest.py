@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.layout import Layout, LayoutEntry
-from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.errors import CheckpointError
 from bytescale.common.parsing import parse_json
 from bytescale.storage.filesystems import credentials_hint
 from bytescale.storage.place import Place, is_url, read_file
@@ -170,12 +170,12 @@ def _content(folder: Place) -> dict[str, Any]:
         return content
     except FileNotFoundError as error:
         what = f"{folder} is not a checkpoint of bytescale: it has no {MANIFEST}"
-        raise CheckpointError(problem(what, fix=_NAME_A_CHECKPOINT)) from error
+        raise CheckpointError(what, fix=_NAME_A_CHECKPOINT) from error
     except OSError as error:
         raise unreachable(error, folder) from error
     except ValueError as error:
         what = f"{folder} is not a checkpoint of bytescale: {printable(error)}"
-        raise CheckpointError(problem(what, fix=_NAME_A_CHECKPOINT)) from error
+        raise CheckpointError(what, fix=_NAME_A_CHECKPOINT) from error
 
 
 _NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
@@ -199,13 +199,7 @@ def wrong_companions(folder: Place, manifest: Manifest) -> list[str]:
 
 def damaged(folder: Place, name: str, what: str) -> CheckpointDamage:
     """The error for a file that is not what was written."""
-    return CheckpointDamage(
-        problem(
-            f"the checkpoint {folder} is damaged: {name}: {what}",
-            so="none of it is used",
-            fix=OLDER,
-        )
-    )
+    return CheckpointDamage(f"the checkpoint {folder} is damaged: {name}: {what}", so="none of it is used", fix=OLDER)
 
 
 def unreachable(error: OSError, place: object) -> CheckpointError:
@@ -217,7 +211,7 @@ def unreachable(error: OSError, place: object) -> CheckpointError:
             f"check the URL, the network and the credentials{credentials_hint(str(where))}, then run the same command "
             "again"
         )
-    return CheckpointError(problem(f"{where} cannot be reached ({error.strerror or error})", fix=fix))
+    return CheckpointError(f"{where} cannot be reached ({error.strerror or error})", fix=fix)
 
 
 def printable(text: object) -> str:

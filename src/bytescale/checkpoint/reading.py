@@ -25,7 +25,7 @@ from bytescale.checkpoint.manifest import (
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
-from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.errors import CheckpointError
 from bytescale.runtime import ShardedOptimizer, values_of
 from bytescale.storage.place import Place, is_url, place_at
 
@@ -135,7 +135,7 @@ class CheckpointReader:
 
     def _lacks(self, what: str) -> CheckpointError:
         return CheckpointError(
-            problem(f"the checkpoint {self.folder} has no {what}", fix="name a complete checkpoint of this model")
+            f"the checkpoint {self.folder} has no {what}", fix="name a complete checkpoint of this model"
         )
 
 
@@ -191,11 +191,9 @@ def check_same_model(place: str | Place, there: dict[str, Any], here: dict[str, 
     ]
     if different:
         raise CheckpointError(
-            problem(
-                f"{place} is a checkpoint of another model ({'; '.join(different)})",
-                so="its weights do not fit",
-                fix="resume with the config.toml of its run folder, or start a new run",
-            )
+            f"{place} is a checkpoint of another model ({'; '.join(different)})",
+            so="its weights do not fit",
+            fix="resume with the config.toml of its run folder, or start a new run",
         )
 
 

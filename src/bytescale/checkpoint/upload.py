@@ -30,7 +30,7 @@ from bytescale.checkpoint.manifest import (
     step_name,
     unreachable,
 )
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config import CheckpointConfig
 from bytescale.storage.place import Place, Url, file_sizes, folders_in, place_at, read_file
@@ -160,11 +160,9 @@ class Uploader:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._failure = CheckpointError(
-            problem(
-                f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
-                so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
-                fix=how_to_upload(self._folder / step_name(step), self.store.folder),
-            )
+            f"the checkpoint {step_name(step)} could not be uploaded ({str(error).rstrip('.')})",
+            so=f"the copy in {self._folder} is whole, and so are older checkpoints in {self.store.folder}",
+            fix=how_to_upload(self._folder / step_name(step), self.store.folder),
         )
         self._failure.__cause__ = error
         if self.is_first:
@@ -220,11 +218,9 @@ def check_owner(folder: Place, run_id: str) -> None:
         owner = f"an unknown run ({error})"
     if owner != run_id:
         raise ConfigError(
-            problem(
-                f"another run writes its checkpoints into {folder}",
-                so="the two runs would delete each other's checkpoints",
-                fix=f"name another checkpoint.folder; or, if that run is over, delete {folder}/{OWNER_FILE}",
-            )
+            f"another run writes its checkpoints into {folder}",
+            so="the two runs would delete each other's checkpoints",
+            fix=f"name another checkpoint.folder; or, if that run is over, delete {folder}/{OWNER_FILE}",
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bytescale.cli.batch_source import RatesConfig
 from bytescale.cli.devices import GIB, AssumedDevices, kind_and_precision, usable_bytes_of
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_si
 from bytescale.config import (
     CHECKPOINT_PREFIX,
@@ -117,12 +117,10 @@ def _build(config: Config, architecture: AttachedArchitecture, element_bytes: in
     here = machine_bytes()
     if number * BYTES_PER_PARAMETER > here:
         raise ConfigError(
-            problem(
-                f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
-                f"takes {format_bytes(number * BYTES_PER_PARAMETER)}, and this machine has {format_bytes(here)}",
-                so="it cannot be attached and measured here",
-                fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
-            )
+            f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
+            f"takes {format_bytes(number * BYTES_PER_PARAMETER)}, and this machine has {format_bytes(here)}",
+            so="it cannot be attached and measured here",
+            fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[element_bytes]
     device = torch.device("cpu")

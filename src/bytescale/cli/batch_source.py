@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.parsing import parse_json
 from bytescale.common.units import MOST_COUNT
 from bytescale.config import Config, ModelConfig, RingGradients, resolve_architecture
@@ -61,13 +61,11 @@ class RatesConfig:
     def links(self) -> Links:
         """Return the links of one device. Raises ``ConfigError`` for rates that no device can have."""
         if min(self.host, self.intra_node, self.inter_node, self.flops, self.attention_flops) <= 0:
-            raise ConfigError(problem("a rate in rates is not above 0", fix="give operations or bytes per second"))
+            raise ConfigError("a rate in rates is not above 0", fix="give operations or bytes per second")
         if not 0 <= min(self.latency, self.launch) <= max(self.latency, self.launch) <= _LONGEST_START_SECONDS:
             raise ConfigError(
-                problem(
-                    f"rates.latency is {self.latency:g} s and rates.launch {self.launch:g} s",
-                    fix=f"use 0 to {_LONGEST_START_SECONDS:.0f} s",
-                )
+                f"rates.latency is {self.latency:g} s and rates.launch {self.launch:g} s",
+                fix=f"use 0 to {_LONGEST_START_SECONDS:.0f} s",
             )
         return Links(
             intra_node_bytes_per_second=self.intra_node,
@@ -113,15 +111,13 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
     from bytescale.data.length_distributions import sample_lengths
 
     if source.seed < 0:
-        raise ConfigError(problem(f"batch.seed is {source.seed}", fix="use a whole number of at least 0"))
+        raise ConfigError(f"batch.seed is {source.seed}", fix="use a whole number of at least 0")
     lengths = sample_lengths(source.distribution, source.tokens, source.seed, source.context)
     if not len(lengths):
         raise ConfigError(
-            problem(
-                f"a batch of batch.tokens = {source.tokens} has no document of {source.distribution}",
-                so="there is nothing to plan",
-                fix="raise batch.tokens; the distributions begin at 512 tokens a document",
-            )
+            f"a batch of batch.tokens = {source.tokens} has no document of {source.distribution}",
+            so="there is nothing to plan",
+            fix="raise batch.tokens; the distributions begin at 512 tokens a document",
         )
     return SourceBatch(lengths, f"{source.distribution}, seed {source.seed}")
 
@@ -137,23 +133,17 @@ def read_lengths(path: Path) -> IntArray:
             values = np.array([float(word) for word in path.read_text(encoding="utf-8").replace(",", " ").split()])
     except (OSError, ValueError) as error:
         raise DataError(
-            problem(
-                f"{path} cannot be read as lengths ({error})",
-                fix="give a .npy file, a .json list, or a text file of numbers",
-            )
+            f"{path} cannot be read as lengths ({error})",
+            fix="give a .npy file, a .json list, or a text file of numbers",
         ) from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or not len(values):
-        raise DataError(
-            problem(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
-        )
+        raise DataError(f"{path} does not hold a list of numbers", fix="give one number of tokens per sequence")
     wrong = np.flatnonzero((values < 1) | (values > MOST_COUNT) | (values != np.floor(values)))
     if len(wrong):
         raise DataError(
-            problem(
-                f"{path}: entry {wrong[0]} is {values[wrong[0]]}",
-                so="no sequence has that many tokens",
-                fix=f"use whole numbers from 1 to {MOST_COUNT}",
-            )
+            f"{path}: entry {wrong[0]} is {values[wrong[0]]}",
+            so="no sequence has that many tokens",
+            fix=f"use whole numbers from 1 to {MOST_COUNT}",
         )
     return values.astype(np.int64)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from bytescale.cli.options import parse
-from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.errors import CheckpointError
 from bytescale.common.units import format_bytes
 from bytescale.config import load_config
 
@@ -66,7 +66,7 @@ def _list(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise unreachable(error, place) from error
     if not found:
-        raise CheckpointError(problem(f"there is no checkpoint in {place}", fix="name a run folder"))
+        raise CheckpointError(f"there is no checkpoint in {place}", fix="name a run folder")
     for one in found:
         mesh = " x ".join(f"{name} {size}" for name, size in one.mesh.items()) or "one process"
         print(f"{one.name}  {format_bytes(one.num_bytes):>10}  {mesh}  {one.wrong or 'whole'}")
@@ -90,7 +90,7 @@ def _verify(arguments: Sequence[str]) -> int:
         raise unreachable(error, options.folder) from error
     if not folders:
         raise CheckpointError(
-            problem(f"there is no checkpoint in {options.folder}", fix="name a folder checkpoints/step-*, or a run")
+            f"there is no checkpoint in {options.folder}", fix="name a folder checkpoints/step-*, or a run"
         )
     wrong = 0
     for one in folders:

@@ -11,7 +11,7 @@ import tyro
 from bytescale.cli.attached import PlannedModel, planned_model
 from bytescale.cli.batch_source import DEFAULT_MODEL, CostSource, read_profile
 from bytescale.cli.devices import AssumedDevices, devices_of
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig
 from bytescale.cost import Profile
 from bytescale.cost.memory import Checkpointing, ModelShare
@@ -35,7 +35,7 @@ class CostOptions:
 
     def __post_init__(self) -> None:
         if self.device_gib is not None and self.device_gib <= 0:
-            raise ConfigError(problem(f"device_gib is {self.device_gib}", fix="use a number above 0"))
+            raise ConfigError(f"device_gib is {self.device_gib}", fix="use a number above 0")
 
 
 @dataclass(frozen=True)

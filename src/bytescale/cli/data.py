@@ -19,7 +19,7 @@ from rich.table import Table
 from bytescale.cli.options import parse
 from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
@@ -137,16 +137,16 @@ def run(arguments: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(usage)
         return 0
-    raise ConfigError(problem(f"`bytescale data {name}` is not a command".replace("  ", " "), fix=usage))
+    raise ConfigError(f"`bytescale data {name}` is not a command".replace("  ", " "), fix=usage)
 
 
 def tokenize_command(config: TokenizeConfig) -> int:
     """Run ``bytescale data tokenize``. Returns the exit code; raises what ``tokenize_files`` raises."""
     console = Console()
     if config.num_workers < 1:
-        raise ConfigError(problem(f"num_workers is {config.num_workers}", fix="use a whole number of at least 1"))
+        raise ConfigError(f"num_workers is {config.num_workers}", fix="use a whole number of at least 1")
     if config.read_retries < 0:
-        raise ConfigError(problem(f"read_retries is {config.read_retries}", fix="use a whole number of at least 0"))
+        raise ConfigError(f"read_retries is {config.read_retries}", fix="use a whole number of at least 0")
     check_content(config.data_config())
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)
@@ -243,13 +243,11 @@ def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
 def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:
     if bin_path.absolute() in {file.path for file in files}:
         raise ConfigError(
-            problem(
-                f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
-            )
+            f"{bin_path} is both a source and the output", so="the source would be lost", fix="name another output"
         )
     if idx_path.exists() and not config.overwrite:
         raise ConfigError(
-            problem(f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite")
+            f"{idx_path} exists", so="it would be replaced", fix="name another output or pass --overwrite"
         )
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from bytescale.cli.batch_source import CostSource, read_profile
 from bytescale.cli.train import TrainOptions, read_options, start_training
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import BytescaleError, ConfigError, problem
+from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.units import format_count, format_seconds
 from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName
 from bytescale.config.load import DEMO_CONFIG
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale demo``. Returns the exit code."""
     options = read_options(arguments, DemoOptions, DEMO_CONFIG)
     if options.launch != "torchrun":
-        raise ConfigError(problem("the demo's ranks are processes of one machine", fix="leave out --launch"))
+        raise ConfigError("the demo's ranks are processes of one machine", fix="leave out --launch")
     start_training(options)
     from bytescale.train.ranks import under_torchrun
 

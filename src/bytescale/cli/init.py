@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from bytescale.cli.options import parse
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config.load import DEMO_CONFIG
 
 
@@ -39,13 +39,11 @@ def init(path: Path) -> None:
             file.write(DEMO_CONFIG.read_text(encoding="utf-8"))
     except FileExistsError as error:
         raise ConfigError(
-            problem(
-                f"{path} exists already",
-                so="its settings would be lost",
-                fix="name another file, `bytescale init FILE.toml`, or remove the existing file",
-            )
+            f"{path} exists already",
+            so="its settings would be lost",
+            fix="name another file, `bytescale init FILE.toml`, or remove the existing file",
         ) from error
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(
-            problem(f"{path} cannot be written: {error.strerror}", fix="name a file in a folder that you may write to")
+            f"{path} cannot be written: {error.strerror}", fix="name a file in a folder that you may write to"
         ) from error

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import parse_count
 from bytescale.config import Config
 from bytescale.config.load import RENAMED
@@ -65,7 +65,7 @@ def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in (*known, "--help"):
             fix = RENAMED.get(name.removeprefix("--")) or _similar_option(name, known)
-            raise ConfigError(problem(f"unknown option {name}", so="the setting would have no effect", fix=fix))
+            raise ConfigError(f"unknown option {name}", so="the setting would have no effect", fix=fix)
 
 
 def _similar_option(name: str, known: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from bytescale.cli.options import leading_path, parse
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import (
     AttachedArchitecture,
@@ -62,10 +62,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(ProfileOptions, rest, prog="bytescale profile", default=default)
     if options.ranks < 1 or options.seconds <= 0 or options.max_tokens < 1:
         raise ConfigError(
-            problem(
-                f"ranks = {options.ranks}, seconds = {options.seconds}, max_tokens = {options.max_tokens}",
-                fix="use numbers above 0",
-            )
+            f"ranks = {options.ranks}, seconds = {options.seconds}, max_tokens = {options.max_tokens}",
+            fix="use numbers above 0",
         )
     _check_out(options.out)
     _check_model(options.model)
@@ -84,11 +82,9 @@ def _check_model(model: ModelConfig) -> None:
     architecture = resolve_model(model)
     if isinstance(architecture, AttachedArchitecture):
         raise ConfigError(
-            problem(
-                f"{model.preset} is a model of type {architecture.model_type}, which runs on transformers' own code",
-                so="bytescale profile measures the layers of our own Llama and Mixtral only",
-                fix="plan and simulate it without a profile: its operations are counted, and its memory is measured",
-            )
+            f"{model.preset} is a model of type {architecture.model_type}, which runs on transformers' own code",
+            so="bytescale profile measures the layers of our own Llama and Mixtral only",
+            fix="plan and simulate it without a profile: its operations are counted, and its memory is measured",
         )
 
 
@@ -96,21 +92,17 @@ def _check_out(out: Path) -> None:
     """Raise ``ConfigError`` if nothing could be written. It is called before a minute is spent on measuring."""
     if out.suffix == ".png":
         raise ConfigError(
-            problem(
-                f"--out {out} ends in .png",
-                so="the picture would get the same name and overwrite the profile",
-                fix=f"use {out.with_suffix('.toml')}",
-            )
+            f"--out {out} ends in .png",
+            so="the picture would get the same name and overwrite the profile",
+            fix=f"use {out.with_suffix('.toml')}",
         )
     folder = out.parent
     if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
-            problem(
-                f"--out {out} "
-                + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
-                so="the measurements would be lost",
-                fix="name a file in a folder that exists and can be written",
-            )
+            f"--out {out} "
+            + ("is a folder" if out.is_dir() else f"cannot be written, because {folder} is not a writable folder"),
+            so="the measurements would be lost",
+            fix="name a file in a folder that exists and can be written",
         )
 
 

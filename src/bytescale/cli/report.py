@@ -11,7 +11,7 @@ import tyro
 
 from bytescale.cli.options import parse
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 
 
@@ -36,11 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(ReportOptions, arguments, prog="bytescale report")
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(
-            problem(
-                f"the folder {options.out.absolute().parent} of --out {options.out} does not exist",
-                so="the report could not be written",
-                fix="make the folder, or name another file",
-            )
+            f"the folder {options.out.absolute().parent} of --out {options.out} does not exist",
+            so="the report could not be written",
+            fix="make the folder, or name another file",
         )
     runs = read_runs(options.runs)
     for one in runs:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from bytescale.cli.data import CorpusOptions
 from bytescale.cli.options import parse
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import AUTO_CAPACITY, Config, ParallelConfig, TrainerConfig
 from bytescale.config.schema import DataConfig
 
@@ -93,16 +93,14 @@ def check_options(options: ScoreOptions) -> None:
         ("num_workers", options.num_workers),
     ):
         if value == AUTO_CAPACITY or value < 1:
-            raise ConfigError(problem(f"{name} is {value}", fix="use a whole number of at least 1"))
+            raise ConfigError(f"{name} is {value}", fix="use a whole number of at least 1")
     folder = Path(options.model).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            problem(
-                f"{options.model or 'the model'} is not a Hugging Face folder (there is no config.json)",
-                so="there is no model to score with",
-                fix="name the folder first: bytescale score MODEL SOURCE --out FILE; `bytescale convert` makes one of "
-                "a checkpoint",
-            )
+            f"{options.model or 'the model'} is not a Hugging Face folder (there is no config.json)",
+            so="there is no model to score with",
+            fix="name the folder first: bytescale score MODEL SOURCE --out FILE; `bytescale convert` makes one of "
+            "a checkpoint",
         )
     ScoreFile(options.out).check_is_new()
 

@@ -15,7 +15,7 @@ import tyro
 from bytescale.cli.options import check_setting_names, leading_path, parse
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.environment import environment
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.private_folder import private_folder
 from bytescale.common.versions import require_torch
 from bytescale.config import (
@@ -102,24 +102,19 @@ def read_options(
     resumed = _value_of(rest, "--resume")
     if path is not None and resumed is not None:
         raise ConfigError(
-            problem(
-                f"both a config file ({path}) and --resume {resumed} are given",
-                so="it is not clear which settings to use",
-                fix=f"to continue the run, leave out {path}: the run folder has its own config.toml",
-            )
+            f"both a config file ({path}) and --resume {resumed} are given",
+            so="it is not clear which settings to use",
+            fix=f"to continue the run, leave out {path}: the run folder has its own config.toml",
         )
     path = resumed / "config.toml" if resumed is not None else path or default
     defaults = kind(config=load_config(path) if path else Config())
     options = parse(kind, rest, prog=f"bytescale {kind.command}", default=defaults)
     if path is None:
         raise ConfigError(
-            problem(
-                "no config file is given",
-                fix="write one with `bytescale init`, try `bytescale demo`, or see --help",
-            )
+            "no config file is given", fix="write one with `bytescale init`, try `bytescale demo`, or see --help"
         )
     if resumed is not None and options.init is not None:
-        raise ConfigError(problem(f"both --resume and --init {options.init} are given", fix="leave one of them out"))
+        raise ConfigError(f"both --resume and --init {options.init} are given", fix="leave one of them out")
     config = _started_from(options.init, options.config)
     trainer = config.trainer
     if resumed is not None:
@@ -130,11 +125,9 @@ def read_options(
 
         if "RANK" in os.environ:
             raise ConfigError(
-                problem(
-                    "trainer.run_dir is empty, and this process is one rank of several that torchrun has started",
-                    so="every rank would name a run folder of its own after the time",
-                    fix="name one with --trainer.run-dir",
-                )
+                "trainer.run_dir is empty, and this process is one rank of several that torchrun has started",
+                so="every rank would name a run folder of its own after the time",
+                fix="name one with --trainer.run-dir",
             )
         trainer = replace(trainer, run_dir=default_run_dir(path.stem))
     return replace(options, config=replace(config, trainer=trainer))
@@ -146,10 +139,7 @@ def _started_from(init: str | None, config: Config) -> Config:
         return config
     if config.trainer.init not in ("", init):
         raise ConfigError(
-            problem(
-                f"--init {init} is given, but trainer.init is {config.trainer.init}",
-                fix="leave one of them out",
-            )
+            f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
     return replace(config, model=ModelConfig(preset=init), trainer=replace(config.trainer, init=init))
 

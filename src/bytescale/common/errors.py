@@ -4,7 +4,14 @@ from bytescale.common.text import visible
 
 
 class BytescaleError(Exception):
-    """Base of all errors that the user or the machine causes. They are printed without a stack trace."""
+    """Base of all errors that the user or the machine causes. They are printed without a stack trace.
+
+    ``BytescaleError(what, so=..., fix=...)`` has the message ``problem(what, so=..., fix=...)``; ``what`` alone is the
+    message as it is.
+    """
+
+    def __init__(self, what: str, *, so: str = "", fix: str = "") -> None:
+        super().__init__(problem(what, so=so, fix=fix) if so or fix else what)
 
 
 class ConfigError(BytescaleError, ValueError):

@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from bytescale.common.errors import BytescaleError, DiskFullError, problem
+from bytescale.common.errors import BytescaleError, DiskFullError
 
 _REMEDIES = {
     errno.EACCES: "look at its owner and permissions, or name another place",
@@ -45,11 +45,9 @@ def foreseen(error: Exception, command: str) -> Exception:
         return error
     name = error.filename if error.filename2 is None else error.filename2  # where a file was to be renamed to
     return SystemRefusal(
-        problem(
-            f"{os.fsdecode(name)}: {(error.strerror or str(error)).lower()}",
-            so=f"`bytescale {command}` cannot go on; what was complete before is as it was",
-            fix=_REMEDIES.get(error.errno or 0, "look at the disk, or at the server of the file system"),
-        )
+        f"{os.fsdecode(name)}: {(error.strerror or str(error)).lower()}",
+        so=f"`bytescale {command}` cannot go on; what was complete before is as it was",
+        fix=_REMEDIES.get(error.errno or 0, "look at the disk, or at the server of the file system"),
     )
 
 
@@ -58,11 +56,9 @@ def unexpected(error: Exception) -> UnexpectedError:
     place = keep_trace("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())[:500]
     return UnexpectedError(
-        problem(
-            f"{type(error).__name__}: {text}" if text else type(error).__name__,
-            so=f"nobody has foreseen this; the stack trace is in {place}",
-            fix="report it with that file and the command",
-        )
+        f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        so=f"nobody has foreseen this; the stack trace is in {place}",
+        fix="report it with that file and the command",
     )
 
 
@@ -86,9 +82,7 @@ def disk_full(error: OSError) -> DiskFullError:
     """Return a complete message for an error in which Python gives a few words, often without the file."""
     where = f"the disk that holds {error.filename}" if error.filename else "the disk of the run folder"
     return DiskFullError(
-        problem(
-            f"no space is left on {where}",
-            so="the run cannot go on; earlier checkpoints are complete",
-            fix="free some space, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
-        )
+        f"no space is left on {where}",
+        so="the run cannot go on; earlier checkpoints are complete",
+        fix="free some space, or lower checkpoint.keep, then continue with `bytescale train --resume RUN_FOLDER`",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 KIBI = 1024
 GIBI = 1024**3
@@ -19,18 +19,16 @@ def parse_count(text: str | int) -> int:
         return _checked(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text.strip().upper().replace("IB", "B"))
     if match is None:
-        raise ConfigError(
-            problem(f"{text!r} is not a count", fix="write a whole number, or one with K, M or G such as 256K")
-        )
+        raise ConfigError(f"{text!r} is not a count", fix="write a whole number, or one with K, M or G such as 256K")
     value = float(match.group(1)) * _FACTORS[match.group(2)]
     if value != int(value):
-        raise ConfigError(problem(f"{text!r} is {value} tokens, not a whole number", fix="use a whole number"))
+        raise ConfigError(f"{text!r} is {value} tokens, not a whole number", fix="use a whole number")
     return _checked(int(value))
 
 
 def _checked(count: int) -> int:
     if abs(count) > MOST_COUNT:
-        raise ConfigError(problem(f"{count} is larger than any count", fix=f"use at most {MOST_COUNT}"))
+        raise ConfigError(f"{count} is larger than any count", fix=f"use at most {MOST_COUNT}")
     return count
 
 

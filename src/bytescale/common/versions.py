@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 OLDEST_TORCH = (2, 11)
 """The same version as in pyproject.toml. Older ones lack operators and groups that only the first step needs."""
@@ -21,16 +21,14 @@ def require_torch(installed: str | None = None) -> None:
             installed = version("torch")
         except PackageNotFoundError:
             raise ConfigError(
-                problem("torch is not installed", so="nothing can be trained", fix=f'pip install "torch>={oldest}"')
+                "torch is not installed", so="nothing can be trained", fix=f'pip install "torch>={oldest}"'
             ) from None
     numbers = installed.partition("+")[0].split(".")
     if not all(number.isdigit() for number in numbers[:2]):
         return  # a custom build: its version number says nothing about its content
     if tuple(int(number) for number in numbers[:2]) < OLDEST_TORCH:
         raise ConfigError(
-            problem(
-                f"torch {installed} is installed, and bytescale needs {oldest} or later",
-                so="training would stop at the first operator that this one lacks",
-                fix=f'pip install "torch>={oldest}"',
-            )
+            f"torch {installed} is installed, and bytescale needs {oldest} or later",
+            so="training would stop at the first operator that this one lacks",
+            fix=f'pip install "torch>={oldest}"',
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Config, ModelConfig
 
 _KEY = "config_json"
@@ -73,10 +73,8 @@ class AttachedArchitecture:
             if isinstance(self._text.get(name), int):
                 return int(self._text[name])
         raise ConfigError(
-            problem(
-                f"config.json of the {self.model_type} model lacks {' or '.join(names)}",
-                fix="save the model anew with transformers: from_pretrained() and save_pretrained()",
-            )
+            f"config.json of the {self.model_type} model lacks {' or '.join(names)}",
+            fix="save the model anew with transformers: from_pretrained() and save_pretrained()",
         )
 
 
@@ -96,19 +94,15 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     for name, value, is_set, good in ours:
         if is_set:
             raise ConfigError(
-                problem(
-                    f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
-                    so="only our own Llama and Mixtral can do that",
-                    fix=f"set {name} to {good}; HDP, trainer.checkpointing and memory.offload work with every model",
-                )
+                f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
+                so="only our own Llama and Mixtral can do that",
+                fix=f"set {name} to {good}; HDP, trainer.checkpointing and memory.offload work with every model",
             )
     if shape.content.get("output_router_logits"):
         raise ConfigError(
-            problem(
-                f"config.json of the {shape.model_type} model has output_router_logits = true",
-                so="its loss for even use of experts would be that of a micro-batch, which depends on the plan",
-                fix="set it to false: the experts are then trained by cross-entropy alone",
-            )
+            f"config.json of the {shape.model_type} model has output_router_logits = true",
+            so="its loss for even use of experts would be that of a micro-batch, which depends on the plan",
+            fix="set it to false: the experts are then trained by cross-entropy alone",
         )
 
 
@@ -116,9 +110,7 @@ def _check_changes(model: ModelConfig, shape: AttachedArchitecture) -> None:
     changed = [spec.name for spec in fields(model) if spec.name != "preset" and getattr(model, spec.name) is not None]
     if changed:
         raise ConfigError(
-            problem(
-                f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
-                so="the setting would have no effect",
-                fix=f"leave it out, or change {shape.model_type}'s config.json",
-            )
+            f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",
+            so="the setting would have no effect",
+            fix=f"leave it out, or change {shape.model_type}'s config.json",
         )

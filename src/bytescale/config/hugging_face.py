@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import Architecture
 
@@ -43,7 +43,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         return dict(content)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            problem(f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()")
+            f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()"
         ) from error
 
 
@@ -53,17 +53,15 @@ def architecture_from_hf(content: dict[str, Any], *, where: str = "config.json")
     named = content.get("architectures") or [_architecture_of_type(content, where)]
     if named[0] not in FAMILIES:
         raise NotOurs(
-            problem(
-                f"{where} is of a {named[0]}, which is not supported here",
-                so="its weights have no place in our own models",
-                fix=f"use one of {', '.join(FAMILIES)}; bytescale train, plan, simulate, score and "
-                "convert also take other decoders",
-            )
+            f"{where} is of a {named[0]}, which is not supported here",
+            so="its weights have no place in our own models",
+            fix=f"use one of {', '.join(FAMILIES)}; bytescale train, plan, simulate, score and "
+            "convert also take other decoders",
         )
     _refuse_unknown_features(content, where)
     missing = [name for name in _NAMES.values() if name not in content]
     if missing:
-        raise ConfigError(problem(f"{where} lacks {', '.join(missing)}", fix="save the model anew"))
+        raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="save the model anew")
     numbers: dict[str, Any] = {ours: content[theirs] for ours, theirs in _NAMES.items()}
     heads = numbers["num_heads"]
     numbers["num_kv_heads"] = content.get("num_key_value_heads") or heads
@@ -127,11 +125,9 @@ def _architecture_of_type(content: dict[str, Any], where: str) -> str:
             return architecture
     if "model_type" not in content:
         raise ConfigError(
-            problem(
-                f"{where} says neither architectures nor model_type",
-                so="what its weights belong to is not known",
-                fix='name the architecture in it, such as "architectures": ["LlamaForCausalLM"]',
-            )
+            f"{where} says neither architectures nor model_type",
+            so="what its weights belong to is not known",
+            fix='name the architecture in it, such as "architectures": ["LlamaForCausalLM"]',
         )
     return f"model of type {content['model_type']}"
 
@@ -145,19 +141,15 @@ def _rope_from_hf(content: dict[str, Any], where: str, *, default_theta: float) 
         return numbers
     if kind not in ("linear", "llama3"):
         raise NotOurs(
-            problem(
-                f"{where} stretches rotary positions by {kind!r}",
-                so="attention would see other angles than the model was trained with",
-                fix="use a model with none, linear or llama3",
-            )
+            f"{where} stretches rotary positions by {kind!r}",
+            so="attention would see other angles than the model was trained with",
+            fix="use a model with none, linear or llama3",
         )
     numbers |= {"rope_scaling": kind, "rope_scaling_factor": float(rope["factor"])}
     if kind == "llama3":
         for name, ours in _LLAMA3_FACTORS.items():
             if float(rope[name]) != ours:
-                raise NotOurs(
-                    problem(f"{where}: llama3 scaling with {name} = {rope[name]}", fix=f"only {ours} is supported")
-                )
+                raise NotOurs(f"{where}: llama3 scaling with {name} = {rope[name]}", fix=f"only {ours} is supported")
         numbers["rope_original_context"] = int(rope["original_max_position_embeddings"])
     return numbers
 
@@ -167,12 +159,10 @@ def refuse_quantised(content: dict[str, Any], where: str) -> None:
     if content.get("quantization_config"):
         method = content["quantization_config"].get("quant_method", "of an unknown method")
         raise ConfigError(
-            problem(
-                f"{where} is of quantised weights ({method})",
-                so="they would be read without their scales, and be off by orders of magnitude",
-                fix="use the model's unquantised weights, or save them with transformers: "
-                "from_pretrained(..., dequantize) and save_pretrained()",
-            )
+            f"{where} is of quantised weights ({method})",
+            so="they would be read without their scales, and be off by orders of magnitude",
+            fix="use the model's unquantised weights, or save them with transformers: "
+            "from_pretrained(..., dequantize) and save_pretrained()",
         )
 
 
@@ -189,9 +179,7 @@ def _refuse_unknown_features(content: dict[str, Any], where: str) -> None:
         if present:
             # With dropout, no other code would give the results of one process either.
             raise (ConfigError if name == "attention_dropout" else NotOurs)(
-                problem(
-                    f"{where} has {name} = {content[name]!r}, which our models do not have",
-                    so="they would compute something else from its weights",
-                    fix="use a model without it" if name != "attention_dropout" else "set it to 0.0 in config.json",
-                )
+                f"{where} has {name} = {content[name]!r}, which our models do not have",
+                so="they would compute something else from its weights",
+                fix="use a model without it" if name != "attention_dropout" else "set it to 0.0 in config.json",
             )

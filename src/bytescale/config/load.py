@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_toml
 from bytescale.common.units import parse_count
 from bytescale.config.schema import Config
@@ -31,14 +31,12 @@ def load_config(path: Path) -> Config:
         content = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
-            problem(
-                f"there is no config file {path}",
-                so="there are no settings to use",
-                fix="name a TOML file; `bytescale init` writes one",
-            )
+            f"there is no config file {path}",
+            so="there are no settings to use",
+            fix="name a TOML file; `bytescale init` writes one",
         ) from error
     except (ValueError, IsADirectoryError) as error:
-        raise ConfigError(problem(f"{path} is not TOML: {error}", fix="mend the line that it names")) from error
+        raise ConfigError(f"{path} is not TOML: {error}", fix="mend the line that it names") from error
     return config_from_dict(content, where=str(path))
 
 
@@ -76,18 +74,16 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
         if name not in specs:
             what = "section" if not prefix and isinstance(value, dict) else "key"
             raise ConfigError(
-                problem(
-                    f"{where}: unknown {what} {prefix}{name}",
-                    so="the setting would have no effect",
-                    fix=RENAMED.get(prefix + name) or nearest(name, specs),
-                )
+                f"{where}: unknown {what} {prefix}{name}",
+                so="the setting would have no effect",
+                fix=RENAMED.get(prefix + name) or nearest(name, specs),
             )
         hint = hints[name]
         if isinstance(value, str) and value in specs[name].metadata:
             value = specs[name].metadata[value]  # a word that stands for a number
         if is_dataclass(hint):
             if not isinstance(value, dict):
-                raise ConfigError(problem(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]"))
+                raise ConfigError(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]")
             values[name] = _section(typing.cast(Any, hint), value, where, prefix=f"{name}.")
         else:
             values[name] = _value(hint, value, f"{where}: {prefix}{name}")
@@ -104,12 +100,12 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         options = typing.get_args(hint)
         if value not in options:
             hint_text = nearest(value, options) if isinstance(value, str) else "known: " + ", ".join(options)
-            raise ConfigError(problem(f"{where} = {value!r} is not one of {', '.join(options)}", fix=hint_text))
+            raise ConfigError(f"{where} = {value!r} is not one of {', '.join(options)}", fix=hint_text)
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise ConfigError(problem(f"{where} = {value!r} is not a list", fix='write ["a", "b"]'))
+            raise ConfigError(f"{where} = {value!r} is not a list", fix='write ["a", "b"]')
         return tuple(_value(typing.get_args(hint)[0], item, where) for item in items)
     if hint is int and isinstance(value, str | int) and not isinstance(value, bool):
         try:
@@ -119,9 +115,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(problem(f"{where} is {value}", fix="use a finite number"))
+        raise ConfigError(f"{where} is {value}", fix="use a finite number")
     if type(value) is not hint:
-        raise ConfigError(problem(f"{where} = {value!r} is not {_TYPE_NAMES[hint]}", fix="mend its type"))
+        raise ConfigError(f"{where} = {value!r} is not {_TYPE_NAMES[hint]}", fix="mend its type")
     return value
 
 

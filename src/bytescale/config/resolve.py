@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture
@@ -63,10 +63,8 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
         base = PRESETS[config.preset]
     else:
         raise ConfigError(
-            problem(
-                f"model.preset is {config.preset!r}, which does not exist",
-                fix="use one of " + ", ".join(PRESETS) + ", hf:FOLDER or checkpoint:FOLDER",
-            )
+            f"model.preset is {config.preset!r}, which does not exist",
+            fix="use one of " + ", ".join(PRESETS) + ", hf:FOLDER or checkpoint:FOLDER",
         )
     given = {
         spec.name: getattr(config, spec.name) for spec in fields(Architecture) if getattr(config, spec.name) is not None
@@ -78,10 +76,8 @@ def resolve_architecture(config: ModelConfig, *, tokenizer_vocab_size: int | Non
         heads = given.get("num_heads", base.num_heads)
         if heads < 1 or hidden % heads:
             raise ConfigError(
-                problem(
-                    f"model.hidden_size = {hidden} is not a multiple of model.num_heads = {heads}",
-                    fix="change one of them, or set model.head_dim",
-                )
+                f"model.hidden_size = {hidden} is not a multiple of model.num_heads = {heads}",
+                fix="change one of them, or set model.head_dim",
             )
         given["head_dim"] = hidden // heads
     architecture = replace(base, **given)
@@ -93,11 +89,9 @@ def _architecture_of_checkpoint(folder: str) -> Architecture:
     stored = _stored_architecture(folder)
     if AttachedArchitecture.is_in(stored):
         raise NotOurs(
-            problem(
-                f"{folder} is a checkpoint of a model of type {AttachedArchitecture.of_dict(stored).model_type}",
-                so="only bytescale train and convert know it",
-                fix="use a preset, or a checkpoint of a Llama or Mixtral",
-            )
+            f"{folder} is a checkpoint of a model of type {AttachedArchitecture.of_dict(stored).model_type}",
+            so="only bytescale train and convert know it",
+            fix="use a preset, or a checkpoint of a Llama or Mixtral",
         )
     return Architecture(**stored)
 
@@ -112,10 +106,8 @@ def _stored_architecture(folder: str) -> dict[str, Any]:
         return stored
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            problem(
-                f"{folder} is not a checkpoint of bytescale: {error}",
-                fix="name a folder checkpoints/step-*, or what bytescale convert has made of a Hugging Face folder",
-            )
+            f"{folder} is not a checkpoint of bytescale: {error}",
+            fix="name a folder checkpoints/step-*, or what bytescale convert has made of a Hugging Face folder",
         ) from error
 
 
@@ -146,29 +138,23 @@ def _check_architecture(shape: Architecture) -> None:
         "ffn_hidden_size",
     ):
         if getattr(shape, name) < 1:
-            raise ConfigError(problem(f"model.{name} is {getattr(shape, name)}", fix="use a number of at least 1"))
+            raise ConfigError(f"model.{name} is {getattr(shape, name)}", fix="use a number of at least 1")
     for name, is_right, allowed in (
         ("rope_theta", shape.rope_theta > 0, "above 0"),
         ("norm_eps", shape.norm_eps >= 0, "of at least 0"),
         ("init_std", shape.init_std >= 0, "of at least 0"),
     ):
         if not is_right:
-            raise ConfigError(problem(f"model.{name} is {getattr(shape, name)}", fix=f"use a number {allowed}"))
+            raise ConfigError(f"model.{name} is {getattr(shape, name)}", fix=f"use a number {allowed}")
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
-            problem(
-                f"model.num_heads = {shape.num_heads} is not a multiple of model.num_kv_heads = {shape.num_kv_heads}",
-                so="query heads could not share key and value heads evenly",
-                fix="use a divisor of num_heads",
-            )
+            f"model.num_heads = {shape.num_heads} is not a multiple of model.num_kv_heads = {shape.num_kv_heads}",
+            so="query heads could not share key and value heads evenly",
+            fix="use a divisor of num_heads",
         )
     if shape.head_dim % 2:
         raise ConfigError(
-            problem(
-                f"model.head_dim is {shape.head_dim}, odd",
-                so="rotary embeddings turn pairs",
-                fix="make it even",
-            )
+            f"model.head_dim is {shape.head_dim}, odd", so="rotary embeddings turn pairs", fix="make it even"
         )
     if shape.num_experts or shape.experts_per_token:
         _check_experts(shape)
@@ -177,26 +163,20 @@ def _check_architecture(shape: Architecture) -> None:
 def _check_experts(shape: Architecture) -> None:
     if not 1 <= shape.experts_per_token <= shape.num_experts:
         raise ConfigError(
-            problem(
-                f"model.experts_per_token is {shape.experts_per_token} and model.num_experts {shape.num_experts}",
-                so="a token could not be sent to that many experts",
-                fix="use 1 to num_experts, or 0 for both (a dense model)",
-            )
+            f"model.experts_per_token is {shape.experts_per_token} and model.num_experts {shape.num_experts}",
+            so="a token could not be sent to that many experts",
+            fix="use 1 to num_experts, or 0 for both (a dense model)",
         )
     if shape.router_aux_loss_weight < 0:
         raise ConfigError(
-            problem(
-                f"model.router_aux_loss_weight is {shape.router_aux_loss_weight}",
-                so="the router would learn to send all tokens to one expert",
-                fix="use 0 (off) or more; 0.02 is Mixtral's",
-            )
+            f"model.router_aux_loss_weight is {shape.router_aux_loss_weight}",
+            so="the router would learn to send all tokens to one expert",
+            fix="use 0 (off) or more; 0.02 is Mixtral's",
         )
     for name in ("hidden_size", "ffn_hidden_size"):
         if getattr(shape, name) % 8:
             raise ConfigError(
-                problem(
-                    f"model.{name} is {getattr(shape, name)}, not a multiple of 8",
-                    so="grouped matrix products need rows of whole 16 bytes",
-                    fix=f"use {-(-getattr(shape, name) // 8) * 8}",
-                )
+                f"model.{name} is {getattr(shape, name)}, not a multiple of 8",
+                so="grouped matrix products need rows of whole 16 bytes",
+                fix=f"use {-(-getattr(shape, name) // 8) * 8}",
             )

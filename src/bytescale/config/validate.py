@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
@@ -30,38 +30,30 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
-        raise ConfigError(
-            problem("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
-        )
+        raise ConfigError("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
     # A capacity that memory decides, or activations that may leave it: known only when memory is.
     known = parallel.capacity_tokens != AUTO_CAPACITY and not may_offload(config, config.trainer.device)
     if known and data.context_length > ranks * parallel.capacity_tokens:
         raise ConfigError(
-            problem(
-                f"data.context_length = {data.context_length} exceeds {ranks} {kind} x parallel.capacity_tokens = "
-                f"{parallel.capacity_tokens} (together {ranks * parallel.capacity_tokens} tokens)",
-                so="a sequence of full length could not be held by the whole cluster",
-                fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} {kind}, a capacity of at "
-                f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
-            )
+            f"data.context_length = {data.context_length} exceeds {ranks} {kind} x parallel.capacity_tokens = "
+            f"{parallel.capacity_tokens} (together {ranks * parallel.capacity_tokens} tokens)",
+            so="a sequence of full length could not be held by the whole cluster",
+            fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} {kind}, a capacity of at "
+            f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
     check_content(data)
     _check_weights(data)
     if data.batch_tokens < data.context_length:
         raise ConfigError(
-            problem(
-                f"data.batch_tokens = {data.batch_tokens} is smaller than data.context_length = {data.context_length}",
-                so="a document of full length would fit in no global batch",
-                fix=f"raise data.batch_tokens to at least {data.context_length} or shorten the context",
-            )
+            f"data.batch_tokens = {data.batch_tokens} is smaller than data.context_length = {data.context_length}",
+            so="a document of full length would fit in no global batch",
+            fix=f"raise data.batch_tokens to at least {data.context_length} or shorten the context",
         )
     if planner.static_cp is not None and (planner.static_cp < 1 or ranks % planner.static_cp):
         raise ConfigError(
-            problem(
-                f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
-                so="the DP x CP mesh would have a hole",
-                fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
-            )
+            f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
+            so="the DP x CP mesh would have a hole",
+            fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
         )
     _check_attention(config.trainer)
     _check_trace_steps(config.trainer)
@@ -83,28 +75,22 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
     tp, pp, parts = parallel.tp, parallel.pp, parallel.pp * parallel.virtual_stages
     if num_ranks % (tp * pp):
         raise ConfigError(
-            problem(
-                f"{num_ranks} ranks are no multiple of parallel.tp = {tp} x parallel.pp = {pp}",
-                so=f"{num_ranks % (tp * pp)} of them would have no place in the mesh",
-                fix=f"use {-(-num_ranks // (tp * pp)) * tp * pp} ranks, or other degrees",
-            )
+            f"{num_ranks} ranks are no multiple of parallel.tp = {tp} x parallel.pp = {pp}",
+            so=f"{num_ranks % (tp * pp)} of them would have no place in the mesh",
+            fix=f"use {-(-num_ranks // (tp * pp)) * tp * pp} ranks, or other degrees",
         )
     if parts > shape.num_layers:
         chunks = f" x parallel.virtual_stages = {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
         raise ConfigError(
-            problem(
-                f"parallel.pp = {pp}{chunks} makes {parts} parts of {shape.num_layers} layers",
-                so="some of them would have no layer",
-                fix=f"use at most {shape.num_layers} parts",
-            )
+            f"parallel.pp = {pp}{chunks} makes {parts} parts of {shape.num_layers} layers",
+            so="some of them would have no layer",
+            fix=f"use at most {shape.num_layers} parts",
         )
     if parallel.virtual_stages > 1 and pp == 1:
         raise ConfigError(
-            problem(
-                f"parallel.virtual_stages = {parallel.virtual_stages} without a pipeline (parallel.pp = 1)",
-                so="there is no bubble to make smaller",
-                fix="leave it out, or set parallel.pp",
-            )
+            f"parallel.virtual_stages = {parallel.virtual_stages} without a pipeline (parallel.pp = 1)",
+            so="there is no bubble to make smaller",
+            fix="leave it out, or set parallel.pp",
         )
     for name, value in (
         ("num_heads", shape.num_heads),
@@ -113,29 +99,23 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
     ):
         if value % tp:
             raise ConfigError(
-                problem(
-                    f"model.{name} = {value} is no multiple of parallel.tp = {tp}",
-                    so="the ranks could not take equal parts",
-                    fix=f"use a degree that divides {value}",
-                )
+                f"model.{name} = {value} is no multiple of parallel.tp = {tp}",
+                so="the ranks could not take equal parts",
+                fix=f"use a degree that divides {value}",
             )
     heads = shape.num_kv_heads
     if heads % tp and tp % heads:
         raise ConfigError(
-            problem(
-                f"neither of parallel.tp = {tp} and model.num_kv_heads = {heads} divides the other",
-                so="key and value heads could be neither shared out nor repeated evenly",
-                fix=f"use a divisor or a multiple of {heads}",
-            )
+            f"neither of parallel.tp = {tp} and model.num_kv_heads = {heads} divides the other",
+            so="key and value heads could be neither shared out nor repeated evenly",
+            fix=f"use a divisor or a multiple of {heads}",
         )
     if shape.num_experts and shape.ffn_hidden_size // tp % 8:
         raise ConfigError(
-            problem(
-                f"model.ffn_hidden_size = {shape.ffn_hidden_size} over parallel.tp = {tp} is "
-                f"{shape.ffn_hidden_size // tp} a rank, no multiple of 8",
-                so="grouped matrix products need rows of whole 16 bytes",
-                fix="use a smaller degree",
-            )
+            f"model.ffn_hidden_size = {shape.ffn_hidden_size} over parallel.tp = {tp} is "
+            f"{shape.ffn_hidden_size // tp} a rank, no multiple of 8",
+            so="grouped matrix products need rows of whole 16 bytes",
+            fix="use a smaller degree",
         )
 
 
@@ -146,27 +126,21 @@ def _check_attention(trainer: TrainerConfig) -> None:
     for name, value, good in (("device", trainer.device, "cuda"), ("dtype", trainer.dtype, "bf16")):
         if value not in ("auto", good):
             raise ConfigError(
-                problem(
-                    f'trainer.attention = "{trainer.attention}" with trainer.{name} = "{value}"',
-                    so="there is no such attention",
-                    fix=f'set trainer.{name} = "{good}", or trainer.attention = "auto"',
-                )
+                f'trainer.attention = "{trainer.attention}" with trainer.{name} = "{value}"',
+                so="there is no such attention",
+                fix=f'set trainer.{name} = "{good}", or trainer.attention = "auto"',
             )
 
 
 def _check_run_folder(trainer: TrainerConfig) -> None:
     """A run can be continued under the name that it has."""
     if trainer.resume and not trainer.run_dir:
-        raise ConfigError(
-            problem("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
-        )
+        raise ConfigError("trainer.resume is set but trainer.run_dir is not", fix="name the run folder to continue")
     if visible(trainer.run_dir) != trainer.run_dir:
         raise ConfigError(
-            problem(
-                f"trainer.run_dir is {trainer.run_dir!r}, with control characters in it",
-                so="nobody could type the name to continue the run",
-                fix="name a folder without them",
-            )
+            f"trainer.run_dir is {trainer.run_dir!r}, with control characters in it",
+            so="nobody could type the name to continue the run",
+            fix="name a folder without them",
         )
 
 
@@ -175,11 +149,9 @@ def _check_trace_steps(trainer: TrainerConfig) -> None:
     never = [step for step in trainer.trace_steps if not 1 <= step <= trainer.steps]
     if never:
         raise ConfigError(
-            problem(
-                f"trainer.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
-                so="its trace would never be written",
-                fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
-            )
+            f"trainer.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
+            so="its trace would never be written",
+            fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
         )
 
 
@@ -188,19 +160,15 @@ def _check_head_groups(trainer: TrainerConfig, shape: Architecture, tp: int) -> 
     heads = max(1, shape.num_kv_heads // tp)
     if trainer.head_groups > 1 and heads % trainer.head_groups:
         raise ConfigError(
-            problem(
-                f"trainer.head_groups = {trainer.head_groups} does not divide the {heads} key/value heads of a rank",
-                so="the groups would not be equal",
-                fix=f'use a divisor of {heads}, or "auto"',
-            )
+            f"trainer.head_groups = {trainer.head_groups} does not divide the {heads} key/value heads of a rank",
+            so="the groups would not be equal",
+            fix=f'use a divisor of {heads}, or "auto"',
         )
     if trainer.head_groups > 1 and trainer.checkpointing == "none":
         raise ConfigError(
-            problem(
-                f'trainer.head_groups = {trainer.head_groups} with trainer.checkpointing = "none"',
-                so="all heads would be kept for backward anyway, and no memory saved",
-                fix='set trainer.checkpointing to "full" or "attention", or leave head_groups out',
-            )
+            f'trainer.head_groups = {trainer.head_groups} with trainer.checkpointing = "none"',
+            so="all heads would be kept for backward anyway, and no memory saved",
+            fix='set trainer.checkpointing to "full" or "attention", or leave head_groups out',
         )
 
 
@@ -217,30 +185,22 @@ def check_content(data: DataConfig) -> None:
     ):
         if given and data.content != content:
             raise ConfigError(
-                problem(
-                    f'data.{name} is set, but data.content is "{data.content}"',
-                    so="the setting would have no effect",
-                    fix=f'leave it out, or set data.content = "{content}"',
-                )
+                f'data.{name} is set, but data.content is "{data.content}"',
+                so="the setting would have no effect",
+                fix=f'leave it out, or set data.content = "{content}"',
             )
     taken = [name for name in data.fields if name in RESERVED_FIELDS or not name.isidentifier()]
     if taken or len(set(data.fields)) < len(data.fields):
         raise ConfigError(
-            problem(
-                f"data.fields are {', '.join(map(repr, data.fields))}",
-                so=f"{taken[0]!r} could not be told from what a micro-batch has itself"
-                if taken
-                else "one would be lost",
-                fix="give every field a name of its own, of letters, digits and _ (labels and weights need no mention)",
-            )
+            f"data.fields are {', '.join(map(repr, data.fields))}",
+            so=f"{taken[0]!r} could not be told from what a micro-batch has itself" if taken else "one would be lost",
+            fix="give every field a name of its own, of letters, digits and _ (labels and weights need no mention)",
         )
     if data.tokenizer == "bpe" and data.content != "text":
         raise ConfigError(
-            problem(
-                f'data.tokenizer is "bpe", but data.content is "{data.content}"',
-                so="a tokenizer is trained on texts",
-                fix="set data.tokenizer to the model's own",
-            )
+            f'data.tokenizer is "bpe", but data.content is "{data.content}"',
+            so="a tokenizer is trained on texts",
+            fix="set data.tokenizer to the model's own",
         )
 
 
@@ -250,20 +210,16 @@ def _check_weights(data: DataConfig) -> None:
         return
     if len(data.weights) != len(data.sources):
         raise ConfigError(
-            problem(
-                f"data.weights has {len(data.weights)} numbers for {len(data.sources)} sources",
-                so="some source would have no share",
-                fix="write one weight per source, or none to shuffle everything together",
-            )
+            f"data.weights has {len(data.weights)} numbers for {len(data.sources)} sources",
+            so="some source would have no share",
+            fix="write one weight per source, or none to shuffle everything together",
         )
     total = math.fsum(data.weights)
     if not min(data.weights) > 0 or abs(total - 1) > 1e-6:
         raise ConfigError(
-            problem(
-                f"data.weights are {', '.join(map(str, data.weights))}, with the sum {total:.6g}",
-                so="it is not clear what share of the tokens each source should give",
-                fix="use numbers above 0 that sum to 1",
-            )
+            f"data.weights are {', '.join(map(str, data.weights))}, with the sum {total:.6g}",
+            so="it is not clear what share of the tokens each source should give",
+            fix="use numbers above 0 that sum to 1",
         )
 
 
@@ -294,7 +250,7 @@ def _at_least_one(config: Config) -> None:
     )
     for name, value, least in rules:
         if value < least:
-            raise ConfigError(problem(f"{name} is {value}", fix=f"use a whole number of at least {least}"))
+            raise ConfigError(f"{name} is {value}", fix=f"use a whole number of at least {least}")
     positive = (
         ("parallel.stop_seconds", config.parallel.stop_seconds),
         ("data.answer_seconds", config.data.answer_seconds),
@@ -309,18 +265,16 @@ def _at_least_one(config: Config) -> None:
     )
     for name, number in positive:
         if not number > 0:
-            raise ConfigError(problem(f"{name} is {number}", fix="use a number above 0"))
+            raise ConfigError(f"{name} is {number}", fix="use a number above 0")
     bucket_mib = config.trainer.gradient_bucket_mib
     if not 0 <= bucket_mib < math.inf:
         raise ConfigError(
-            problem(f"trainer.gradient_bucket_mib is {bucket_mib}", fix="use 0 (one reduction a step) or a size in MiB")
+            f"trainer.gradient_bucket_mib is {bucket_mib}", fix="use 0 (one reduction a step) or a size in MiB"
         )
     for name in ("z_loss", "clip_grad_norm"):
         if getattr(config.optimizer, name) < 0:
-            raise ConfigError(
-                problem(f"optimizer.{name} is {getattr(config.optimizer, name)}", fix="use 0 (off) or more")
-            )
+            raise ConfigError(f"optimizer.{name} is {getattr(config.optimizer, name)}", fix="use 0 (off) or more")
     if not 0 < config.optimizer.decay_share <= 1:
         raise ConfigError(
-            problem(f"optimizer.decay_share is {config.optimizer.decay_share}", fix="use a share above 0, up to 1")
+            f"optimizer.decay_share is {config.optimizer.decay_share}", fix="use a share above 0, up to 1"
         )

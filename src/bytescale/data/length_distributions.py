@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 _SHARE_SUFFIX = "_token_share"
 
@@ -42,7 +42,7 @@ def token_shares(name: str) -> NDArray[np.float64]:
     """``[B]`` share of tokens per bucket. The shares sum to 1. Raises ``ConfigError`` for an unknown name."""
     if name not in distribution_names():
         raise ConfigError(
-            problem(f"there is no length distribution {name!r}", fix="use one of " + ", ".join(distribution_names()))
+            f"there is no length distribution {name!r}", fix="use one of " + ", ".join(distribution_names())
         )
     shares = np.array(_stored()[name + _SHARE_SUFFIX])
     return shares / shares.sum()
@@ -77,11 +77,11 @@ def sample_lengths(
     shares, edges = token_shares(name), bucket_edges().astype(np.float64)
     if num_tokens < 1 or (max_length is not None and max_length < 1):
         raise ConfigError(
-            problem(f"num_tokens = {num_tokens}, max_length = {max_length}", fix="use whole numbers of at least 1")
+            f"num_tokens = {num_tokens}, max_length = {max_length}", fix="use whole numbers of at least 1"
         )
     if lowest_edge is not None:
         if not 1 <= lowest_edge < edges[1]:
-            raise ConfigError(problem(f"lowest_edge = {lowest_edge}", fix=f"use 1 to {int(edges[1]) - 1} tokens"))
+            raise ConfigError(f"lowest_edge = {lowest_edge}", fix=f"use 1 to {int(edges[1]) - 1} tokens")
         edges[0] = lowest_edge
     low, high = edges[:-1], edges[1:]
     means = (high - low) / np.log(high / low)  # of a log-uniform variable

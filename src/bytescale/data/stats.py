@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.units import format_count
 
 BUCKET_EDGES: IntArray = 2 ** np.arange(9, 22, dtype=np.int64)
@@ -48,7 +48,7 @@ def length_stats(lengths: IntArray) -> LengthStats:
     """Compute the statistics of document lengths, int64 ``[D]`` tokens. Raises ``DataError`` if all are 0."""
     lengths = lengths[lengths > 0]
     if not len(lengths):
-        raise DataError(problem("there is no document with a token in it", fix="check the sources"))
+        raise DataError("there is no document with a token in it", fix="check the sources")
     bucket = np.searchsorted(BUCKET_EDGES, lengths, side="left")
     num_buckets = len(BUCKET_EDGES) + 1
     ordered = np.sort(lengths)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.models.hf import HFTensor
 
@@ -49,12 +49,10 @@ def check_pieces(folder: Path, pieces: Sequence[HFTensor], *, whole_model: bool 
     missing = [piece.hf_name for piece in pieces if piece.hf_name not in stored]
     if missing:
         raise CheckpointError(
-            problem(
-                f"{folder} lacks {len(missing)} of {len(pieces)} tensors: {_some(missing)}",
-                so="these weights would be random numbers",
-                fix="download or save the model again, or use the config.json that belongs to it (in training, --init "
-                "takes the model's shape from the folder, and trainer.init alone its weights)",
-            )
+            f"{folder} lacks {len(missing)} of {len(pieces)} tensors: {_some(missing)}",
+            so="these weights would be random numbers",
+            fix="download or save the model again, or use the config.json that belongs to it (in training, --init "
+            "takes the model's shape from the folder, and trainer.init alone its weights)",
         )
     if whole_model:
         _refuse_others(folder, stored.keys() - {piece.hf_name for piece in pieces}, stored)
@@ -67,11 +65,9 @@ def check_pieces(folder: Path, pieces: Sequence[HFTensor], *, whole_model: bool 
             wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
     if wrong:
         raise CheckpointError(
-            problem(
-                f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
-                so="they do not fit",
-                fix="use the config.json that belongs to these weights",
-            )
+            f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
+            so="they do not fit",
+            fix="use the config.json that belongs to these weights",
         )
     return by_file
 
@@ -106,7 +102,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
                     stored[name] = file, tuple(part.get_shape())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                problem(f"{file} cannot be read ({error})", so="it is cut short or damaged", fix="download it again")
+                f"{file} cannot be read ({error})", so="it is cut short or damaged", fix="download it again"
             ) from error
     return stored
 
@@ -114,11 +110,9 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
 def _refuse_quantised(where: str, name: str, dtype: str) -> None:
     if dtype not in _FLOATS and (name.endswith("weight") or dtype.startswith(("I8", "F8"))):
         raise CheckpointError(
-            problem(
-                f"{where} has dtype {dtype}",
-                so="it is quantised, and without its scales the model would compute something else",
-                fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
-            )
+            f"{where} has dtype {dtype}",
+            so="it is quantised, and without its scales the model would compute something else",
+            fix=f"save the model anew, in one of {', '.join(_FLOATS)}",
         )
 
 
@@ -126,11 +120,9 @@ def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
     """The tensor itself. Raises ``CheckpointError`` if it has NaN or infinity."""
     if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.detach().aminmax()):
         raise CheckpointError(
-            problem(
-                f"{name} of {folder} has numbers that are not finite",
-                so="every loss and score would be NaN",
-                fix="download the model again, or convert an earlier checkpoint",
-            )
+            f"{name} of {folder} has numbers that are not finite",
+            so="every loss and score would be NaN",
+            fix="download the model again, or convert an earlier checkpoint",
         )
     return tensor
 
@@ -196,17 +188,13 @@ def _files(folder: Path) -> list[Path]:
         error = raised
     if list(folder.glob("pytorch_model*.bin")):
         raise ConfigError(
-            problem(
-                f"{folder} has its weights in pytorch_model.bin only, which is a pickle",
-                so="reading it could run code that somebody has put there",
-                fix="save it as safetensors, with transformers: from_pretrained() and save_pretrained()",
-            )
+            f"{folder} has its weights in pytorch_model.bin only, which is a pickle",
+            so="reading it could run code that somebody has put there",
+            fix="save it as safetensors, with transformers: from_pretrained() and save_pretrained()",
         )
     raise ConfigError(
-        problem(
-            f"{folder} has no weights that can be read ({error})",
-            fix=f"name a folder with {SINGLE}, or with {INDEX} and the files that it names",
-        )
+        f"{folder} has no weights that can be read ({error})",
+        fix=f"name a folder with {SINGLE}, or with {INDEX} and the files that it names",
     )
 
 
@@ -222,13 +210,11 @@ def _refuse_others(folder: Path, others: set[str], stored: dict[str, tuple[Path,
     if unknown:
         tied = unknown == [_HEAD]
         raise CheckpointError(
-            problem(
-                f"{folder} has {len(unknown)} tensors that its config.json has no place for: {_some(unknown)}",
-                so="without them the model would compute something else",
-                fix="set tie_word_embeddings to false in config.json: the head differs from the embedding"
-                if tied
-                else "use the config.json that belongs to these weights; biases and norms of queries are not supported",
-            )
+            f"{folder} has {len(unknown)} tensors that its config.json has no place for: {_some(unknown)}",
+            so="without them the model would compute something else",
+            fix="set tie_word_embeddings to false in config.json: the head differs from the embedding"
+            if tied
+            else "use the config.json that belongs to these weights; biases and norms of queries are not supported",
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 67,
@@ -113,11 +113,9 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0,
             model.set_experts_implementation("eager")  # the grouped one has no fp64
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            problem(
-                f"no small model can be made of {name!r}: {str(error).splitlines()[0]}",
-                fix="give a folder with a config.json or a model type of transformers, or build the model yourself and "
-                "call bytescale.parity.compare(model, Setup())",
-            )
+            f"no small model can be made of {name!r}: {str(error).splitlines()[0]}",
+            fix="give a folder with a config.json or a model type of transformers, or build the model yourself and "
+            "call bytescale.parity.compare(model, Setup())",
         ) from error
     with torch.no_grad():
         for parameter in model.parameters():

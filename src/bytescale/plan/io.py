@@ -11,7 +11,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.plan.plan import Plan
 
 
@@ -32,9 +32,7 @@ def load_plan(path: Path) -> Plan:
             columns = {} if "group_columns" in stored else {"group_columns": _rings(stored["group_rank_offsets"])}
             values = columns | {spec.name: stored[spec.name] for spec in fields(Plan) if spec.name not in columns}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise PlanError(
-            problem(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/")
-        ) from error
+        raise PlanError(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/") from error
     return Plan(**{**values, "planner": str(values["planner"])})
 
 

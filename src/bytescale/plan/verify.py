@@ -24,7 +24,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes
 from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.pipeline_order import find_cycle
@@ -253,14 +253,12 @@ def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
         room = float(rooms[worst])
         rank, index = _place_of(plan, worst)
         raise PlanError(
-            problem(
-                f"{_named(plan, worst)} needs {format_bytes(float(sizes[worst]))} on the {place} of rank {rank} "
-                f"(micro-batch {index}: {tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
-                f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
-                so="the rank would run out of memory",
-                fix="lower parallel.capacity_tokens (or use more ranks), set trainer.checkpointing to attention or "
-                "full, turn on memory.offload, or allow more with memory.device_gib or memory.host_gib",
-            )
+            f"{_named(plan, worst)} needs {format_bytes(float(sizes[worst]))} on the {place} of rank {rank} "
+            f"(micro-batch {index}: {tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
+            f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
+            so="the rank would run out of memory",
+            fix="lower parallel.capacity_tokens (or use more ranks), set trainer.checkpointing to attention or "
+            "full, turn on memory.offload, or allow more with memory.device_gib or memory.host_gib",
         )
 
 
@@ -306,4 +304,4 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _refuse(rule: str, what: str, *, so: str = "", fix: str = "report this, with the file of the plan") -> NoReturn:
-    raise PlanError(problem(f"the plan breaks rule {rule!r}: {what}", so=so, fix=fix))
+    raise PlanError(f"the plan breaks rule {rule!r}: {what}", so=so, fix=fix)

@@ -8,7 +8,7 @@ from functools import partial
 
 from numpy.typing import ArrayLike
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
@@ -66,7 +66,7 @@ def make_planner(
         "static": partial(static_plan, cp=config.static_cp, context=context_length),
     }
     if config.name not in planners:
-        raise ConfigError(problem(f"there is no planner {config.name!r}", fix=f"use one of {', '.join(planners)}"))
+        raise ConfigError(f"there is no planner {config.name!r}", fix=f"use one of {', '.join(planners)}")
     planner = planners[config.name]
     if pipeline and config.name in ("paper", "greedy", "naive"):
         planner = aligned(planner)

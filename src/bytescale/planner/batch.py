@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.common.units import format_bytes
 from bytescale.cost import Cluster
 from bytescale.planner.order import rising
@@ -23,18 +23,16 @@ def checked_lengths(lengths: ArrayLike, *, cluster: Cluster, uniform: bool = Fal
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise PlanError(
-            problem(
-                f"lengths have shape {array.shape} and type {array.dtype}",
-                fix="give one whole number of tokens per sequence",
-            )
+            f"lengths have shape {array.shape} and type {array.dtype}",
+            fix="give one whole number of tokens per sequence",
         )
     if array.size == 0:
-        raise PlanError(problem("the batch has no sequences", so="there is nothing to plan", fix="give at least one"))
+        raise PlanError("the batch has no sequences", so="there is nothing to plan", fix="give at least one")
     array = array.astype(np.int64, copy=False)
     if array.min() < 1:
         sequence = int(np.flatnonzero(array < 1)[0])
         raise PlanError(
-            problem(f"sequence {sequence} has {array[sequence]} tokens", fix="drop sequences of less than one token")
+            f"sequence {sequence} has {array[sequence]} tokens", fix="drop sequences of less than one token"
         )
     _check_fits(array, cluster, uniform)
     return array
@@ -48,24 +46,22 @@ def _check_fits(lengths: IntArray, cluster: Cluster, uniform: bool) -> None:
     if longest <= room:
         return
     if cluster.offload is not None:
-        raise PlanError(_no_room_even_offloaded(cluster, sequence, longest, room))
+        raise _no_room_even_offloaded(cluster, sequence, longest, room)
     counted = "the smallest capacity" if uniform and not cluster.is_uniform else "capacity"
     raise PlanError(
-        problem(
-            f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together "
-            f"({counted} {smallest} tokens each)",
-            so="the whole cluster could not hold it",
-            fix=f"use {-(-longest // smallest)} ranks, a capacity of {-(-longest // cluster.num_ranks)} tokens, or "
-            "shorten or split it",
-        )
+        f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together "
+        f"({counted} {smallest} tokens each)",
+        so="the whole cluster could not hold it",
+        fix=f"use {-(-longest // smallest)} ranks, a capacity of {-(-longest // cluster.num_ranks)} tokens, or "
+        "shorten or split it",
     )
 
 
-def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room: int) -> str:
+def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room: int) -> PlanError:
     rule = cluster.offload
     assert rule is not None, "asked only where offloading is on"
     over = (longest - room) / cluster.num_ranks * rule.num_layers * float(rule.profile.activation_bytes(1.0))
-    return problem(
+    return PlanError(
         f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together even when they "
         f"offload all they may (activations of {format_bytes(over)} a rank too many)",
         so="the whole cluster could not hold it",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import LoaderFailure, problem
+from bytescale.common.errors import LoaderFailure
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.calibration import Calibrator, State
 from bytescale.plan import Plan
@@ -58,11 +58,9 @@ class CalibratedPlanner:
         """The costs of a step. Raises ``LoaderFailure`` if they are not known."""
         if not self.knows(step):
             raise LoaderFailure(
-                problem(
-                    f"step {step + 1} was to be planned before step {step - self.lag + 1} had ended",
-                    so="its costs are not known, and ranks would plan differently",
-                    fix="report this, and train with cost.calibrate = false",
-                )
+                f"step {step + 1} was to be planned before step {step - self.lag + 1} had ended",
+                so="its costs are not known, and ranks would plan differently",
+                fix="report this, and train with cost.calibrate = false",
             )
         found = self.with_state(self.states.get(step - self.lag, State()))
         speeds = () if found.cluster is self.planner.cluster else tuple(found.cluster.speeds.tolist())

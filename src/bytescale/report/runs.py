@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import BytescaleError, ConfigError, problem
+from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.parsing import parse_json, parse_toml
 from bytescale.config import Config
 from bytescale.plan.io import load_plan
@@ -81,13 +81,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     missing = [str(path) for path in paths if not RunFolder(path).config.is_file()]
     if missing or not paths:
         raise ConfigError(
-            problem(
-                f"{', '.join(missing)}: not the folder of a run (there is no config.toml inside)"
-                if paths
-                else "no run is named",
-                so="there is nothing to report",
-                fix="name folders that `bytescale train` has written, such as runs/NAME",
-            )
+            f"{', '.join(missing)}: not the folder of a run (there is no config.toml inside)"
+            if paths
+            else "no run is named",
+            so="there is nothing to report",
+            fix="name folders that `bytescale train` has written, such as runs/NAME",
         )
     names = _unique_names([path.resolve() for path in paths])
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]

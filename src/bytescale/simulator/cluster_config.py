@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,45 +35,37 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "virtual_stages", "num_gpus", "gpus_per_node"):
             if getattr(self, name) < 1:
-                raise ConfigError(problem(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1"))
+                raise ConfigError(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1")
         if not 0 <= self.sync_overlap <= 1:
-            raise ConfigError(problem(f"cluster.sync_overlap is {self.sync_overlap}", fix="use a share from 0 to 1"))
+            raise ConfigError(f"cluster.sync_overlap is {self.sync_overlap}", fix="use a share from 0 to 1")
         if not 0 <= self.gradient_bucket_mib < math.inf:
             raise ConfigError(
-                problem(f"cluster.gradient_bucket_mib is {self.gradient_bucket_mib}", fix="use a size, or 0 for none")
+                f"cluster.gradient_bucket_mib is {self.gradient_bucket_mib}", fix="use a size, or 0 for none"
             )
         if self.gradient_bucket_mib and self.sync_overlap:
             raise ConfigError(
-                problem(
-                    f"cluster.gradient_bucket_mib = {self.gradient_bucket_mib} and cluster.sync_overlap = "
-                    f"{self.sync_overlap}",
-                    so="the hidden part of the gradient sync would be counted twice",
-                    fix="set one of them to 0",
-                )
+                f"cluster.gradient_bucket_mib = {self.gradient_bucket_mib} and cluster.sync_overlap = "
+                f"{self.sync_overlap}",
+                so="the hidden part of the gradient sync would be counted twice",
+                fix="set one of them to 0",
             )
         if self.virtual_stages > 1 and self.pp == 1:
             raise ConfigError(
-                problem(
-                    f"cluster.virtual_stages = {self.virtual_stages} without a pipeline (cluster.pp = 1)",
-                    so="there is no bubble to make smaller",
-                    fix="leave it out, or set cluster.pp",
-                )
+                f"cluster.virtual_stages = {self.virtual_stages} without a pipeline (cluster.pp = 1)",
+                so="there is no bubble to make smaller",
+                fix="leave it out, or set cluster.pp",
             )
         if self.num_gpus % (self.tp * self.pp):
             raise ConfigError(
-                problem(
-                    f"cluster.num_gpus = {self.num_gpus} is not a multiple of tp x pp = {self.tp} x {self.pp}",
-                    so=f"{self.num_gpus % (self.tp * self.pp)} devices would be in no rank",
-                    fix=f"use {self.num_gpus // (self.tp * self.pp) * self.tp * self.pp} devices, or another tp or pp",
-                )
+                f"cluster.num_gpus = {self.num_gpus} is not a multiple of tp x pp = {self.tp} x {self.pp}",
+                so=f"{self.num_gpus % (self.tp * self.pp)} devices would be in no rank",
+                fix=f"use {self.num_gpus // (self.tp * self.pp) * self.tp * self.pp} devices, or another tp or pp",
             )
         if self.tp > self.gpus_per_node:
             raise ConfigError(
-                problem(
-                    f"cluster.tp = {self.tp} exceeds cluster.gpus_per_node = {self.gpus_per_node}",
-                    so="every layer's matrices would be split across nodes",
-                    fix="use at most the devices of one node",
-                )
+                f"cluster.tp = {self.tp} exceeds cluster.gpus_per_node = {self.gpus_per_node}",
+                so="every layer's matrices would be split across nodes",
+                fix="use at most the devices of one node",
             )
 
     def check_layers(self, num_layers: int) -> None:
@@ -81,11 +73,9 @@ class ClusterConfig:
         if self.num_parts > num_layers:
             chunks = f" x cluster.virtual_stages = {self.virtual_stages}" if self.virtual_stages > 1 else ""
             raise ConfigError(
-                problem(
-                    f"cluster.pp = {self.pp}{chunks} exceeds the model's {num_layers} layers",
-                    so=f"a {'chunk' if chunks else 'stage'} would have no layer",
-                    fix=f"use fewer stages{' or chunks' if chunks else ''}",
-                )
+                f"cluster.pp = {self.pp}{chunks} exceeds the model's {num_layers} layers",
+                so=f"a {'chunk' if chunks else 'stage'} would have no layer",
+                fix=f"use fewer stages{' or chunks' if chunks else ''}",
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.errors import BytescaleError, problem
+from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_seconds
 from bytescale.simulator.result import SimulatedStep
 
@@ -141,7 +141,7 @@ def _matplotlib() -> tuple[Any, Any]:
         from matplotlib import colors
     except ImportError as error:
         raise BytescaleError(
-            problem("drawing needs matplotlib, which is not installed", fix="pip install 'bytescale[plot]'")
+            "drawing needs matplotlib, which is not installed", fix="pip install 'bytescale[plot]'"
         ) from error
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot

@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.plan.schedule import stage_actions
 from bytescale.simulator.events import Events
 
@@ -217,10 +217,8 @@ class _Engine:
         if chunks > 1:
             stages, other = f"{self.pp} stages of {chunks} chunks", "virtual_stages = 1"
         return PlanError(
-            problem(
-                f"the 1F1B schedule deadlocks on {stages}: {left} of {self.num_tasks} tasks never start; the "
-                f"first unfinished group is shared by ranks {self.members[stuck][:8]}",
-                so="real ranks would wait for each other forever",
-                fix=f"use {other}, or a plan whose groups meet at equal places in their ranks' orders",
-            )
+            f"the 1F1B schedule deadlocks on {stages}: {left} of {self.num_tasks} tasks never start; the "
+            f"first unfinished group is shared by ranks {self.members[stuck][:8]}",
+            so="real ranks would wait for each other forever",
+            fix=f"use {other}, or a plan whose groups meet at equal places in their ranks' orders",
         )

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import ConfigError, PlanError, problem
+from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
     embedding_share,
@@ -166,27 +166,21 @@ class _Executed:
 def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) -> None:
     if plan.num_ranks != cluster.num_ranks:
         raise ConfigError(
-            problem(
-                f"the plan is for {plan.num_ranks} ranks but {cluster.num_gpus} devices at tp = {cluster.tp}, pp = "
-                f"{cluster.pp} make {cluster.num_ranks}",
-                fix="plan for the ranks of this cluster",
-            )
+            f"the plan is for {plan.num_ranks} ranks but {cluster.num_gpus} devices at tp = {cluster.tp}, pp = "
+            f"{cluster.pp} make {cluster.num_ranks}",
+            fix="plan for the ranks of this cluster",
         )
     if profile.tensor_parallel != cluster.tp:
         raise ConfigError(
-            problem(
-                f"profile {profile.name!r} is for tp = {profile.tensor_parallel} but cluster.tp is {cluster.tp}",
-                fix="use Profile.scaled_to, or a profile taken at this tp",
-            )
+            f"profile {profile.name!r} is for tp = {profile.tensor_parallel} but cluster.tp is {cluster.tp}",
+            fix="use Profile.scaled_to, or a profile taken at this tp",
         )
     cluster.check_layers(profile.architecture.num_layers)
     if schedule == "aligned" and cluster.virtual_stages > 1:
         raise ConfigError(
-            problem(
-                f"schedule aligned with cluster.virtual_stages = {cluster.virtual_stages}",
-                so="this schedule prevents deadlocks by an order of whole micro-batches, and chunks have no such order",
-                fix="use schedule 1f1b, or leave virtual_stages out",
-            )
+            f"schedule aligned with cluster.virtual_stages = {cluster.virtual_stages}",
+            so="this schedule prevents deadlocks by an order of whole micro-batches, and chunks have no such order",
+            fix="use schedule 1f1b, or leave virtual_stages out",
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.simulator.trace import MICRO, Span, Track, entries_of
 
@@ -75,10 +75,8 @@ def load_step_trace(path: Path) -> StepTrace:
             raise ValueError("it holds nothing that was measured")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            problem(
-                f"{path} is not the trace of a step ({type(error).__name__}: {error})",
-                fix="name a file from a run folder's traces/, or take the trace again",
-            )
+            f"{path} is not the trace of a step ({type(error).__name__}: {error})",
+            fix="name a file from a run folder's traces/, or take the trace again",
         ) from error
     return StepTrace(
         metadata=metadata,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 Result = TypeVar("Result")
 
@@ -76,25 +76,21 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         system, path = fsspec.core.url_to_fs(url, **({protocol: settings} if settings else {}))
     except ImportError as error:
         raise ConfigError(
-            problem(
-                f"data source {url!r} needs a package that is not installed ({error})",
-                so="it cannot be read",
-                fix=_how_to_install(protocol),
-            )
+            f"data source {url!r} needs a package that is not installed ({error})",
+            so="it cannot be read",
+            fix=_how_to_install(protocol),
         ) from error
     except ValueError as error:
         raise ConfigError(
-            problem(f"data source {url!r} has no file system ({error})", fix="use a protocol that fsspec knows")
+            f"data source {url!r} has no file system ({error})", fix="use a protocol that fsspec knows"
         ) from error
     except OSError as error:
         if "Unable to load lib" in str(error):  # pyarrow's message, which goes on with 70 lines of places it looked at
             raise ConfigError(
-                problem(
-                    f"data source {url!r} needs Hadoop's own client library ({_first_line(error)})",
-                    so="it cannot be read",
-                    fix="set JAVA_HOME, HADOOP_HOME (for lib/native/libhdfs.so) and CLASSPATH (to what "
-                    "`hadoop classpath --glob` prints); or use webhdfs://HOST:9870/..., which needs none of them",
-                )
+                f"data source {url!r} needs Hadoop's own client library ({_first_line(error)})",
+                so="it cannot be read",
+                fix="set JAVA_HOME, HADOOP_HOME (for lib/native/libhdfs.so) and CLASSPATH (to what "
+                "`hadoop classpath --glob` prints); or use webhdfs://HOST:9870/..., which needs none of them",
             ) from error
         raise _as_os_error(error, url) from error
     except Exception as error:  # archives have exceptions of their own

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.storage.filesystems import guarded
 
 logger = logging.getLogger(__name__)
@@ -33,10 +33,8 @@ class UnreadableError(DataError):
 def unreadable(error: OSError, path: object) -> UnreadableError:
     """Return the error for the file that ``error`` names, or for ``path`` if ``error`` names none."""
     return UnreadableError(
-        problem(
-            f"{error.filename or path} cannot be read ({error.strerror or error})",
-            fix="mend it, check the credentials, or take it out of data.sources",
-        )
+        f"{error.filename or path} cannot be read ({error.strerror or error})",
+        fix="mend it, check the credentials, or take it out of data.sources",
     )
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
@@ -236,11 +236,9 @@ def choose_tokenizer(
     if config.tokenizer == "bpe":
         if not text_files:
             raise ConfigError(
-                problem(
-                    "data.tokenizer is 'bpe', but all sources are .bin files",
-                    so="there is no text to train it on",
-                    fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
-                )
+                "data.tokenizer is 'bpe', but all sources are .bin files",
+                so="there is no text to train it on",
+                fix="set data.tokenizer to the tokenizer.json that made them, or leave it out",
             )
         cache_dir = Path(config.cache_dir).expanduser()
         return cached_bpe(text_files, config.text_key, config.bpe_vocab_size, cache_dir, progress)
@@ -255,9 +253,7 @@ def check_vocabulary(corpus: CorpusFacts, vocab_size: int) -> None:
         return
     source = f"tokenizer {corpus.tokenizer!r}" if corpus.tokenizer else "the .bin files among the sources"
     raise ConfigError(
-        problem(
-            f"{source} has ids up to {corpus.vocab_size - 1}, but model.vocab_size is {vocab_size}",
-            so="the model has no embedding for some of them",
-            fix=f"set model.vocab_size to at least {corpus.vocab_size}, or leave it out to follow the tokenizer",
-        )
+        f"{source} has ids up to {corpus.vocab_size - 1}, but model.vocab_size is {vocab_size}",
+        so="the model has no embedding for some of them",
+        fix=f"set model.vocab_size to at least {corpus.vocab_size}, or leave it out to follow the tokenizer",
     )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
@@ -100,11 +100,9 @@ def read_record(folder: Path, num_steps: int) -> list[tuple[IntArray, int | None
         num_given = len(given.get(step, {}))
         if num_given != needed.get(step, 1):
             raise DataError(
-                problem(
-                    f"{folder} has {num_given} of {needed.get(step, 'all')} ranks' records of step {step}",
-                    so="what the run was trained on cannot be counted",
-                    fix="record runs with data.record = true from their first step on, and keep the record whole",
-                )
+                f"{folder} has {num_given} of {needed.get(step, 'all')} ranks' records of step {step}",
+                so="what the run was trained on cannot be counted",
+                fix="record runs with data.record = true from their first step on, and keep the record whole",
             )
     return [(np.concatenate([_NO_SEGMENTS, *given[step].values()]), sizes[step]) for step in range(num_steps)]
 
@@ -178,9 +176,7 @@ def _number(path: Path) -> int:
 
 def _wrong(step: int, what: str) -> DataError:
     return DataError(
-        problem(
-            f"step {step}: {what}",
-            so="the run did not train on the batches that the seed and the corpus ask for",
-            fix="restore [data] as it was when the run began; if it did not change, report this as a bug",
-        )
+        f"step {step}: {what}",
+        so="the run did not train on the batches that the seed and the corpus ask for",
+        fix="restore [data] as it was when the run began; if it did not change, report this as a bug",
     )

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.schema import DataConfig, LossPer
 from bytescale.data.order.epoch import EVERYTHING, PieceStream
 from bytescale.data.order.index import CorpusIndex
@@ -114,15 +114,13 @@ def check_drawable(index: CorpusIndex, batch_tokens: int, shuffle_seed: int) -> 
     if longest > batch_tokens:
         piece = int(index.pieces.length.argmax())
         raise ConfigError(
-            problem(
-                f"document {index.pieces.document[piece]} has a sequence of {longest} tokens, more than "
-                f"data.batch_tokens = {batch_tokens}",
-                so="it would fit in no global batch",
-                fix=f"raise data.batch_tokens to at least {longest}, or lower data.context_length",
-            )
+            f"document {index.pieces.document[piece]} has a sequence of {longest} tokens, more than "
+            f"data.batch_tokens = {batch_tokens}",
+            so="it would fit in no global batch",
+            fix=f"raise data.batch_tokens to at least {longest}, or lower data.context_length",
         )
     if shuffle_seed < 0:
-        raise ConfigError(problem(f"data.shuffle_seed is {shuffle_seed}", fix="use 0 or more"))
+        raise ConfigError(f"data.shuffle_seed is {shuffle_seed}", fix="use 0 or more")
 
 
 def check_same(key: str, state: SamplerState, ours: object, settings: str) -> None:
@@ -132,11 +130,9 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
     """
     if state.get(key) != ours:
         raise CheckpointError(
-            problem(
-                f"the checkpoint was made with data {key} {state.get(key)}, this run has {ours}",
-                so="sequences would be repeated or skipped",
-                fix=f"restore the [data] settings of that run ({settings}), or start a new run",
-            )
+            f"the checkpoint was made with data {key} {state.get(key)}, this run has {ours}",
+            so="sequences would be repeated or skipped",
+            fix=f"restore the [data] settings of that run ({settings}), or start a new run",
         )
 
 

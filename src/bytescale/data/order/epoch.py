@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.errors import CheckpointError
 from bytescale.data.order.index import CorpusIndex
 
 MIB = 1024**2
@@ -146,12 +146,10 @@ class PieceStream:
         self.enter(epoch, window)
         if self._content != state["content"]:
             raise CheckpointError(
-                problem(
-                    f"the checkpoint was made with other texts: their content was {state['content']} and is now "
-                    f"{self._content}",
-                    so="sequences would be repeated or skipped",
-                    fix="restore the files that data.sources had then, or start a new run",
-                )
+                f"the checkpoint was made with other texts: their content was {state['content']} and is now "
+                f"{self._content}",
+                so="sequences would be repeated or skipped",
+                fix="restore the files that data.sources had then, or start a new run",
             )
         if not 0 <= position < len(self.pieces):
             raise _outside(f"position {position}", f"{len(self.pieces)} sequences")
@@ -198,8 +196,6 @@ class PieceStream:
 
 def _outside(place: str, what: str) -> CheckpointError:
     return CheckpointError(
-        problem(
-            f"the checkpoint's data {place} lies outside the corpus ({what})",
-            fix="the checkpoint is damaged: resume from an older one",
-        )
+        f"the checkpoint's data {place} lies outside the corpus ({what})",
+        fix="the checkpoint is damaged: resume from an older one",
     )

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.order.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
 from bytescale.data.tokens.facts import TokenFacts
@@ -231,12 +231,10 @@ class CorpusIndex:
         """Return the error for a corpus, or for one ``source`` of it, that holds no sample at all."""
         if source is not None:
             return DataError(
-                problem(
-                    f"data source {self._config.sources[source]!r} has weight {self._config.weights[source]} but "
-                    "holds no sequence",
-                    so="its share of the tokens could not be drawn",
-                    fix="check the source and the length filters, or leave it and its weight out",
-                )
+                f"data source {self._config.sources[source]!r} has weight {self._config.weights[source]} but "
+                "holds no sequence",
+                so="its share of the tokens could not be drawn",
+                fix="check the source and the length filters, or leave it and its weight out",
             )
         facts = self.facts
         reasons = [
@@ -246,11 +244,9 @@ class CorpusIndex:
         ]
         held = [reason for reason in reasons if not reason.startswith("0 ")] or ["no file holds any text"]
         return DataError(
-            problem(
-                f"the corpus is empty: {' and '.join(held)} ({', '.join(self._config.sources)})",
-                so="there is nothing to train on",
-                fix="check data.sources, data.text_key and data.over_length",
-            )
+            f"the corpus is empty: {' and '.join(held)} ({', '.join(self._config.sources)})",
+            so="there is nothing to train on",
+            fix="check data.sources, data.text_key and data.over_length",
         )
 
     def _cut(self, content: PartContent) -> tuple[PieceTable, PieceCounts]:
@@ -277,11 +273,9 @@ def check_one_tokenizer(facts: Sequence[TokenFacts]) -> None:
     known = {fact.tokenizer_fingerprint: fact.tokenizer for fact in facts if fact.tokenizer_fingerprint}
     if len(known) > 1:
         raise DataError(
-            problem(
-                f"the .bin sources were made with different tokenizers: {', '.join(map(str, known.values()))}",
-                so="the same id would stand for different tokens",
-                fix="tokenise all of them with the same tokenizer",
-            )
+            f"the .bin sources were made with different tokenizers: {', '.join(map(str, known.values()))}",
+            so="the same id would stand for different tokens",
+            fix="tokenise all of them with the same tokenizer",
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import ray
 import ray.exceptions
 
-from bytescale.common.errors import BytescaleError, LoaderFailure, problem
+from bytescale.common.errors import BytescaleError, LoaderFailure
 
 Content = TypeVar("Content")
 
@@ -57,19 +57,15 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
         return no_answer(who, timeout_seconds)
     if isinstance(error, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
         return LoaderFailure(
-            problem(
-                f"Ray has no room left for what {who} sent ({_first_line(error)})",
-                so="the step has no data; checkpoints written before are whole",
-                fix="give Ray more (`ray start --object-store-memory`), free its disk, or lower data.prefetch_steps",
-            )
+            f"Ray has no room left for what {who} sent ({_first_line(error)})",
+            so="the step has no data; checkpoints written before are whole",
+            fix="give Ray more (`ray start --object-store-memory`), free its disk, or lower data.prefetch_steps",
         )
     if isinstance(error, ray.exceptions.RayError | ConnectionError):
         return LoaderFailure(
-            problem(
-                f"{who} is gone ({type(error).__name__}: {_first_line(error)})",
-                so="the step has no data; checkpoints written before are whole",
-                fix="find out why the first rank or Ray itself ended, then resume",
-            )
+            f"{who} is gone ({type(error).__name__}: {_first_line(error)})",
+            so="the step has no data; checkpoints written before are whole",
+            fix="find out why the first rank or Ray itself ended, then resume",
         )
     return error
 
@@ -77,11 +73,9 @@ def translated(error: Exception, who: str, timeout_seconds: float | None = None)
 def no_answer(who: str, seconds: float) -> LoaderFailure:
     """Return the error for an actor that did not answer within ``seconds``."""
     return LoaderFailure(
-        problem(
-            f"{who} did not answer within {seconds:.0f} s",
-            so="the step has no data; checkpoints written before are whole",
-            fix="look at the load of its node, or raise data.answer_seconds, then resume",
-        )
+        f"{who} did not answer within {seconds:.0f} s",
+        so="the step has no data; checkpoints written before are whole",
+        fix="look at the load of its node, or raise data.answer_seconds, then resume",
     )
 
 

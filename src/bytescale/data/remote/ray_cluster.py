@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from bytescale.common.errors import ConfigError, LoaderFailure, problem
+from bytescale.common.errors import ConfigError, LoaderFailure
 from bytescale.common.private_folder import private_folder
 from bytescale.data.loading.loader import Reader
 
@@ -27,11 +27,9 @@ def check_installed() -> None:
     """Raise ``ConfigError`` where Ray is not installed. Does not import it."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            problem(
-                "the remote loader needs Ray, which is not installed",
-                so="there are no servers to read the data",
-                fix="pip install 'bytescale[ray]', or set data.loader = \"local\"",
-            )
+            "the remote loader needs Ray, which is not installed",
+            so="there are no servers to read the data",
+            fix="pip install 'bytescale[ray]', or set data.loader = \"local\"",
         )
 
 
@@ -92,12 +90,10 @@ def ray_cluster(ray_address: str, num_ranks: int) -> Iterator[str]:
             )
         except Exception as error:  # Ray raises what it likes, most often because a busy machine starts it too slowly
             raise LoaderFailure(
-                problem(
-                    f"Ray did not start ({' '.join(str(error).split())[:300]})",
-                    so="there is nobody to read the data, or to start the ranks",
-                    fix="try again when the machine is less busy, or start a Ray (`ray start --head`) and name it in "
-                    "data.ray_address",
-                )
+                f"Ray did not start ({' '.join(str(error).split())[:300]})",
+                so="there is nobody to read the data, or to start the ranks",
+                fix="try again when the machine is less busy, or start a Ray (`ray start --head`) and name it in "
+                "data.ray_address",
             ) from error
         try:
             yield str(context.address_info["gcs_address"])
@@ -135,11 +131,9 @@ def connect(address: str) -> None:
     ray = import_ray()
     if address.startswith("ray://"):
         raise ConfigError(
-            problem(
-                f"the Ray address {address} is one of Ray Client",
-                so="its drivers have no shared memory with the servers",
-                fix="run the ranks on nodes of the cluster and use host:port of its head (port 6379 by default)",
-            )
+            f"the Ray address {address} is one of Ray Client",
+            so="its drivers have no shared memory with the servers",
+            fix="run the ranks on nodes of the cluster and use host:port of its head (port 6379 by default)",
         )
     host, _, port = address.rpartition(":")
     if address != "auto":
@@ -168,9 +162,7 @@ def disconnect() -> None:
 def _check_answers(address: str, host: str, port: str) -> None:
     """Raise ``ConfigError`` if nothing answers at ``address``. Ray would try for a minute and then end the process."""
     if not host or not port.isdigit():
-        raise ConfigError(
-            problem(f"the Ray address {address!r} is not host:port", fix="write it like 10.0.0.1:6379, or 'auto'")
-        )
+        raise ConfigError(f"the Ray address {address!r} is not host:port", fix="write it like 10.0.0.1:6379, or 'auto'")
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
     except OSError as error:
@@ -181,17 +173,13 @@ def _no_connection(address: str, error: Exception) -> ConfigError:
     if "version mismatch" in str(error).lower():
         first = " ".join(str(error).split())
         return ConfigError(
-            problem(
-                f"the Ray at {address} has other versions than this process: {first}",
-                so="they could not exchange objects",
-                fix="install the same versions of Ray and Python on all nodes",
-            )
+            f"the Ray at {address} has other versions than this process: {first}",
+            so="they could not exchange objects",
+            fix="install the same versions of Ray and Python on all nodes",
         )
     return ConfigError(
-        problem(
-            f"the Ray at {address} does not answer ({error})",
-            so="there is nobody to read the data",
-            fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS (if it asks for a token, also "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset them to start one here",
-        )
+        f"the Ray at {address} does not answer ({error})",
+        so="there is nobody to read the data",
+        fix="start it (`ray start --head`), mend data.ray_address or RAY_ADDRESS (if it asks for a token, also "
+        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN), or unset them to start one here",
     )

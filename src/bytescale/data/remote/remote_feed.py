@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bytescale.common.errors import LoaderFailure, problem
+from bytescale.common.errors import LoaderFailure
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import Segments, assemble
 from bytescale.data.loading.corpus import plan_shards
@@ -248,11 +248,9 @@ def _find(name: str, timeout_seconds: float) -> Any:
         except ValueError:  # not there yet
             time.sleep(_LOOK_AGAIN_SECONDS)
     raise LoaderFailure(
-        problem(
-            f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
-            so="there is nobody to read the data",
-            fix="look for an error of the first rank, or find out why it takes so long to list its sources",
-        )
+        f"the first rank did not start the actor {name} within {timeout_seconds:.0f} s",
+        so="there is nobody to read the data",
+        fix="look for an error of the first rank, or find out why it takes so long to list its sources",
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast, get_args
 
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.storage.filesystems import credentials_hint, guarded, open_filesystem
 from bytescale.storage.place import Place, Url, has_no_folders
@@ -49,11 +49,9 @@ def local_path(file: SourceFile) -> Path:
     if isinstance(file.path, Path):
         return file.path
     raise ConfigError(
-        problem(
-            f"{file.path} lies elsewhere and has to be mapped into memory",
-            so="it cannot be used in place",
-            fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
-        )
+        f"{file.path} lies elsewhere and has to be mapped into memory",
+        so="it cannot be used in place",
+        fix="copy the .bin/.idx pair here first (training and `data tokenize` do so by themselves)",
     )
 
 
@@ -98,7 +96,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
         DataError: a file cannot be examined, or a URL cannot be reached.
     """
     if not sources:
-        raise ConfigError(problem("data.sources is empty", so="there is no text", fix="name a folder, file or glob"))
+        raise ConfigError("data.sources is empty", so="there is no text", fix="name a folder, file or glob")
     files: dict[Place, SourceFile] = {}
     for number, source in enumerate(sources):
         found = 0
@@ -112,7 +110,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
                 files[file.path] = replace(file, source=number)
         if not found:
             raise ConfigError(
-                problem(f"data source {source!r} matches no file", so="it adds no text", fix="mend the path or glob")
+                f"data source {source!r} matches no file", so="it adds no text", fix="mend the path or glob"
             )
     return list(files.values())
 
@@ -139,11 +137,9 @@ def _remote_files(source: str, file_format: str, beside: tuple[str, ...]) -> Ite
             yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:
         raise UnreadableError(
-            problem(
-                f"data source {source!r} cannot be reached ({error.strerror or error})",
-                so="its text would be missing",
-                fix="check the URL, the network and the credentials" + credentials_hint(source),
-            )
+            f"data source {source!r} cannot be reached ({error.strerror or error})",
+            so="its text would be missing",
+            fix="check the URL, the network and the credentials" + credentials_hint(source),
         ) from error
 
 
@@ -162,11 +158,9 @@ def _expand_url(source: str) -> Iterator[tuple[Url, bool, Mapping[str, Any] | No
         return
     if "?" in source and "?" not in path:
         raise ConfigError(
-            problem(
-                f"data source {source!r}: its file system reads everything behind ? as options",
-                so="the whole folder would be read",
-                fix="use * or [abc] instead of ?",
-            )
+            f"data source {source!r}: its file system reads everything behind ? as options",
+            so="the whole folder would be read",
+            fix="use * or [abc] instead of ?",
         )
     guarded(source, system.invalidate_cache)  # an earlier listing may be out of date
     if glob.has_magic(path):
@@ -212,7 +206,7 @@ def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
         return
     if source.startswith("python:"):
         fix = f"did you mean {STDLIB_SOURCE!r} or {FUNCTIONS_SOURCE!r}?"
-        raise ConfigError(problem(f"data source {source!r} does not exist", fix=fix))
+        raise ConfigError(f"data source {source!r} does not exist", fix=fix)
     path = Path(source).expanduser()
     if path.is_dir():
         yield from ((inner, False) for inner in _walk(path, lambda name: name.startswith(".")))
@@ -224,10 +218,8 @@ def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
                 yield Path(match), False
     else:
         raise ConfigError(
-            problem(
-                f"data source {source!r} does not exist (looked in {Path.cwd()})",
-                fix=f"name a folder, a file, a glob or {STDLIB_SOURCE!r}",
-            )
+            f"data source {source!r} does not exist (looked in {Path.cwd()})",
+            fix=f"name a folder, a file, a glob or {STDLIB_SOURCE!r}",
         )
 
 
@@ -253,7 +245,7 @@ def _source_file(path: Path, file_format: str, named: bool, beside: tuple[str, .
         status = path.stat()
     except OSError as error:
         raise DataError(
-            problem(f"{path} cannot be read ({error.strerror})", fix="mend it or take it out of data.sources")
+            f"{path} cannot be read ({error.strerror})", fix="mend it or take it out of data.sources"
         ) from error
     return SourceFile(
         path=path.absolute(),
@@ -268,5 +260,5 @@ def _format_of(suffix: str, file_format: str) -> FileFormat:
     if file_format == "auto":
         return _FORMAT_OF_ENDING.get(suffix.lower(), "text")
     if file_format not in get_args(FileFormat):
-        raise ConfigError(problem(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin"))
+        raise ConfigError(f"data.format is {file_format!r}", fix="use auto, text, jsonl, parquet or bin")
     return cast(FileFormat, file_format)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile
 from bytescale.storage.place import Place
@@ -72,11 +72,9 @@ def too_many_corrupt_records(number: int, places: Sequence[str], limit: int) -> 
     """Return the error for a corpus with more corrupt records than ``data.max_corrupt_records`` allows."""
     shown = " ".join(places[:_SHOWN_PLACES]) + (" ..." if number > _SHOWN_PLACES else "")
     return DataError(
-        problem(
-            f"{number} records are corrupt, data.max_corrupt_records is {limit}: {shown}",
-            so="leaving out more than that may bias what is learnt",
-            fix="mend the records, or raise data.max_corrupt_records",
-        )
+        f"{number} records are corrupt, data.max_corrupt_records is {limit}: {shown}",
+        so="leaving out more than that may bias what is learnt",
+        fix="mend the records, or raise data.max_corrupt_records",
     )
 
 
@@ -117,9 +115,7 @@ def text_files(unit: WorkUnit, counts: ReadCounts) -> Iterator[tuple[Place, str]
         elif file.named:
             counts.leave_out(
                 DataError(
-                    problem(
-                        f"{file.path} is not text: {reason}", fix="convert it to UTF-8 or take it out of data.sources"
-                    )
+                    f"{file.path} is not text: {reason}", fix="convert it to UTF-8 or take it out of data.sources"
                 )
             )
         else:
@@ -169,18 +165,13 @@ def object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:  # not JSON, or not UTF-8
         raise DataError(
-            problem(
-                f"{line_place(path, offset)} is not JSON ({error}): {_excerpt(line)}",
-                fix="mend or delete the line; if the file is not JSON Lines at all, set data.format = 'text'",
-            )
+            f"{line_place(path, offset)} is not JSON ({error}): {_excerpt(line)}",
+            fix="mend or delete the line; if the file is not JSON Lines at all, set data.format = 'text'",
         ) from error
     if isinstance(record, dict):
         return record
     raise DataError(
-        problem(
-            f"{line_place(path, offset)} is a JSON {type(record).__name__}, not an object",
-            fix="write one object per line",
-        )
+        f"{line_place(path, offset)} is a JSON {type(record).__name__}, not an object", fix="write one object per line"
     )
 
 
@@ -208,14 +199,14 @@ def open_parquet(path: Place) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(problem(f"{path} needs pyarrow, which is not installed", fix="pip install pyarrow")) from error
+        raise DataError(f"{path} needs pyarrow, which is not installed", fix="pip install pyarrow") from error
     try:
         if isinstance(path, Path):
             return pyarrow.parquet.ParquetFile(path, memory_map=True)
         return pyarrow.parquet.ParquetFile(path.open("rb"))
     except pyarrow.ArrowException as error:
         raise DataError(
-            problem(f"{path} is not a Parquet file ({error})", fix="mend it or take it out of data.sources")
+            f"{path} is not a Parquet file ({error})", fix="mend it or take it out of data.sources"
         ) from error
 
 
@@ -249,5 +240,5 @@ def parquet_rows(unit: WorkUnit, columns: list[str]) -> Iterator[tuple[int, tupl
             if isinstance(error, OSError) and error.errno is not None:  # for broken pages, Arrow's has no errno
                 raise unreadable(error, path) from error
             raise DataError(
-                problem(f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out")
+                f"{path} cannot be read near row {row} ({error})", fix="mend the file or take it out"
             ) from error

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import (
     UNIT_BYTES,
@@ -188,16 +188,14 @@ def _check(record: Record, known: Sequence[str], kind: RecordKind) -> None:
     text = record.values[key]
     if not isinstance(text, str):
         raise DataError(
-            problem(
-                f"{record.place}: {key!r} is a JSON {type(text).__name__}, not a string",
-                fix="mend the line or set data.text_key to the key that holds the text",
-            )
+            f"{record.place}: {key!r} is a JSON {type(text).__name__}, not a string",
+            fix="mend the line or set data.text_key to the key that holds the text",
         )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON escapes can spell halves of surrogate pairs, which have no UTF-8 form
         raise DataError(
-            problem(f"{record.place}: {key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line")
+            f"{record.place}: {key!r} holds half a surrogate pair (\\ud8..)", fix="mend the line"
         ) from error
 
 
@@ -215,10 +213,8 @@ def _check_columns(schema: Any, kind: RecordKind, place: str) -> None:
     is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
     if not any(is_of_type(found) for is_of_type in is_text):
         raise DataError(
-            problem(
-                f"{place}: column {key!r} is of type {found}, not string",
-                fix="set data.text_key to the column that holds the text",
-            )
+            f"{place}: column {key!r} is of type {found}, not string",
+            fix="set data.text_key to the column that holds the text",
         )
 
 
@@ -230,33 +226,25 @@ def _check_keys(known: Sequence[str], kind: RecordKind, place: str, word: str = 
             continue
         if held:
             raise DataError(
-                problem(
-                    f"{place} has the {word}s {' and '.join(map(repr, held))}",
-                    so="which of them holds its tokens cannot be told",
-                    fix="leave one of them out",
-                )
+                f"{place} has the {word}s {' and '.join(map(repr, held))}",
+                so="which of them holds its tokens cannot be told",
+                fix="leave one of them out",
             )
         if names[0] in kind.fields:
             raise DataError(
-                problem(
-                    f"{place} has no {word} {names[0]!r}, which data.fields names",
-                    so="its tokens would lack it",
-                    fix="write a number per token, or leave the field out",
-                )
+                f"{place} has no {word} {names[0]!r}, which data.fields names",
+                so="its tokens would lack it",
+                fix="write a number per token, or leave the field out",
             )
         close = difflib.get_close_matches(names[0], known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         held_names = ", ".join(sorted(known)) or "none at all"
         what = f"{place} has no {word} {' or '.join(map(repr, names))}"
         if kind.is_text:
-            raise DataError(
-                problem(what, fix=f"{_other_content(known) or hint}set data.text_key to one of {held_names}")
-            )
+            raise DataError(what, fix=f"{_other_content(known) or hint}set data.text_key to one of {held_names}")
         raise DataError(
-            problem(
-                f"{what}, which data.content = {kind.content!r} needs",
-                fix=f"{hint}it has {held_names}; data.content is one of text, messages, prompt and tokens",
-            )
+            f"{what}, which data.content = {kind.content!r} needs",
+            fix=f"{hint}it has {held_names}; data.content is one of text, messages, prompt and tokens",
         )
 
 
@@ -270,12 +258,10 @@ def _other_content(known: Sequence[str]) -> str:
 def _no_records(file: SourceFile, kind: RecordKind) -> ConfigError:
     assert file.format in ("text", "python"), f"files of format {file.format!r} hold tokens, not records"
     return ConfigError(
-        problem(
-            f"{file.path} is text, but data.content is {kind.content!r}",
-            so="text has no records with the keys that are needed",
-            fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
-            "data.content = 'text'",
-        )
+        f"{file.path} is text, but data.content is {kind.content!r}",
+        so="text has no records with the keys that are needed",
+        fix="use JSONL or Parquet files (data.format names the format of files with other endings), or "
+        "data.content = 'text'",
     )
 
 

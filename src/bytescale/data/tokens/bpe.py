@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bytescale.common.atomic import file_lock, write_atomically
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.sources.readers import ReadCounts, WorkUnit
 from bytescale.data.sources.records import iter_records, plan_units, text_kind
@@ -42,11 +42,9 @@ def cached_bpe(
     """
     if vocab_size < _LEAST_VOCABULARY:
         raise ConfigError(
-            problem(
-                f"data.bpe_vocab_size is {vocab_size}",
-                so="not even the 256 bytes and an end-of-text token would fit",
-                fix=f"use at least {_LEAST_VOCABULARY}, or data.tokenizer = 'bytes'",
-            )
+            f"data.bpe_vocab_size is {vocab_size}",
+            so="not even the 256 bytes and an end-of-text token would fit",
+            fix=f"use at least {_LEAST_VOCABULARY}, or data.tokenizer = 'bytes'",
         )
     settings = f"{fingerprint_files(files)} {text_key} {vocab_size} {TRAINING_BYTES} {_VERSION}"
     key = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
@@ -102,4 +100,4 @@ def _training_texts(units: list[WorkUnit], text_key: str, progress: ProgressCall
         done_bytes += unit.num_bytes
         progress(Progress(stage="training the tokenizer", done_bytes=done_bytes, total_bytes=total_bytes))
     if not num_documents:
-        raise DataError(problem("the sources hold no text to train a tokenizer on", fix="check data.sources"))
+        raise DataError("the sources hold no text to train a tokenizer on", fix="check data.sources")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.parsing import parse_json
 
 _MARKS = _START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
@@ -93,12 +93,10 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                problem(
-                    f"{self.name} refuses the conversation ({error or type(error).__name__})",
-                    so="it cannot be written as the model reads it",
-                    fix="mend its roles (they are usually system, then user and assistant in turn), or set "
-                    "data.chat_template to a template that knows them",
-                )
+                f"{self.name} refuses the conversation ({error or type(error).__name__})",
+                so="it cannot be written as the model reads it",
+                fix="mend its roles (they are usually system, then user and assistant in turn), or set "
+                "data.chat_template to a template that knows them",
             ) from error
 
     def _span(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> Span:
@@ -132,11 +130,9 @@ class ChatTemplate:
 
     def _unknown_span(self, number: int) -> DataError:
         return DataError(
-            problem(
-                f"{self.name} writes message {number} differently once others follow",
-                so="what the assistant says in it cannot be told from the rest",
-                fix="put {% generation %} and {% endgeneration %} around it in the template (data.chat_template)",
-            )
+            f"{self.name} writes message {number} differently once others follow",
+            so="what the assistant says in it cannot be told from the rest",
+            fix="put {% generation %} and {% endgeneration %} around it in the template (data.chat_template)",
         )
 
     def _check_complete(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
@@ -148,11 +144,9 @@ class ChatTemplate:
                 continue
             if self._is_left_out(text, messages, tools, number):
                 raise DataError(
-                    problem(
-                        f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
-                        so="the model would not read what the assistant answers",
-                        fix="use a role that the template knows, or set data.chat_template to one that knows this",
-                    )
+                    f"{self.name} leaves message {number} out, whose role is {message.get('role')!r}",
+                    so="the model would not read what the assistant answers",
+                    fix="use a role that the template knows, or set data.chat_template to one that knows this",
                 )
 
     def _is_left_out(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, number: int) -> bool:
@@ -185,7 +179,7 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     if setting:
         path = Path(setting).expanduser()
         if not path.is_file():
-            raise ConfigError(problem(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file"))
+            raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
         return _checked(ChatTemplate(path.read_text(encoding="utf-8"), special, str(path)))
     beside = folder / "chat_template.jinja"
     if tokenizer not in ("bytes", "bpe") and beside.is_file():
@@ -195,12 +189,10 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
         raise ConfigError(
-            problem(
-                f"tokenizer {tokenizer!r} has no chat template (chat_template.jinja, or chat_template in its "
-                "tokenizer_config.json)",
-                so="messages cannot be written as the model reads them",
-                fix="set data.tokenizer to the folder of a chat model, or data.chat_template to a Jinja file",
-            )
+            f"tokenizer {tokenizer!r} has no chat template (chat_template.jinja, or chat_template in its "
+            "tokenizer_config.json)",
+            so="messages cannot be written as the model reads them",
+            fix="set data.tokenizer to the folder of a chat model, or data.chat_template to a Jinja file",
         )
     return _checked(ChatTemplate(source, special, f"the chat template of {folder}"))
 
@@ -213,7 +205,7 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
     try:
         compiled(template.source, _MARKS)
     except jinja2.TemplateError as error:
-        raise DataError(problem(f"{template.name} is not a Jinja template ({error})", fix="mend it")) from error
+        raise DataError(f"{template.name} is not a Jinja template ({error})", fix="mend it") from error
     return template
 
 
@@ -224,9 +216,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(
-            problem(f"{path} is not JSON ({error})", so="its chat template is unknown", fix="mend it")
-        ) from error
+        raise DataError(f"{path} is not JSON ({error})", so="its chat template is unknown", fix="mend it") from error
     return content if isinstance(content, dict) else {}
 
 

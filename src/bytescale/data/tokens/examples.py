@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.data.sources.records import Record, RecordKind
 from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
@@ -75,16 +75,12 @@ class ExampleEncoder:
                     example = self._tokens(record.values)
             if not example.fields[WEIGHTS][1:].any():
                 raise DataError(
-                    problem(
-                        "there is nothing to train on: no token behind the first one has a weight",
-                        so="the record would only take time",
-                        fix="delete it; a run may leave such records out (data.max_corrupt_records)",
-                    )
+                    "there is nothing to train on: no token behind the first one has a weight",
+                    so="the record would only take time",
+                    fix="delete it; a run may leave such records out (data.max_corrupt_records)",
                 )
         except UnicodeEncodeError as error:
-            raise DataError(
-                problem(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record")
-            ) from error
+            raise DataError(f"{record.place} holds half a surrogate pair (\\ud8..)", fix="mend the record") from error
         except DataError as error:
             raise DataError(f"{record.place}: {error}") from error
         return example
@@ -96,11 +92,9 @@ class ExampleEncoder:
         scales = {number: _message_weight(message, number) for number, message in enumerate(messages)}
         if any(number < 0 for _, _, number in spans) and set(scales.values()) != {1.0}:
             raise DataError(
-                problem(
-                    "messages have weights, but the template marks several runs of text in one turn",
-                    so="it is not known which message a run belongs to",
-                    fix="leave the weights out, or mark each turn of the assistant once",
-                )
+                "messages have weights, but the template marks several runs of text in one turn",
+                so="it is not known which message a run belongs to",
+                fix="leave the weights out, or mark each turn of the assistant once",
             )
         text.encode()  # raises if it has no UTF-8 form
         tokens, offsets = self.tokenizer.encode_with_offsets(text)
@@ -113,15 +107,13 @@ class ExampleEncoder:
         for name in ("prompt", "completion"):
             if not isinstance(values[name], str):
                 raise DataError(
-                    problem(
-                        f"{name!r} is a {type(values[name]).__name__}, not a string",
-                        fix="write text; conversations belong under 'messages' (data.content = 'messages')",
-                    )
+                    f"{name!r} is a {type(values[name]).__name__}, not a string",
+                    fix="write text; conversations belong under 'messages' (data.content = 'messages')",
                 )
         (values["prompt"] + values["completion"]).encode()  # raises if they have no UTF-8 form
         prompt, completion = self.tokenizer.encode_batch([values["prompt"], values["completion"]])
         if not len(completion):
-            raise DataError(problem("the completion is empty", so="there is nothing to train on", fix="delete it"))
+            raise DataError("the completion is empty", so="there is nothing to train on", fix="delete it")
         tokens = np.concatenate([prompt, completion, [self.tokenizer.eos_id]]).astype(np.int64)
         weights = np.ones(len(tokens), dtype=np.float32)
         weights[: len(prompt)] = 0
@@ -131,16 +123,14 @@ class ExampleEncoder:
         (name,) = [name for name in ("tokens", "input_ids") if name in values]
         tokens = _numbers(name, values[name], whole=True)
         if not len(tokens):
-            raise DataError(problem(f"{name!r} is empty", so="there is nothing to train on", fix="delete the record"))
+            raise DataError(f"{name!r} is empty", so="there is nothing to train on", fix="delete the record")
         if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
             wrong = int(tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab_size)][0])
             raise DataError(
-                problem(
-                    f"{name!r} holds id {wrong}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
-                    f"{self.tokenizer.vocab_size - 1}",
-                    so="the model would have no embedding for it",
-                    fix="set data.tokenizer to the one that made the tokens",
-                )
+                f"{name!r} holds id {wrong}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
+                f"{self.tokenizer.vocab_size - 1}",
+                so="the model would have no embedding for it",
+                fix="set data.tokenizer to the one that made the tokens",
             )
         fields = {key: _aligned(key, values[key], tokens) for key in self.fields}
         weights = np.ones(len(tokens), dtype=np.float32)
@@ -161,42 +151,34 @@ class ExampleEncoder:
         wrong = np.flatnonzero((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= self.tokenizer.vocab_size)))
         if len(wrong):
             raise DataError(
-                problem(
-                    f"labels[{wrong[0]}] is {labels[wrong[0]]}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
-                    f"{self.tokenizer.vocab_size - 1}",
-                    so="the model could not predict it",
-                    fix=f"write an id, or {IGNORE_INDEX} for a token without loss",
-                )
+                f"labels[{wrong[0]}] is {labels[wrong[0]]}, but tokenizer {self.tokenizer.name!r} has the ids 0 to "
+                f"{self.tokenizer.vocab_size - 1}",
+                so="the model could not predict it",
+                fix=f"write an id, or {IGNORE_INDEX} for a token without loss",
             )
         others = np.flatnonzero((labels != IGNORE_INDEX) & (labels != tokens))
         is_next = (labels[:-1] == tokens[1:]) | (labels[:-1] == IGNORE_INDEX)
         if len(others) > 1 and is_next.all():
             raise DataError(
-                problem(
-                    f"'labels' are the next tokens: labels[{others[0]}] is token {others[0] + 1}",
-                    so="the model would learn to leave a token out",
-                    fix="write labels as transformers has them: labels[i] belongs to token i itself",
-                )
+                f"'labels' are the next tokens: labels[{others[0]}] is token {others[0] + 1}",
+                so="the model would learn to leave a token out",
+                fix="write labels as transformers has them: labels[i] belongs to token i itself",
             )
         return labels
 
 
 def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
-        raise DataError(
-            problem("'messages' is not a list of messages", fix="write [{'role': ..., 'content': ...}, ...]")
-        )
+        raise DataError("'messages' is not a list of messages", fix="write [{'role': ..., 'content': ...}, ...]")
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(problem(f"message {number} has no role", fix="write {'role': ..., 'content': ...}"))
+            raise DataError(f"message {number} has no role", fix="write {'role': ..., 'content': ...}")
         if "content" not in message and "tool_calls" not in message:
             raise DataError(
-                problem(f"message {number} ({message['role']}) has no content", fix="write its text under 'content'")
+                f"message {number} ({message['role']}) has no content", fix="write its text under 'content'"
             )
         if any("\ufdd0" in text or "\ufdd1" in text for text in texts_of_message(message)):
-            raise DataError(
-                problem(f"message {number} holds U+FDD0 or U+FDD1, which are no characters", fix="delete them")
-            )
+            raise DataError(f"message {number} holds U+FDD0 or U+FDD1, which are no characters", fix="delete them")
     return messages
 
 
@@ -205,11 +187,9 @@ def _message_weight(message: Mapping[str, Any], number: int) -> float:
     if isinstance(weight, (bool, int, float)) and math.isfinite(weight):
         return float(weight)
     raise DataError(
-        problem(
-            f"the weight of message {number} is {weight!r}",
-            so="the loss would not be a number",
-            fix="write a finite number, or leave it out for 1",
-        )
+        f"the weight of message {number} is {weight!r}",
+        so="the loss would not be a number",
+        fix="write a finite number, or leave it out for 1",
     )
 
 
@@ -223,22 +203,18 @@ def _aligned(name: str, values: Any, tokens: NDArray[Any]) -> NDArray[np.float32
     bad = np.flatnonzero(~np.isfinite(kept))
     if len(bad):
         raise DataError(
-            problem(
-                f"{name}[{bad[0]}] is {numbers[bad[0]]}",
-                so="the loss would not be a number",
-                fix="write numbers that are finite in fp32",
-            )
+            f"{name}[{bad[0]}] is {numbers[bad[0]]}",
+            so="the loss would not be a number",
+            fix="write numbers that are finite in fp32",
         )
     return kept
 
 
 def _other_length(name: str, found: int, wanted: int) -> DataError:
     return DataError(
-        problem(
-            f"{name!r} has {found} numbers for {wanted} tokens",
-            so="they could not be given to their tokens",
-            fix="write one number per token",
-        )
+        f"{name!r} has {found} numbers for {wanted} tokens",
+        so="they could not be given to their tokens",
+        fix="write one number per token",
     )
 
 
@@ -251,11 +227,9 @@ def _numbers(name: str, values: Any, *, whole: bool) -> NDArray[Any]:
         except OverflowError:
             pass
     raise DataError(
-        problem(
-            f"{name!r} is not a list of {'whole ' if whole else ''}numbers",
-            so="its tokens are not known" if whole else "it cannot be given to the tokens",
-            fix=f"write one {'whole ' if whole else ''}number per token",
-        )
+        f"{name!r} is not a list of {'whole ' if whole else ''}numbers",
+        so="its tokens are not known" if whole else "it cannot be given to the tokens",
+        fix=f"write one {'whole ' if whole else ''}number per token",
     )
 
 

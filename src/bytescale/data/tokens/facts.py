@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import write_atomically
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
@@ -91,11 +91,9 @@ class FactsGatherer:
                 self._max_token_id = max(self._max_token_id, int(values.max()))
                 if int(values.min()) < 0:
                     raise DataError(
-                        problem(
-                            f"a pair of labels holds {int(values.min())}",
-                            so="no token has this id",
-                            fix="write the token itself where nothing is trained on, and weight 0 for it",
-                        )
+                        f"a pair of labels holds {int(values.min())}",
+                        so="no token has this id",
+                        fix="write the token itself where nothing is trained on, and weight 0 for it",
                     )
 
     def leave_out(self, name: str) -> None:
@@ -158,11 +156,9 @@ def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progres
         lost = [name for name in facts.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
         if lost:
             raise DataError(
-                problem(
-                    f"{dataset.prefix}.bin was made with {' and '.join(lost)}, which do not lie beside it",
-                    so="its tokens would be trained on as if they had none",
-                    fix=f"restore {field_prefix(dataset.prefix, lost[0]).name}.bin and .idx",
-                )
+                f"{dataset.prefix}.bin was made with {' and '.join(lost)}, which do not lie beside it",
+                so="its tokens would be trained on as if they had none",
+                fix=f"restore {field_prefix(dataset.prefix, lost[0]).name}.bin and .idx",
             )
         if set(facts.fields) >= set(dataset.fields):
             return facts

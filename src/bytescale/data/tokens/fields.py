@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 
 WEIGHTS, LABELS = OWN_FIELDS
@@ -51,11 +51,9 @@ class WeightRuns:
         if not np.isfinite(values).all():
             token = int(np.flatnonzero(~np.isfinite(values))[0])
             raise DataError(
-                problem(
-                    f"{place}: the weight of token {token} is {values[token]}",
-                    so="the loss would not be a number",
-                    fix="write finite weights",
-                )
+                f"{place}: the weight of token {token} is {values[token]}",
+                so="the loss would not be a number",
+                fix="write finite weights",
             )
         changes = np.flatnonzero(values[1:] != values[:-1]) + 1
         first = [0] if len(values) else []

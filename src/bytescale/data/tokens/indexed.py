@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import remove_stale_temporaries, temporary_path, write_atomically
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.data.tokens.fields import field_prefix
 from bytescale.storage.place import Place
@@ -102,9 +102,7 @@ class IndexedDataset:
         """
         bin_path, idx_path = pair_paths(path)
         if not bin_path.exists():
-            raise DataError(
-                problem(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
-            )
+            raise DataError(f"{bin_path} does not exist", so=f"{idx_path} describes no tokens", fix="restore the .bin")
         index = read_index(idx_path)
         found = bin_path.stat().st_size
         check_size(bin_path, index, found)
@@ -125,15 +123,13 @@ def _open_field(prefix: Path, index: TokenIndex) -> NDArray:
     own = read_index(idx_path, NUMBER_DTYPES)
     if not np.array_equal(own.document_offsets, index.document_offsets):
         raise DataError(
-            problem(
-                f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
-                f"{index.num_documents} documents with {index.num_tokens} tokens",
-                so="the numbers could not be given to their tokens",
-                fix="make both pairs from the same documents, or take this one away",
-            )
+            f"{idx_path} describes {own.num_documents} documents with {own.num_tokens} numbers, for "
+            f"{index.num_documents} documents with {index.num_tokens} tokens",
+            so="the numbers could not be given to their tokens",
+            fix="make both pairs from the same documents, or take this one away",
         )
     if not bin_path.exists():
-        raise DataError(problem(f"{bin_path} does not exist", so=f"{idx_path} describes nothing", fix="restore it"))
+        raise DataError(f"{bin_path} does not exist", so=f"{idx_path} describes nothing", fix="restore it")
     check_size(bin_path, own, bin_path.stat().st_size)
     return _map(bin_path, own.dtype)
 
@@ -143,12 +139,10 @@ def check_size(bin_path: Place, index: TokenIndex, num_bytes: int) -> None:
     expected = index.num_tokens * index.dtype.itemsize
     if expected != num_bytes:
         raise DataError(
-            problem(
-                f"{bin_path.with_suffix('.idx')} describes {index.num_tokens} tokens of {index.dtype.itemsize} bytes = "
-                f"{expected} bytes, but {bin_path} has {num_bytes}",
-                so="documents would be cut in the wrong places",
-                fix="restore the pair from where it was made, or tokenise again",
-            )
+            f"{bin_path.with_suffix('.idx')} describes {index.num_tokens} tokens of {index.dtype.itemsize} bytes = "
+            f"{expected} bytes, but {bin_path} has {num_bytes}",
+            so="documents would be cut in the wrong places",
+            fix="restore the pair from where it was made, or tokenise again",
         )
 
 
@@ -170,11 +164,9 @@ def map_tokens(path: Path) -> NDArray[np.integer]:
         return _map(bin_path, NUMBER_DTYPES[header[2]])
     except OSError as error:
         raise DataError(
-            problem(
-                f"{error.filename or bin_path} cannot be read ({error.strerror or error})",
-                so="its tokens were in the corpus when the run began",
-                fix="restore it, then resume",
-            )
+            f"{error.filename or bin_path} cannot be read ({error.strerror or error})",
+            so="its tokens were in the corpus when the run began",
+            fix="restore it, then resume",
         ) from error
 
 
@@ -199,11 +191,9 @@ def read_index(path: Path, dtypes: Mapping[int, np.dtype] = TOKEN_DTYPES) -> Tok
         content = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise DataError(
-            problem(
-                f"{path} cannot be read ({error.strerror})",
-                so="without it a .bin has no document boundaries",
-                fix="restore the .idx beside its .bin, or tokenise again",
-            )
+            f"{path} cannot be read ({error.strerror})",
+            so="without it a .bin has no document boundaries",
+            fix="restore the .idx beside its .bin, or tokenise again",
         ) from error
     dtype, num_sequences, num_bounds = _read_header(path, content, dtypes)
     arrays = np.split(
@@ -224,20 +214,16 @@ def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np
     """Return the integer type of the tokens, the number of sequences, and the length of the document index."""
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise DataError(
-            problem(
-                f"{path} is not a Megatron index (it starts with {content[:9].tobytes()!r}, not {MAGIC!r})",
-                fix="name the .idx of a memory-mapped Megatron data set; the older TNTIDX format is not supported",
-            )
+            f"{path} is not a Megatron index (it starts with {content[:9].tobytes()!r}, not {MAGIC!r})",
+            fix="name the .idx of a memory-mapped Megatron data set; the older TNTIDX format is not supported",
         )
     _, version, code, num_sequences, num_bounds = HEADER.unpack(content[: HEADER.size].tobytes())
     if version != VERSION:
-        raise DataError(problem(f"{path} has version {version}, not {VERSION}", fix="tokenise again"))
+        raise DataError(f"{path} has version {version}, not {VERSION}", fix="tokenise again")
     if code not in dtypes:
         raise DataError(
-            problem(
-                f"{path} holds values of type code {code}, which are not token ids",
-                fix="use integer tokens; if the pair is a field of another one, name it in data.fields",
-            )
+            f"{path} holds values of type code {code}, which are not token ids",
+            fix="use integer tokens; if the pair is a field of another one, name it in data.fields",
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if expected != len(content) or num_bounds < 1:
@@ -250,7 +236,7 @@ def _read_header(path: Path, content: NDArray[np.uint8], dtypes: Mapping[int, np
 
 
 def _broken(path: Path, what: str) -> DataError:
-    return DataError(problem(f"{path} is broken: {what}", fix="restore it from where it was made, or tokenise again"))
+    return DataError(f"{path} is broken: {what}", fix="restore it from where it was made, or tokenise again")
 
 
 _MAX_LENGTH = np.iinfo(np.int32).max
@@ -282,7 +268,7 @@ class IndexedWriter:
             self._file = self._temporary.open("wb")
         except OSError as error:
             raise DataError(
-                problem(f"{self._bin_path} cannot be written ({error})", fix="choose a folder that you may write to")
+                f"{self._bin_path} cannot be written ({error})", fix="choose a folder that you may write to"
             ) from error
 
     def add_documents(self, tokens: NDArray, lengths: IntArray) -> None:
@@ -299,16 +285,14 @@ class IndexedWriter:
         assert len(tokens) == int(lengths.sum()), f"{len(tokens)} tokens for lengths that sum to {lengths.sum()}"
         if len(lengths) and lengths.max() > _MAX_LENGTH:
             raise DataError(
-                problem(
-                    f"a document of {lengths.max()} tokens is longer than the {_MAX_LENGTH} that .idx can hold",
-                    fix="split it into several documents",
-                )
+                f"a document of {lengths.max()} tokens is longer than the {_MAX_LENGTH} that .idx can hold",
+                fix="split it into several documents",
             )
         try:
             self._file.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         except OSError as error:
             raise DataError(
-                problem(f"{self._temporary} cannot be written ({error})", fix="make room or choose another folder")
+                f"{self._temporary} cannot be written ({error})", fix="make room or choose another folder"
             ) from error
         self._lengths.append(lengths.astype("<i4"))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock, remove_stale_temporaries, whole_file
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.tokens.indexed import Tokens
 from bytescale.storage.place import Url
@@ -100,7 +100,7 @@ class RemoteTokens:
                 temporary.write_bytes(content)
         except OSError as error:
             raise DataError(
-                problem(f"{path} cannot be written ({error})", fix="make room in data.cache_dir, or choose another")
+                f"{path} cannot be written ({error})", fix="make room in data.cache_dir, or choose another"
             ) from error
         return path
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, local_path
@@ -184,12 +184,10 @@ class ShardReader:
         check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
         if missing := set(self.fields) - set(opened.dataset.fields):
             raise DataError(
-                problem(
-                    f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
-                    so="its documents would lack it",
-                    fix=f"put {field_prefix(opened.dataset.prefix, min(missing)).name}.bin and .idx beside it, or "
-                    "leave the field out",
-                )
+                f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
+                so="its documents would lack it",
+                fix=f"put {field_prefix(opened.dataset.prefix, min(missing)).name}.bin and .idx beside it, or "
+                "leave the field out",
             )
         return opened
 
@@ -274,11 +272,9 @@ class ShardReader:
             return
         if not is_as_written(opened.dataset, opened.facts, progress):
             raise DataError(
-                problem(
-                    f"{place} holds other tokens than when it was made",
-                    so="it is damaged, or it was replaced without its .meta.json",
-                    fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
-                )
+                f"{place} holds other tokens than when it was made",
+                so="it is damaged, or it was replaced without its .meta.json",
+                fix="copy the pair again from where it was made, or make it again with `bytescale data tokenize`",
             )
         self.verified.add(place)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.data.sources.files import SourceFile, local_path
@@ -243,11 +243,9 @@ def _field_of(unit: EncodedUnit, name: str) -> NDArray:
     if name in OWN_FIELDS:
         return without_field(name, unit.tokens)
     raise DataError(
-        problem(
-            f"a source does not have the field {name!r}",
-            so="its documents would lack it",
-            fix="give every source the field, or leave it out of data.fields",
-        )
+        f"a source does not have the field {name!r}",
+        so="its documents would lack it",
+        fix="give every source the field, or leave it out of data.fields",
     )
 
 
@@ -268,11 +266,9 @@ def report_progress(
 def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
     """Return the error for tokens that another tokenizer made."""
     return DataError(
-        problem(
-            f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
-            so="the same id would stand for different tokens",
-            fix="set data.tokenizer to the one that made them",
-        )
+        f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
+        so="the same id would stand for different tokens",
+        fix="set data.tokenizer to the one that made them",
     )
 
 
@@ -362,12 +358,10 @@ def encode_in_processes(units: Iterable[WorkUnit], encode: UnitEncoder, num_work
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            problem(
-                "a process that tokenises died",
-                so="the corpus is incomplete and was thrown away",
-                fix="see its message above; if there is none, it ran out of memory: lower data.num_workers. A script "
-                'that calls this needs `if __name__ == "__main__":`',
-            )
+            "a process that tokenises died",
+            so="the corpus is incomplete and was thrown away",
+            fix="see its message above; if there is none, it ran out of memory: lower data.num_workers. A script "
+            'that calls this needs `if __name__ == "__main__":`',
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

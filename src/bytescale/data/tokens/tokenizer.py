@@ -19,7 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.parsing import parse_json
 
 EOS_NAMES = (
@@ -145,7 +145,7 @@ class JsonTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception for what it cannot parse
             raise DataError(
-                problem(f"{file} is not a tokenizer.json ({error})", fix="save it again with Tokenizer.save()")
+                f"{file} is not a tokenizer.json ({error})", fix="save it again with Tokenizer.save()"
             ) from error
         return JsonTokenizer(tokenizer, name=str(path), eos_token=eos_token or _configured_eos(file.parent))
 
@@ -184,10 +184,8 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     path = Path(name).expanduser()
     if not path.exists():
         raise ConfigError(
-            problem(
-                f"data.tokenizer is {name!r}, which is no file",
-                fix="use 'bytes', 'bpe' (trained on the sources) or the path of a tokenizer.json",
-            )
+            f"data.tokenizer is {name!r}, which is no file",
+            fix="use 'bytes', 'bpe' (trained on the sources) or the path of a tokenizer.json",
         )
     return JsonTokenizer.from_file(path, eos_token)
 
@@ -198,11 +196,9 @@ def _find_eos(tokenizer: Any, name: str, eos_token: str | None) -> int:
             return int(token_id)
     sought = f"no token {eos_token!r}" if eos_token else "none of the usual end-of-text tokens " + " ".join(EOS_NAMES)
     raise ConfigError(
-        problem(
-            f"tokenizer {name} has {sought}",
-            so="documents could not be told apart",
-            fix="set data.eos_token to the token that ends a document",
-        )
+        f"tokenizer {name} has {sought}",
+        so="documents could not be told apart",
+        fix="set data.eos_token to the token that ends a document",
     )
 
 
@@ -215,6 +211,6 @@ def _configured_eos(folder: Path) -> str | None:
         entry = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError, OSError) as error:
         raise DataError(
-            problem(f"{path} is not JSON ({error})", so="its eos_token is unknown", fix="mend it or set data.eos_token")
+            f"{path} is not JSON ({error})", so="its eos_token is unknown", fix="mend it or set data.eos_token"
         ) from error
     return entry.get("content") if isinstance(entry, dict) else entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.planner.batch import checked_lengths, longest_first
@@ -65,17 +65,13 @@ def _smallest_cp(num_ranks: int, capacity: int, context: int) -> int:
 def _check_mesh(num_ranks: int, capacity: int, cp: int, longest: int) -> None:
     if cp < 1 or num_ranks % cp:
         raise PlanError(
-            problem(
-                f"cp = {cp} does not divide the {num_ranks} ranks",
-                so="the mesh would have a hole",
-                fix="use a divisor, or the adaptive planner, which needs none",
-            )
+            f"cp = {cp} does not divide the {num_ranks} ranks",
+            so="the mesh would have a hole",
+            fix="use a divisor, or the adaptive planner, which needs none",
         )
     if cp * capacity < longest:
         raise PlanError(
-            problem(
-                f"a sequence of {longest} tokens exceeds cp = {cp} x {capacity} tokens",
-                so="no row of the mesh could hold it",
-                fix=f"raise cp to at least {-(-longest // capacity)}",
-            )
+            f"a sequence of {longest} tokens exceeds cp = {cp} x {capacity} tokens",
+            so="no row of the mesh could hold it",
+            fix=f"raise cp to at least {-(-longest // capacity)}",
         )
