@@ -186,7 +186,7 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError, match=f"a.jsonl:2: {too_long}"):
         score_on_ranks(options(folder, source, out))
     long_text = write_jsonl(tmp_path / "l.jsonl", [{"text": "x"}, {"text": "y " * 400}])
-    with pytest.raises(DataError, match=r"l.jsonl, byte 14: the document has"):
+    with pytest.raises(DataError, match=r"l.jsonl:2: the document has"):
         score_on_ranks(options(folder, long_text, out, content="text"))
     texts = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}, {"text": ""}])
     with pytest.raises(DataError, match="1 documents are empty"):
