@@ -172,7 +172,7 @@ def _type(hint: Any, spec: Field[Any]) -> str:
     if origin is tuple:
         return f"list of {_type(inside[0], spec)}"
     names = {int: "count", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}
-    return names[hint] + "".join(f" or `{word}`" for word in spec.metadata)
+    return names[hint] + "".join(f" or `{word}`" for word in spec.metadata.get("words", {}))
 
 
 def _default(spec: Field[Any], *, toml: bool) -> str:

@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 2450,
     "cli": 2900,
     "common": 650,
-    "config": 1400,
+    "config": 1300,
     "cost": 3350,
     "data": 6500,
     "models": 1650,

@@ -79,7 +79,7 @@ def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--virtual-stages", "0"], r"cluster.virtual_stages is 0. To fix: use at least 1"),
+        (["--virtual-stages", "0"], r"virtual_stages is 0. To fix: use a whole number of at least 1"),
         (["--virtual-stages", "2"], r"virtual_stages = 2 without a pipeline"),
         (["--pp", "8", "--virtual-stages", "5"], r"virtual_stages = 5 exceeds the model's 32 layers"),
         (["--pp", "33"], r"cluster.pp = 33 exceeds the model's 32 layers"),
@@ -92,7 +92,7 @@ def test_chunks_that_make_no_sense_are_refused(changes: list[str], message: str)
 
 @pytest.mark.parametrize("option", ["tp", "pp"])
 def test_a_layout_of_nothing_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"cluster.{option} is 0. To fix: use at least 1"):
+    with pytest.raises(ConfigError, match=rf"--{option} is 0. To fix: use a whole number of at least 1"):
         plan.run([*SMALL, "--ranks", "16", f"--{option}", "0"])
 
 

@@ -193,8 +193,8 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
         score_on_ranks(options(folder, texts, out, content="text"))
     with pytest.raises(ConfigError, match="is not a Hugging Face folder"):
         check_options(options(tmp_path, source, out))
-    with pytest.raises(ConfigError, match="capacity_tokens is 0"):
-        check_options(options(folder, source, out, capacity_tokens=0))
+    with pytest.raises(ConfigError, match="--capacity_tokens is 0"):
+        run([str(folder), str(source), "--out", str(out), "--capacity-tokens", "0"])
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no model of type ''"):
         load_model(str(folder), torch.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.cli.data import StatsConfig, TokenizeConfig, document_lengths, stats_command, tokenize_command
+from bytescale.cli.data import StatsConfig, TokenizeConfig, document_lengths, run, stats_command, tokenize_command
 from bytescale.common.errors import ConfigError
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.support import memory_corpus, write_jsonl, write_pair
@@ -63,8 +63,8 @@ def test_the_output_is_no_source(tmp_path: Path) -> None:
 
 
 def test_no_workers(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_workers is 0"):
-        tokenize_command(settings(tmp_path, num_workers=0))
+    with pytest.raises(ConfigError, match=r"--num_workers is 0"):
+        run(["tokenize", str(source), "--output", str(tmp_path / "out"), "--num-workers", "0"])
 
 
 @pytest.mark.parametrize("name", ["pair.idx", "pair.bin", "a.jsonl"])

@@ -174,7 +174,10 @@ def test_chunks_lie_in_trace_and_picture_on_their_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        ({"num_gpus": 4, "pp": 2, "virtual_stages": 0}, "cluster.virtual_stages is 0. To fix: use at least 1"),
+        (
+            {"num_gpus": 4, "pp": 2, "virtual_stages": 0},
+            "cluster.virtual_stages is 0. To fix: use a whole number of at least 1",
+        ),
         ({"num_gpus": 4, "virtual_stages": 2}, r"virtual_stages = 2 without a pipeline \(cluster.pp = 1\)"),
     ],
 )

@@ -176,7 +176,7 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
 
 def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--seconds", "0"]) == 2
-    assert "To fix: use numbers above 0" in capsys.readouterr().err
+    assert "seconds is 0.0. To fix: use a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

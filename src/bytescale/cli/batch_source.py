@@ -13,6 +13,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.limits import limits
 from bytescale.common.parsing import parse_json
 from bytescale.common.units import MOST_COUNT
 from bytescale.config import Config, ModelConfig, RingGradients, resolve_architecture
@@ -20,7 +21,6 @@ from bytescale.cost import Links, Profile, load_profile
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 
 KIBI = 1024
-_LONGEST_START_SECONDS = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class BatchConfig:
     """Tokens of a batch that is drawn from a distribution. For the corpus of a config, data.batch_tokens counts."""
     context: int = 2 * KIBI * KIBI
     """Longer documents of a distribution are split. For the corpus of a config, data.context_length counts."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=limits(least=0))
     """Random seed for a distribution. For the corpus of a config, the number of the step."""
 
 
@@ -43,30 +43,23 @@ class BatchConfig:
 class RatesConfig:
     """Rates of one device, used if no profile is given. The defaults are for an H100 or H200."""
 
-    flops: float = 400e12
+    flops: float = field(default=400e12, metadata=limits(above=0))
     """Operations per second in matrix products."""
-    attention_flops: float = 300e12
+    attention_flops: float = field(default=300e12, metadata=limits(above=0))
     """Operations per second in attention."""
-    intra_node: float = 300e9
+    intra_node: float = field(default=300e9, metadata=limits(above=0))
     """Bytes per second to a neighbour in the same node."""
-    inter_node: float = 40e9
+    inter_node: float = field(default=40e9, metadata=limits(above=0))
     """Bytes per second to a neighbour in another node."""
-    latency: float = 10e-6
+    latency: float = field(default=10e-6, metadata=limits(least=0, most=60))
     """Seconds until the first byte of a transfer arrives."""
-    launch: float = 50e-6
+    launch: float = field(default=50e-6, metadata=limits(least=0, most=60))
     """Fixed seconds that attention takes in each layer, and that the rest of the layer takes too."""
-    host: float = 25e9
+    host: float = field(default=25e9, metadata=limits(above=0))
     """Bytes per second to and from host memory."""
 
     def links(self) -> Links:
-        """Return the links of one device. Raises ``ConfigError`` for rates that no device can have."""
-        if min(self.host, self.intra_node, self.inter_node, self.flops, self.attention_flops) <= 0:
-            raise ConfigError("a rate in rates is not above 0", fix="give operations or bytes per second")
-        if not 0 <= min(self.latency, self.launch) <= max(self.latency, self.launch) <= _LONGEST_START_SECONDS:
-            raise ConfigError(
-                f"rates.latency is {self.latency:g} s and rates.launch {self.launch:g} s",
-                fix=f"use 0 to {_LONGEST_START_SECONDS:.0f} s",
-            )
+        """Return the links of one device."""
         return Links(
             intra_node_bytes_per_second=self.intra_node,
             inter_node_bytes_per_second=self.inter_node,
@@ -110,8 +103,6 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
         return SourceBatch(sampler.next_batch().lengths, origin, corpus.facts.vocab_size)
     from bytescale.data.length_distributions import sample_lengths
 
-    if source.seed < 0:
-        raise ConfigError(f"batch.seed is {source.seed}", fix="use a whole number of at least 0")
     lengths = sample_lengths(source.distribution, source.tokens, source.seed, source.context)
     if not len(lengths):
         raise ConfigError(

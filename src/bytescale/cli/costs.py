@@ -11,7 +11,7 @@ import tyro
 from bytescale.cli.attached import PlannedModel, planned_model
 from bytescale.cli.batch_source import DEFAULT_MODEL, CostSource, read_profile
 from bytescale.cli.devices import AssumedDevices, devices_of
-from bytescale.common.errors import ConfigError
+from bytescale.common.limits import limits
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig
 from bytescale.cost import Profile
 from bytescale.cost.memory import Checkpointing, ModelShare
@@ -22,9 +22,9 @@ from bytescale.simulator import ClusterConfig
 class CostOptions:
     """The options of a command that works out how long a model's step takes, and how much memory."""
 
-    capacity_tokens: int = 8192
+    capacity_tokens: int = field(default=8192, metadata=limits(least=0))
     """Tokens that one micro-batch of a rank may hold. auto: as many as fit on its devices beside the model."""
-    device_gib: float | None = None
+    device_gib: float | None = field(default=None, metadata=limits(above=0))
     """GiB of a device that may be used. Unset: what training with the config would use here, or 80."""
     checkpointing: Checkpointing = "none"
     """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
@@ -32,10 +32,6 @@ class CostOptions:
     """Where the times come from."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
     """The model, if times come from counted operations."""
-
-    def __post_init__(self) -> None:
-        if self.device_gib is not None and self.device_gib <= 0:
-            raise ConfigError(f"device_gib is {self.device_gib}", fix="use a number above 0")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import OWN_FIELDS
+from bytescale.common.limits import limits
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
@@ -66,7 +67,7 @@ class CorpusOptions:
     """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
     cache_dir: str = ".cache/bytescale"
     """The folder where a trained tokenizer and tokenised text are kept."""
-    num_workers: int = 2
+    num_workers: int = field(default=2, metadata=limits(least=1))
     """Number of processes that tokenise. The result does not depend on it."""
 
     def data_config(self) -> DataConfig:
@@ -80,7 +81,7 @@ class TokenizeConfig(CorpusOptions):
 
     output: str
     """Prefix of the files: OUTPUT.bin, OUTPUT.idx, and OUTPUT.meta.json, which says how they were made."""
-    read_retries: int = 3
+    read_retries: int = field(default=3, metadata=limits(least=0))
     """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     overwrite: bool = False
     """Replace OUTPUT if it exists."""
@@ -143,10 +144,6 @@ def run(arguments: Sequence[str]) -> int:
 def tokenize_command(config: TokenizeConfig) -> int:
     """Run ``bytescale data tokenize``. Returns the exit code; raises what ``tokenize_files`` raises."""
     console = Console()
-    if config.num_workers < 1:
-        raise ConfigError(f"num_workers is {config.num_workers}", fix="use a whole number of at least 1")
-    if config.read_retries < 0:
-        raise ConfigError(f"read_retries is {config.read_retries}", fix="use a whole number of at least 0")
     check_content(config.data_config())
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)

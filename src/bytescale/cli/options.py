@@ -13,6 +13,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
 from bytescale.config import Config
 from bytescale.config.load import RENAMED
@@ -36,19 +37,25 @@ _ALIKE = 0.7
 
 
 def parse(options: type[Options], arguments: Sequence[str], *, prog: str, default: Options | None = None) -> Options:
-    """Read options from the command line. Whole numbers may be written as 8K or 2M. Exits with 2 on unknown options."""
+    """Read options from the command line. Whole numbers may be written as 8K or 2M. Exits with 2 on unknown options.
+
+    Raises ``ConfigError`` for a number outside of its limits.
+    """
     registry = ConstructorRegistry()
     registry.primitive_rule(_count_rule)
     registry.primitive_rule(_number_rule)
     extra: dict[str, Any] = {} if default is None else {"default": default}
     with registry:
-        return tyro.cli(
+        found = tyro.cli(
             options,
             args=list(arguments),
             prog=prog,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
             **extra,
         )
+    if not isinstance(getattr(found, "config", None), Config):  # the settings of a run: ``validate`` checks them
+        check_limits(found, "--")
+    return found
 
 
 def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -> None:

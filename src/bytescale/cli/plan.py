@@ -17,6 +17,7 @@ from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
+from bytescale.common.limits import limits
 from bytescale.common.units import format_count
 from bytescale.config import Config, PlannerConfig, PlannerName, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
@@ -38,15 +39,15 @@ class PlanOptions(CostOptions):
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
-    ranks: int = 512
+    ranks: int = field(default=512, metadata=limits(least=1))
     """Number of HDP ranks."""
-    ranks_per_node: int = 8
+    ranks_per_node: int = field(default=8, metadata=limits(least=1))
     """Consecutive ranks that share a node."""
-    tp: int = 1
+    tp: int = field(default=1, metadata=limits(least=1))
     """Tensor parallelism: the number of devices that share the matrices of a rank."""
-    pp: int = 1
+    pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline parallelism: the number of stages. Each stage has some of the layers, on its own devices."""
-    virtual_stages: int = 1
+    virtual_stages: int = field(default=1, metadata=limits(least=1))
     """Chunks of layers on each stage. With more than one, the stages are interleaved."""
     planners: tuple[PlannerName, ...] = ("static", "naive", "paper", "adaptive")
     """Planners to compare. Details are shown for the last one."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bytescale.cli.options import leading_path, parse
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import (
     AttachedArchitecture,
@@ -40,11 +41,11 @@ class ProfileOptions:
 
     out: Path = Path("profile.toml")
     """The file to write. The picture gets the same name with the ending .png."""
-    max_tokens: int = 131072
+    max_tokens: int = field(default=131072, metadata=limits(least=1))
     """The longest sequence to measure, in tokens."""
-    seconds: float = 60.0
+    seconds: float = field(default=60.0, metadata=limits(above=0))
     """Seconds for all lengths together. Lengths that would take longer are left out."""
-    ranks: int = 1
+    ranks: int = field(default=1, metadata=limits(least=1))
     """Ranks on this machine that measure at the same time. The links between them are measured too. 1: ideal links.
     Under torchrun, the ranks of all its nodes measure, and links inside and across nodes are told apart."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -60,11 +61,6 @@ def run(arguments: Sequence[str]) -> int:
     path, rest = leading_path(arguments)
     default = _defaults(load_config(path)) if path else ProfileOptions()
     options = parse(ProfileOptions, rest, prog="bytescale profile", default=default)
-    if options.ranks < 1 or options.seconds <= 0 or options.max_tokens < 1:
-        raise ConfigError(
-            f"ranks = {options.ranks}, seconds = {options.seconds}, max_tokens = {options.max_tokens}",
-            fix="use numbers above 0",
-        )
     _check_out(options.out)
     _check_model(options.model)
     from bytescale.train.ranks import under_torchrun

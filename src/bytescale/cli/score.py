@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from bytescale.cli.data import CorpusOptions
 from bytescale.cli.options import parse
 from bytescale.common.errors import ConfigError
-from bytescale.config import AUTO_CAPACITY, Config, ParallelConfig, TrainerConfig
+from bytescale.common.limits import limits
+from bytescale.config import Config, ParallelConfig, TrainerConfig
 from bytescale.config.schema import DataConfig
 
 
@@ -28,17 +29,17 @@ class ScoreOptions(CorpusOptions):
     """The Parquet file to write. Its parts lie beside it, in FILE.parquet.parts, until all are there."""
     tokenizer: str = ""
     """`bytes`, or the path of a tokenizer.json or its folder; empty: the model's."""
-    ranks: int = 1
+    ranks: int = field(default=1, metadata=limits(least=1))
     """Processes on this node. Under torchrun, those that are there are joined."""
-    capacity_tokens: int = 8192
+    capacity_tokens: int = field(default=8192, metadata=limits(least=1))
     """Tokens that one rank holds at once. Longer documents are shared by several ranks."""
-    batch_tokens: int = 2**18
+    batch_tokens: int = field(default=2**18, metadata=limits(least=1))
     """Tokens that are planned together and written as one part."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU for every rank of this node."""
-    timeout_seconds: float | None = None
+    timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop. Unset: 120, or 1800 on GPUs."""
     model: str = ""
     """The folder of the model; it may also be given as the first argument."""
@@ -86,14 +87,6 @@ def check_options(options: ScoreOptions) -> None:
     """Raise ``ConfigError`` for what cannot be right, before any data is read."""
     from bytescale.attach.score_file import ScoreFile
 
-    for name, value in (
-        ("ranks", options.ranks),
-        ("capacity_tokens", options.capacity_tokens),
-        ("batch_tokens", options.batch_tokens),
-        ("num_workers", options.num_workers),
-    ):
-        if value == AUTO_CAPACITY or value < 1:
-            raise ConfigError(f"{name} is {value}", fix="use a whole number of at least 1")
     folder = Path(options.model).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from bytescale.common.limits import limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,20 +16,20 @@ class Architecture:
     ``experts_per_token`` of them.
     """
 
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    rope_theta: float = 10_000.0
+    vocab_size: int = field(metadata=limits(least=1))
+    num_layers: int = field(metadata=limits(least=1))
+    hidden_size: int = field(metadata=limits(least=1))
+    num_heads: int = field(metadata=limits(least=1))
+    num_kv_heads: int = field(metadata=limits(least=1))
+    head_dim: int = field(metadata=limits(least=1))
+    ffn_hidden_size: int = field(metadata=limits(least=1))
+    rope_theta: float = field(default=10_000.0, metadata=limits(above=0))
     rope_scaling: str = "none"
     rope_scaling_factor: float = 1.0
     rope_original_context: int = 8192
-    norm_eps: float = 1e-5
+    norm_eps: float = field(default=1e-5, metadata=limits(least=0))
     tie_embeddings: bool = False
-    init_std: float = 0.02
+    init_std: float = field(default=0.02, metadata=limits(least=0))
     num_experts: int = 0
     experts_per_token: int = 0
     router_aux_loss_weight: float = 0.0

@@ -79,8 +79,8 @@ def _section(kind: type[Section], content: dict[str, Any], where: str, prefix: s
                 fix=RENAMED.get(prefix + name) or nearest(name, specs),
             )
         hint = hints[name]
-        if isinstance(value, str) and value in specs[name].metadata:
-            value = specs[name].metadata[value]  # a word that stands for a number
+        if isinstance(value, str):
+            value = specs[name].metadata.get("words", {}).get(value, value)
         if is_dataclass(hint):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {name} = {value!r} is not a section", fix=f"write [{name}]")

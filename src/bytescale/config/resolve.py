@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture
@@ -128,24 +129,7 @@ def _read_url(url: str) -> bytes:
 
 
 def _check_architecture(shape: Architecture) -> None:
-    for name in (
-        "vocab_size",
-        "num_layers",
-        "hidden_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "ffn_hidden_size",
-    ):
-        if getattr(shape, name) < 1:
-            raise ConfigError(f"model.{name} is {getattr(shape, name)}", fix="use a number of at least 1")
-    for name, is_right, allowed in (
-        ("rope_theta", shape.rope_theta > 0, "above 0"),
-        ("norm_eps", shape.norm_eps >= 0, "of at least 0"),
-        ("init_std", shape.init_std >= 0, "of at least 0"),
-    ):
-        if not is_right:
-            raise ConfigError(f"model.{name} is {getattr(shape, name)}", fix=f"use a number {allowed}")
+    check_limits(shape, "model.")
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
             f"model.num_heads = {shape.num_heads} is not a multiple of model.num_kv_heads = {shape.num_kv_heads}",

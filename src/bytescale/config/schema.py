@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bytescale.common.limits import limits
+
 AUTO_CAPACITY = 0
 AUTO_HEAD_GROUPS = 0
 RingGradients = Literal["wide", "bf16"]
@@ -90,43 +92,43 @@ class DataConfig:
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
     weights: tuple[float, ...] = ()
     """The share of tokens that each source gives: one number per source, 1 in all. Empty: all are one corpus."""
-    min_document_tokens: int = 1
+    min_document_tokens: int = field(default=1, metadata=limits(least=1))
     """Shorter documents are left out."""
     max_document_tokens: int | None = None
     """Longer documents are left out. Unset: no document is left out for its length (see over_length)."""
-    max_corrupt_records: int = 0
+    max_corrupt_records: int = field(default=0, metadata=limits(least=0))
     """How many damaged records may be left out. One more stops the run."""
-    read_retries: int = 3
+    read_retries: int = field(default=3, metadata=limits(least=0))
     """How many times a failing read is tried again, after 0.5, 1, 2, ... seconds."""
     verify: bool = False
     """Read every tokenised file through before its first use and compare it with its hash. What has rotted in the cache
     is made again; a .bin/.idx pair that has rotted stops the run. Not for pairs that are read in place from a URL."""
-    context_length: int = 8192
+    context_length: int = field(default=8192, metadata=limits(least=1))
     """Longest sequence in tokens; see over_length."""
     over_length: Literal["split", "truncate", "drop"] = "split"
     """What happens to documents longer than context_length."""
-    batch_tokens: int = 32768
+    batch_tokens: int = field(default=32768, metadata=limits(least=2))
     """Size of a global batch: whole sequences are drawn until the next one would exceed it."""
     shuffle_seed: int = 1234
     """Seed of the order of documents. The order depends on this seed and the epoch, never on the number of ranks."""
-    shuffle_window_mib: int = 256
+    shuffle_window_mib: int = field(default=256, metadata=limits(least=1))
     """MiB of text that are shuffled together. A larger corpus is shuffled in random parts of this size, one after the
     other, so training can start when the first part is tokenised."""
     cache_dir: str = ".cache/bytescale"
     """Where tokenizers and tokenised corpora are kept between runs."""
-    num_workers: int = 2
+    num_workers: int = field(default=2, metadata=limits(least=1))
     """Processes that tokenise."""
-    prefetch_steps: int = 2
+    prefetch_steps: int = field(default=2, metadata=limits(least=1))
     """Global batches that are read and planned ahead of the step that runs."""
     record: bool = False
     """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"
     """local: every rank plans and reads for itself; ray: servers read, every node plans, ranks fetch their slices."""
-    servers: int = 2
+    servers: int = field(default=2, metadata=limits(least=1))
     """ray only. Server actors per node."""
     ray_address: str = ""
     """ray only. host:port of a running Ray; empty: RAY_ADDRESS, and without it a Ray of its own on this machine."""
-    answer_seconds: float = 120.0
+    answer_seconds: float = field(default=120.0, metadata=limits(above=0))
     """ray only. A planner or server that takes longer to answer, including restarts, makes the run stop."""
 
 
@@ -134,22 +136,22 @@ class DataConfig:
 class ParallelConfig:
     """The ranks and what each of them can hold."""
 
-    ranks: int = 1
+    ranks: int = field(default=1, metadata=limits(least=1))
     """Training processes on this node. For more than one, bytescale starts torchrun's agent; under torchrun, it joins
     the processes that are there and starts none."""
-    tp: int = 1
+    tp: int = field(default=1, metadata=limits(least=1))
     """Tensor parallelism: ranks, next to each other, that share every layer's matrices and a micro-batch's tokens."""
-    pp: int = 1
+    pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline parallelism: stages, each with some of the layers. HDP has what remains, ranks / (tp * pp)."""
-    virtual_stages: int = 1
+    virtual_stages: int = field(default=1, metadata=limits(least=1))
     """Chunks of layers on each stage. Above 1 the stages are interleaved, with a smaller bubble and more messages."""
-    capacity_tokens: int = field(default=8192, metadata={"auto": AUTO_CAPACITY})
+    capacity_tokens: int = field(default=8192, metadata=limits(least=0, auto=AUTO_CAPACITY))
     """Tokens that one micro-batch of one HDP rank may hold (the paper's C); `auto` (or 0): what the rank's memory
     allows. All capacities together must hold the context, unless activations are offloaded."""
-    timeout_seconds: float | None = None
+    timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop with a message. Unset: 120, or on
     GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
-    stop_seconds: float = 30.0
+    stop_seconds: float = field(default=30.0, metadata=limits(above=0))
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
 
 
@@ -159,9 +161,9 @@ class MemoryConfig:
 
     offload: Literal["auto", "on", "off"] = "auto"
     """Send activations of long sequences to host memory if compute hides the copies (Eq. 3). auto: only on a GPU."""
-    device_gib: float | None = None
+    device_gib: float | None = field(default=None, metadata=limits(above=0))
     """GiB of one rank's device that may be used; unset: 92 % of a GPU's, or of the machine's RAM over its ranks."""
-    host_gib: float | None = None
+    host_gib: float | None = field(default=None, metadata=limits(above=0))
     """GiB of host memory for one rank's offloaded activations; unset: half of the machine's RAM over its ranks."""
 
 
@@ -197,28 +199,28 @@ class CostConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
 
-    lr: float = 3e-4
+    lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
     """How the learning rate falls after warm-up. wsd: it stays, and falls linearly over the last `decay_share`.
     inverse-sqrt: as sqrt(warmup_steps / step), which does not depend on the number of steps."""
-    decay_share: float = 0.2
+    decay_share: float = field(default=0.2, metadata=limits(above=0, most=1))
     """wsd only. The share of the steps after warm-up over which the learning rate falls."""
     min_lr_ratio: float = 0.1
     """Lowest learning rate over the peak. A constant schedule stays above it."""
-    warmup_steps: int = 10
+    warmup_steps: int = field(default=10, metadata=limits(least=0))
     """Steps of linear warm-up."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata=limits(above=0))
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Applied to matrices only, not to norms."""
-    z_loss: float = 0.0
+    z_loss: float = field(default=0.0, metadata=limits(least=0))
     """Weight of log(sum of exp(logits))^2, which keeps logits from drifting (PaLM: 1e-4); part of the loss printed."""
-    clip_grad_norm: float = 1.0
+    clip_grad_norm: float = field(default=1.0, metadata=limits(least=0))
     """Largest global gradient norm; 0 switches clipping off."""
 
 
@@ -226,7 +228,7 @@ class OptimizerConfig:
 class TrainerConfig:
     """The loop: how long, in which precision, on what."""
 
-    steps: int = 100
+    steps: int = field(default=100, metadata=limits(least=1))
     """Optimizer steps in all (a resumed run continues up to this number)."""
     seed: int = 0
     """Seed of the initial weights."""
@@ -247,11 +249,11 @@ class TrainerConfig:
     checkpointing: Literal["none", "full", "attention"] = "none"
     """Which activations backward computes again. full: all. attention: all except the result of attention, which is
     cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
-    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata={"auto": AUTO_HEAD_GROUPS})
+    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata=limits(least=0, auto=AUTO_HEAD_GROUPS))
     """Number of groups of heads that attention computes one after the other, if checkpointing is on. More groups need
     less memory and give the same results up to rounding. The number must divide a rank's key/value heads. `auto` (or
     0): the fewest groups with which the capacity fits."""
-    gradient_bucket_mib: float = 1.0
+    gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
     """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
     parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
     reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
@@ -291,15 +293,15 @@ class TrainerConfig:
 class CheckpointConfig:
     """Checkpoints: whole at any moment, with a checksum of every block."""
 
-    every: int = 50
+    every: int = field(default=50, metadata=limits(least=0))
     """Steps between checkpoints; 0: only at the end."""
-    keep: int = 2
+    keep: int = field(default=2, metadata=limits(least=1))
     """Newest checkpoints that are kept."""
-    keep_every: int = 0
+    keep_every: int = field(default=0, metadata=limits(least=0))
     """Checkpoints whose step is a multiple of this are kept for ever; 0: none are."""
     background: bool = True
     """Write while training goes on."""
-    export_every: int = 0
+    export_every: int = field(default=0, metadata=limits(least=0))
     """Steps between Hugging Face folders written beside checkpoints, in the run folder's exports/; 0: none."""
     folder: str = ""
     """Where checkpoints are: a folder, or a URL (s3://BUCKET/NAME, or any that fsspec knows); empty: the run folder.
@@ -313,7 +315,7 @@ class EvalConfig:
     sources: tuple[str, ...] = ()
     """Files, folders or URLs, read with all other settings of [data]. Each document counts once. Empty: no
     evaluation."""
-    every: int = 100
+    every: int = field(default=100, metadata=limits(least=0))
     """Steps between evaluations; 0: only after the last step, which is always evaluated."""
 
 

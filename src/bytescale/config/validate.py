@@ -6,11 +6,12 @@ import math
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import RESERVED_FIELDS
+from bytescale.common.limits import check_limits
 from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config, DataConfig, ParallelConfig, TrainerConfig
+from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, ParallelConfig, TrainerConfig
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -20,7 +21,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         config: the resolved settings.
         num_ranks: that will really run (under torchrun); ``parallel.ranks`` when None.
     """
-    _at_least_one(config)
+    check_limits(config)
     shape = resolve_model(config.model)
     if isinstance(shape, AttachedArchitecture):
         check_attached(config, shape)
@@ -220,61 +221,4 @@ def _check_weights(data: DataConfig) -> None:
             f"data.weights are {', '.join(map(str, data.weights))}, with the sum {total:.6g}",
             so="it is not clear what share of the tokens each source should give",
             fix="use numbers above 0 that sum to 1",
-        )
-
-
-def _at_least_one(config: Config) -> None:
-    rules = (
-        ("parallel.ranks", config.parallel.ranks, 1),
-        ("parallel.tp", config.parallel.tp, 1),
-        ("parallel.pp", config.parallel.pp, 1),
-        ("parallel.virtual_stages", config.parallel.virtual_stages, 1),
-        ("parallel.capacity_tokens", config.parallel.capacity_tokens, AUTO_CAPACITY),
-        ("data.context_length", config.data.context_length, 1),
-        ("data.batch_tokens", config.data.batch_tokens, 2),
-        ("data.num_workers", config.data.num_workers, 1),
-        ("data.prefetch_steps", config.data.prefetch_steps, 1),
-        ("data.servers", config.data.servers, 1),
-        ("data.shuffle_window_mib", config.data.shuffle_window_mib, 1),
-        ("data.min_document_tokens", config.data.min_document_tokens, 1),
-        ("data.max_corrupt_records", config.data.max_corrupt_records, 0),
-        ("data.read_retries", config.data.read_retries, 0),
-        ("trainer.steps", config.trainer.steps, 1),
-        ("trainer.head_groups", config.trainer.head_groups, AUTO_HEAD_GROUPS),
-        ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
-        ("checkpoint.every", config.checkpoint.every, 0),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-        ("checkpoint.keep_every", config.checkpoint.keep_every, 0),
-        ("eval.every", config.eval.every, 0),
-        ("checkpoint.export_every", config.checkpoint.export_every, 0),
-    )
-    for name, value, least in rules:
-        if value < least:
-            raise ConfigError(f"{name} is {value}", fix=f"use a whole number of at least {least}")
-    positive = (
-        ("parallel.stop_seconds", config.parallel.stop_seconds),
-        ("data.answer_seconds", config.data.answer_seconds),
-        (
-            "parallel.timeout_seconds",
-            1.0 if config.parallel.timeout_seconds is None else config.parallel.timeout_seconds,
-        ),
-        ("memory.device_gib", 1.0 if config.memory.device_gib is None else config.memory.device_gib),
-        ("memory.host_gib", 1.0 if config.memory.host_gib is None else config.memory.host_gib),
-        ("optimizer.lr", config.optimizer.lr),
-        ("optimizer.eps", config.optimizer.eps),
-    )
-    for name, number in positive:
-        if not number > 0:
-            raise ConfigError(f"{name} is {number}", fix="use a number above 0")
-    bucket_mib = config.trainer.gradient_bucket_mib
-    if not 0 <= bucket_mib < math.inf:
-        raise ConfigError(
-            f"trainer.gradient_bucket_mib is {bucket_mib}", fix="use 0 (one reduction a step) or a size in MiB"
-        )
-    for name in ("z_loss", "clip_grad_norm"):
-        if getattr(config.optimizer, name) < 0:
-            raise ConfigError(f"optimizer.{name} is {getattr(config.optimizer, name)}", fix="use 0 (off) or more")
-    if not 0 < config.optimizer.decay_share <= 1:
-        raise ConfigError(
-            f"optimizer.decay_share is {config.optimizer.decay_share}", fix="use a share above 0, up to 1"
         )

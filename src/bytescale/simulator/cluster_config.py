@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bytescale.common.errors import ConfigError
+from bytescale.common.limits import check_limits, limits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,33 +15,25 @@ class ClusterConfig:
     tp is innermost, then HDP, then pp. So HDP ranks that are neighbours in a ring lie in the same node where possible.
     """
 
-    num_gpus: int = 1024
+    num_gpus: int = field(default=1024, metadata=limits(least=1))
     """Number of devices. It must be a multiple of tp x pp."""
-    gpus_per_node: int = 8
+    gpus_per_node: int = field(default=8, metadata=limits(least=1))
     """Devices that share a node and its fast links."""
-    tp: int = 1
+    tp: int = field(default=1, metadata=limits(least=1))
     """Tensor parallelism: devices that share a rank's heads and matrices."""
-    pp: int = 1
+    pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline parallelism: stages of layers."""
-    virtual_stages: int = 1
+    virtual_stages: int = field(default=1, metadata=limits(least=1))
     """Chunks of layers on each stage. Above 1, the stages are interleaved."""
-    gradient_bucket_mib: float = 0.0
+    gradient_bucket_mib: float = field(default=0.0, metadata=limits(least=0))
     """MiB of gradients that are reduced at once while ranks compute (trainer.gradient_bucket_mib). The simulator works
     out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
-    sync_overlap: float = 0.0
+    sync_overlap: float = field(default=0.0, metadata=limits(least=0, most=1))
     """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one.
     Needs gradient_bucket_mib = 0."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "virtual_stages", "num_gpus", "gpus_per_node"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"cluster.{name} is {getattr(self, name)}", fix="use at least 1")
-        if not 0 <= self.sync_overlap <= 1:
-            raise ConfigError(f"cluster.sync_overlap is {self.sync_overlap}", fix="use a share from 0 to 1")
-        if not 0 <= self.gradient_bucket_mib < math.inf:
-            raise ConfigError(
-                f"cluster.gradient_bucket_mib is {self.gradient_bucket_mib}", fix="use a size, or 0 for none"
-            )
+        check_limits(self, "cluster.")
         if self.gradient_bucket_mib and self.sync_overlap:
             raise ConfigError(
                 f"cluster.gradient_bucket_mib = {self.gradient_bucket_mib} and cluster.sync_overlap = "
