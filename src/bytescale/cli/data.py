@@ -143,7 +143,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def tokenize_command(config: TokenizeConfig) -> int:
     """Run ``bytescale data tokenize``. Returns the exit code; raises what ``tokenize_files`` raises."""
-    console = Console()
+    console = Console(soft_wrap=True)
     check_content(config.data_config())
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)
@@ -151,12 +151,12 @@ def tokenize_command(config: TokenizeConfig) -> int:
     files = with_retries(listing, config.read_retries)
     _check_output(config, files, bin_path, idx_path)
     total_bytes = sum(file.num_bytes for file in files)
-    console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}", soft_wrap=True)
+    console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
     if config.dry_run:
         _print_formats(console, files)
         return 0
     started = time.perf_counter()
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         files = [_at_hand(file, config) for file in files]
         text_files = [file for file in files if file.format != "bin"]
         tokenizer = choose_tokenizer(config.data_config(), text_files, progress)
@@ -174,9 +174,7 @@ def tokenize_command(config: TokenizeConfig) -> int:
         )
     _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
     console.print(
-        f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]",
-        markup=False,
-        soft_wrap=True,
+        f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]", markup=False
     )
     return 0
 
@@ -192,7 +190,7 @@ def stats_command(config: StatsConfig) -> int:
     if config.json:
         print(json.dumps(_stats_as_dict(stats)))
     else:
-        _print_stats(Console(), stats, config.compare)
+        _print_stats(Console(soft_wrap=True), stats, config.compare)
     return 0
 
 
@@ -205,7 +203,7 @@ def show_command(config: ShowConfig) -> int:
         for row in shown:
             print(json.dumps(asdict(row), ensure_ascii=False))
     else:
-        print_runs(Console(), shown)
+        print_runs(Console(soft_wrap=True), shown)
     return 0
 
 
@@ -259,19 +257,16 @@ def _print_facts(console: Console, facts: TokenFacts, seconds: float, rate_secon
     rate = format_si(facts.num_tokens / rate_seconds)
     console.print(
         f"{facts.num_documents} documents, {facts.num_tokens} tokens in {format_seconds(seconds)} ({rate} tokens/s); "
-        f"longest document {facts.longest_document_tokens} tokens ({format_count(facts.longest_document_tokens)})",
-        soft_wrap=True,
+        f"longest document {facts.longest_document_tokens} tokens ({format_count(facts.longest_document_tokens)})"
     )
     if facts.tokenizer is not None:
-        console.print(
-            f"tokenizer {facts.tokenizer}: {facts.vocab_size} ids, end of document {facts.eos_id}", soft_wrap=True
-        )
+        console.print(f"tokenizer {facts.tokenizer}: {facts.vocab_size} ids, end of document {facts.eos_id}")
     if facts.num_empty_documents:
         console.print(f"left out: {facts.num_empty_documents} empty documents")
     if facts.skipped_files:
         console.print(f"left out: {len(facts.skipped_files)} files that are not UTF-8 text, such as")
         for path in facts.skipped_files[:_SHOWN_SKIPPED]:
-            console.print(f"  {visible(str(path))}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  {visible(str(path))}", markup=False)
 
 
 def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...]) -> None:
@@ -292,12 +287,11 @@ def _print_stats(console: Console, stats: LengthStats, compare: tuple[str, ...])
             f"{100 * so_far[i]:.1f}",
             *(shares[i] for shares in published),
         )
-    console.print(table)
+    console.print(table, soft_wrap=False)
     console.print(
         f"{stats.num_documents.sum()} documents, {stats.num_tokens.sum()} tokens; longest {stats.longest_tokens}. Half "
         f"of the documents have at most {stats.median_tokens} tokens; half of the tokens sit in documents of at most "
-        f"{stats.median_token_tokens}.",
-        soft_wrap=True,
+        f"{stats.median_token_tokens}."
     )
 
 

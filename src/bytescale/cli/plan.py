@@ -80,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     """Plan, compare, print, and write the wanted files. Raises what reading, planning and drawing raise."""
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     layout = options.layout(config.trainer if config else TrainerConfig())
     lengths, origin, vocab_size = read_batch(options.batch, config)
     costs = costs_of(options, config, layout, longest=int(lengths.max()), vocab_size=vocab_size)
@@ -97,19 +97,17 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         console.print(
             f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
             f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
-            f"{format_count(capacity)} tokens{devices_in_words(options)}; times from {profile.name}",
-            highlight=False,
-            soft_wrap=True,
+            f"{format_count(capacity)} tokens{devices_in_words(options)}; times from {profile.name}"
         )
         print_comparison(console, planned, ideal)
         for name, why in refused.items():
-            console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+            console.print(f"{name}: {why}")
         print_details(console, chosen, planned, cost)
         words = memory_in_words(planned[chosen].plan, devices.memory, devices.usable_bytes)
-        console.print(words, highlight=False, soft_wrap=True)
+        console.print(words)
     for written in _write_files(options, planned, chosen):
         if not options.json:
-            console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+            console.print(f"wrote {written}")
     return 0
 
 

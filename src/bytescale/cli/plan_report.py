@@ -67,37 +67,32 @@ def print_comparison(console: Console, planned: dict[str, Planned], ideal_second
             format_bytes(item.ring_bytes),
             format_seconds(item.planning_seconds),
         )
-    console.print(table)
-    console.print(
-        f"ideal: {format_seconds(ideal_seconds)}, if all compute were spread evenly over the ranks", highlight=False
-    )
+    console.print(table, soft_wrap=False)
+    console.print(f"ideal: {format_seconds(ideal_seconds)}, if all compute were spread evenly over the ranks")
 
 
 def print_details(console: Console, name: str, planned: dict[str, Planned], cost: CostModel) -> None:
     """Print details of one planner: degrees, bytes saved, the critical sequence, memory, and what would help."""
     item = planned[name]
-    console.print(f"\n[bold]{name}[/bold]", highlight=False)
+    console.print(f"\n[bold]{name}[/bold]")
     if "static" in planned and planned["static"].ring_bytes > 0:
         saved = 1 - item.ring_bytes / planned["static"].ring_bytes
-        console.print(f"  ring bytes saved compared with static: {saved:.1%}", highlight=False)
-    console.print("  slice groups by degree: " + degrees_in_words(item.plan), highlight=False, soft_wrap=True)
+        console.print(f"  ring bytes saved compared with static: {saved:.1%}")
+    console.print("  slice groups by degree: " + degrees_in_words(item.plan))
     counts = np.diff(item.plan.rank_micro_batch_offsets)
     peak = item.step.peak_activation_bytes.max()
     console.print(
-        f"  micro-batches per rank: {counts.min()} to {counts.max()}; activations: up to {format_bytes(peak)} a device",
-        highlight=False,
+        f"  micro-batches per rank: {counts.min()} to {counts.max()}; activations: up to {format_bytes(peak)} a device"
     )
     critical = critical_sequence(item)
     where = f"over {critical.degree} ranks" if critical.degree > 1 else "on one rank"
     console.print(
         f"  critical sequence: number {critical.sequence}, {format_count(critical.length)} tokens {where}, "
-        f"{format_seconds(critical.seconds)}, {critical.share:.0%} of the step",
-        highlight=False,
-        soft_wrap=True,
+        f"{format_seconds(critical.seconds)}, {critical.share:.0%} of the step"
     )
-    console.print("  what would help:", highlight=False)
+    console.print("  what would help:")
     for line in what_would_help(item, critical, cost):
-        console.print("    - " + line, highlight=False, soft_wrap=True)
+        console.print("    - " + line)
 
 
 def memory_in_words(plan: Plan, model: MemoryModel | MeasuredMemory, device_bytes: float) -> str:

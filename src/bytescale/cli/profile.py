@@ -151,7 +151,7 @@ def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     save_profile(profile, options.out)
     picture = options.out.with_suffix(".png")
     draw_profile(profile, picture)
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     longest = max(point.tokens for point in profile.points)
     shape, host = profile.architecture, profile.links.device_to_host_bytes_per_second
     layer = float(profile.attention_forward(longest) + profile.rest_forward(longest))
@@ -159,14 +159,12 @@ def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     console.print(
         f"{profile.device} ({threads} threads): the forward of a layer with hidden size {shape.hidden_size} takes "
         f"{layer * 1e3:.3g} ms for {format_count(longest)} tokens and keeps {kept} per token; copies to "
-        f"the host run at {format_bytes(host)}/s",
-        highlight=False,
-        soft_wrap=True,
+        f"the host run at {format_bytes(host)}/s"
     )
     for warning in fit_warnings(profile):
-        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
-    console.print(f"wrote {options.out} and {picture}", highlight=False, soft_wrap=True)
-    console.print(f"next: bytescale train CONFIG.toml --cost.profile {options.out}", highlight=False, soft_wrap=True)
+        console.print(f"warning: {warning}")
+    console.print(f"wrote {options.out} and {picture}")
+    console.print(f"next: bytescale train CONFIG.toml --cost.profile {options.out}")
 
 
 def _defaults(config: Config) -> ProfileOptions:

@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def simulate_command(options: SimulateOptions, config: Config | None = None) -> int:
     """Plan, simulate with a progress bar, print, and write the files that were asked for."""
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     cluster = options.cluster
     if options.plan is not None:
         plan, origin = load_plan(options.plan), str(options.plan)
@@ -86,7 +86,7 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
     if options.checkpointing != "none":  # only then, because choosing the devices may import torch
         profile = costs.devices.kept_by(profile)
     began = time.perf_counter()
-    with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task("simulating", total=None)
         step = simulate(
             plan,
@@ -100,20 +100,18 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
     console.print(
         f"{cluster.num_gpus} devices as {plan.num_ranks} ranks of tp {cluster.tp} x pp {cluster.pp}{chunks}; "
         f"{plan.num_sequences} sequences of {format_count(plan.num_tokens)} tokens ({origin}); plan: {plan.planner}; "
-        f"times from {profile.name}",
-        highlight=False,
-        soft_wrap=True,
+        f"times from {profile.name}"
     )
     print_step(console, step, profile, plan, cluster)
     memory = memory_in_words(plan, costs.devices.memory, costs.devices.usable_bytes)
-    console.print(memory, highlight=False, soft_wrap=True)
-    console.print(f"simulated in {format_seconds(seconds)}", highlight=False)
+    console.print(memory)
+    console.print(f"simulated in {format_seconds(seconds)}")
     if options.png is not None:
         draw_steps({plan.planner: step}, options.png)
-        console.print(f"wrote {options.png}", highlight=False, soft_wrap=True)
+        console.print(f"wrote {options.png}")
     if options.trace is not None:
         save_trace(step, options.trace, max_ranks=options.trace_ranks)
-        console.print(f"wrote {options.trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+        console.print(f"wrote {options.trace}: open it in https://ui.perfetto.dev")
     return 0
 
 
@@ -127,9 +125,7 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         f"{format_si(rate)}FLOP/s per device (attention counted by "
         + ("what its windows reach)" if profile.windows else "the sum of s^2)")
         + (f", schedule {step.schedule}" if cluster.pp > 1 else "")
-        + (", interleaved" if cluster.virtual_stages > 1 else ""),
-        highlight=False,
-        soft_wrap=True,
+        + (", interleaved" if cluster.virtual_stages > 1 else "")
     )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("time of a rank", no_wrap=True)
@@ -151,27 +147,22 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         table.add_row(names.get(key, key), f"{shares[key]:.1%}", least, most)
     if step.loader_seconds > 0:
         table.add_row("loader", f"{shares['loader']:.1%}", *[format_seconds(step.loader_seconds)] * 2)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if shares["gradient sync"] > _LARGE_SYNC:
         console.print(
             f"the gradient sync takes {shares['gradient sync']:.0%} of the step: model and batch are small for so many "
-            "devices",
-            highlight=False,
-            soft_wrap=True,
+            "devices"
         )
     traffic = step.traffic
     console.print(
         f"sent by all devices: ring {format_bytes(traffic.ring_intra_node)} inside nodes, "
         f"{format_bytes(traffic.ring_inter_node)} across; pipeline {format_bytes(traffic.pipeline)}; gradients and "
-        f"parameters {format_bytes(traffic.gradient_sync)}; to host {format_bytes(traffic.offload)}",
-        highlight=False,
-        soft_wrap=True,
+        f"parameters {format_bytes(traffic.gradient_sync)}; to host {format_bytes(traffic.offload)}"
     )
     peak = step.peak_activation_bytes
     console.print(
         f"activations: at most {format_bytes(peak.max())} per device, on average "
-        f"{format_bytes(peak.max(axis=1).mean())}",
-        highlight=False,
+        f"{format_bytes(peak.max(axis=1).mean())}"
     )
 
 

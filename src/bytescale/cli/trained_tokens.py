@@ -83,6 +83,6 @@ def print_runs(console: Console, runs: Sequence[TokenRun]) -> None:
             shown = _shortened(run.text) + (f" -> {_shortened(run.predicted)}" if run.predicted else "")
             style = "bold green" if run.weight else "dim"
             table.add_row(f"{run.start}-{run.stop - 1}", f"{run.weight:g}", Text(shown, style=style))
-        console.print(table)
+        console.print(table, soft_wrap=False)
         trained = sum(run.stop - run.start for run in held if run.weight)
         console.print(f"{trained} of {held[-1].stop} tokens are trained on.")

@@ -31,15 +31,15 @@ def ignore_progress(progress: Progress) -> None:
 
 
 @contextmanager
-def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
-    """Yield a callback that draws one line per stage on ``console`` (default: stderr). Other output stays above it."""
+def progress_bar() -> Iterator[ProgressCallback]:
+    """Yield a callback that draws one line per stage on stderr."""
     bar = RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
-        console=console or Console(stderr=True),
+        console=Console(stderr=True),
     )
     tasks = {}
 
