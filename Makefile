@@ -25,7 +25,7 @@ coverage: setup  ## which lines `make test` runs, in all of its processes; a thi
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort cover
 
-lint: setup  ## formatter, linter, types, and the floors
+lint: setup  ## formatter, linter, types, and the layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

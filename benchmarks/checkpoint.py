@@ -38,7 +38,7 @@ from bytescale.config import (
     TrainerConfig,
     resolve_architecture,
 )
-from bytescale.runtime import FlatParameters, Mesh, MeshShape, RankGroup, ShardedAdamW
+from bytescale.runtime import FlatParameters, Mesh, MeshShape, Range, RankGroup, ShardedOptimizer
 from bytescale.train.parts import own_model
 
 GIB = 2**30
@@ -61,7 +61,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def optimizer_of(num_bytes: float) -> tuple[ShardedAdamW, Architecture]:
+def optimizer_of(num_bytes: float) -> tuple[ShardedOptimizer, Architecture]:
     """An optimizer whose three states take so many bytes: layers of matrices, as a model's."""
     side, num_layers = 1024, max(1, round(num_bytes / 12 / (4 * 1024**2)))
     named = [
@@ -70,10 +70,11 @@ def optimizer_of(num_bytes: float) -> tuple[ShardedAdamW, Architecture]:
         for number in range(4)
     ]
     mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
-    optimizer = ShardedAdamW(FlatParameters(named, 1, bucket_bytes=25 * 2**20), OptimizerConfig(), mesh)
-    for parts in optimizer.states().values():
-        for part in parts:
-            part.normal_()
+    optimizer = ShardedOptimizer.adamw(FlatParameters(named, 1, bucket_bytes=25 * 2**20), OptimizerConfig(), mesh)
+    optimizer.require_states()
+    for ranges in optimizer.states().values():
+        for own in ranges:
+            own.values.normal_()
     return optimizer, resolve_architecture(ModelConfig(preset="tiny"))
 
 
@@ -86,7 +87,7 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 def save_and_restore(folder: Path, gib: float, rounds: int) -> None:
     """Files are synced to disk."""
     optimizer, shape = optimizer_of(gib * GIB)
-    size = sum(part.numel() * 4 for parts in optimizer.states().values() for part in parts)
+    size = sum(own.values.numel() * 4 for ranges in optimizer.states().values() for own in ranges)
     checkpoints = Checkpointer(folder, Ranks(optimizer.mesh), CheckpointConfig(background=False, keep=1))
     seconds: dict[str, list[float]] = {"save": [], "restore": []}
     for number in range(rounds + 1):
@@ -130,7 +131,7 @@ def pauses(folder: Path, gib: float, rounds: int) -> None:
     )
 
 
-def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedAdamW:
+def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimizer:
     """The flat buffers and the optimizer of one of 16,384 ranks, without memory."""
 
     class Group(RankGroup):
@@ -162,11 +163,12 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedAdamW:
     )
 
     class Optimizer:
-        parameters, mesh, hdp, tied_head = model.parameters, of_rank, own, None
+        parameters, mesh, group = model.parameters, of_rank, own
 
-        def states(self) -> dict[str, list[torch.Tensor]]:
+        def states(self) -> dict[str, list[Range]]:
             parts = [
-                torch.empty(place.stop - place.start, device="meta") for place in model.parameters.shards(own.rank)
+                Range(place.start, torch.empty(place.stop - place.start, device="meta"))
+                for place in model.parameters.shards(own.rank)
             ]
             return dict.fromkeys(STATES, parts)
 
@@ -184,7 +186,7 @@ def planning() -> None:
     # A rank lists its rectangles; the first rank puts layouts and files together.
     def own() -> int:
         layout = layout_of(optimizer)
-        return len(Snapshot(layout, optimizer.hdp.rank, optimizer.states()).tensors())
+        return len(Snapshot(layout, optimizer.group.rank, optimizer.states()).tensors())
 
     count, seconds, peak = measured(own)
     print(f"any rank: {count} rectangles, {seconds:.3f} s, {peak / 2**20:.1f} MiB")

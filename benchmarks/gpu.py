@@ -63,7 +63,7 @@ from bytescale.runtime import (
     Mesh,
     ModelPart,
     RankGroup,
-    ShardedAdamW,
+    ShardedOptimizer,
     linear_cross_entropy,
 )
 
@@ -227,7 +227,7 @@ class Step:
         self.rank_plan = one_micro_batch(lengths, ratio)
         self.mesh = Mesh.of_hdp(RankGroup(device=device.device))
         self.parameters = FlatParameters(model.named_parameters(), 1)
-        self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), self.mesh)
+        self.optimizer = ShardedOptimizer.adamw(self.parameters, OptimizerConfig(), self.mesh)
         activations = Activations(
             list(model.layers),
             checkpointing=checkpointing,  # type: ignore[arg-type]
@@ -238,14 +238,14 @@ class Step:
         self.parts = [ModelPart(model=model, activations=activations)]
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
         self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
-        self.optimizer.states()  # made before the first step, so that the peak of no step counts them
+        self.optimizer.require_states()  # made before the first step, so that the peak of no step counts them
 
     def __call__(self) -> None:
         self.parameters.zero_gradients()
         Executor(parts=self.parts, kernel=self.kernel, mesh=self.mesh).run(
             self.rank_plan, [self.data], num_global_targets=len(self.data.tokens)
         )
-        self.optimizer.update(1e-5, self.optimizer.reduce_gradients())
+        self.optimizer.update(self.optimizer.reduce_gradients(), 1.0, 1e-5)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from bytescale.attention import select_kernel
 from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, RankGroup, ShardedAdamW
+from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, RankGroup, ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 
 NUM_RANKS = 2
@@ -143,7 +143,7 @@ class Trainer:
         bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0
         model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
         self.mesh = mesh
-        self.optimizer = ShardedAdamW(model.parameters, OptimizerConfig(lr=1e-4), mesh)
+        self.optimizer = ShardedOptimizer.adamw(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
             self.optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
         self.part = ModelPart(model=model.chunks[0])
@@ -171,7 +171,7 @@ class Trainer:
             after_last_message=self.optimizer.after_last_message,
         )
         shares = self.mesh.world.share([self.optimizer.reduce_gradients()])
-        self.optimizer.update(1e-4, sum(row[0] for row in shares) ** 0.5)
+        self.optimizer.update(sum(row[0] for row in shares) ** 0.5, 1.0, 1e-4)
 
 
 class Tokens:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -31,7 +32,6 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.order.batches import make_sampler
-from bytescale.data.remote.messages import PlannedStep, RankStep, StepReference
 from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed_writer import IndexedWriter
 from bytescale.plan import RankPlan
@@ -143,66 +143,61 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
     else:  # every rank reads whole batches, as many steps ahead as the others, and cuts its slices from them
         corpus = prepare_corpus(config)
         sampler = make_sampler(corpus.index, config)
-        held: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=config.prefetch_steps + 1)
+        held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=config.prefetch_steps + 1)
         for _ in range(steps):
             batch = sampler.next_batch()
             RankPlan.of(planner(batch.lengths), rank)
-            held.append(corpus.read(batch.pieces, np.zeros_like(batch.lengths), batch.lengths))
+            held.append(corpus.documents(batch, ()))
             read += 2 * batch.num_tokens
         memory = psutil.Process().memory_full_info().uss - before
     print(read / steps, received / steps, memory)
 
 
-# planner: the real actor, with the number of relays that so many clients have, and the work of a relay per rank.
+# planner: the real actor of one node of eight ranks, in a cluster of so many ranks, and a server that all planners ask.
 
 
 def planner_at_scale(folder: Path) -> None:
     import ray
 
     from bytescale.data.loading.corpus import plan_shards
+    from bytescale.data.remote.calls import Shared
     from bytescale.data.remote.planner_actor import PlannerActor
     from bytescale.data.remote.ray_cluster import ray_cluster
-    from bytescale.data.remote.relay import FAN_OUT
-    from bytescale.data.remote.server import SharedWork, server_actor
+    from bytescale.data.remote.server import server_actor
 
     steps, ranks_per_node = 6, 8
     write_corpus(folder / "corpus", 200 * MIB, 2 * MIB)
     config = config_for(folder, context_length=2 * MIB, batch_tokens=32 * MIB)
-    print("clients  requests   draw+plan+verify   planner's CPU a step   sent by planner   object a node   cut, a rank")
+    print("ranks   draw+plan+verify   planner's CPU a step   an answer to a rank   a part's content, asked of a server")
     with ray_cluster("", 2):
-        work = SharedWork(*plan_shards(config))
+        work = Shared(plan_shards(config))
         server = server_actor().options(num_cpus=0).remote(work)
         for num_ranks in (1024, 16384):
-            actor = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=1000)
-            planner = actor.remote(config, work, [server], {})
-            state = ray.get(planner.check_state.remote(None))  # type: ignore[attr-defined]
-            ray.get(planner.configure.remote(planner_for(num_ranks, 8192), steps))  # type: ignore[attr-defined]
-            process = psutil.Process(ray.get(planner.pid.remote()))  # type: ignore[attr-defined]
-            num_requests = min(FAN_OUT, num_ranks // ranks_per_node)
-            seconds, cuts = [], []
+            actor: Any = ray.remote(PlannerActor).options(num_cpus=0, max_concurrency=48)
+            planner = actor.remote(config, work, [server], ["this"])
+            state = ray.get(planner.check_state.remote(None))
+            how = Shared((planner_for(num_ranks, 8192), steps))
+            process = psutil.Process(ray.get(planner.pid.remote()))
+            seconds = []
             for step in range(steps):
-                answers = ray.get([planner.plan.remote(state) for _ in range(num_requests)])  # type: ignore[attr-defined]
-                planned = ray.get(answers[0].planned)
-                seconds.append(planned.planning_seconds)
-                cuts += [cut_seconds(planned, rank, answers[0]) for rank in range(0, num_ranks, num_ranks // 128)]
-                state = planned.state_after
+                ranks = range(0, num_ranks, num_ranks // ranks_per_node)
+                answers = ray.get([planner.part.remote(rank, state, None, how) for rank in ranks])
+                data = answers[-1][0]
+                seconds.append(data.times.planning_seconds)
+                state = data.sampler_state_after
                 if step == 0:
                     busy = process.cpu_times()
             after = process.cpu_times()
             spent = (after.user + after.system - busy.user - busy.system) / (steps - 1)
-            message = len(ray.cloudpickle.dumps(answers[0]))
+            message = len(ray.cloudpickle.dumps(answers[-1]))
+            started, asks = time.perf_counter(), 500
+            ray.get([server.content.remote(0) for _ in range(asks)])
+            asked = (time.perf_counter() - started) / asks
             print(
-                f"{num_ranks:7}  {num_requests:8}   {1e3 * np.median(seconds):>13.0f} ms   {1e3 * spent:>17.0f} ms   "
-                f"{num_requests * message / 1024:>11.0f} KiB   {planned.num_bytes / MIB:>9.2f} MiB   "
-                f"{1e3 * np.mean(cuts):>6.2f} ms (worst {1e3 * max(cuts):.1f})"
+                f"{num_ranks:6}   {1e3 * np.median(seconds):>13.0f} ms   {1e3 * spent:>17.0f} ms   "
+                f"{message / 1024:>15.1f} KiB   {1e3 * asked:>32.2f} ms"
             )
             ray.kill(planner)
-
-
-def cut_seconds(planned: PlannedStep, rank: int, reference: StepReference) -> float:
-    started = time.perf_counter()
-    RankStep.of(planned, rank, reference)
-    return time.perf_counter() - started
 
 
 # start: the time until the first step, when servers have to tokenise and when the cache is filled.

@@ -37,7 +37,7 @@ from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, se
 from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, Chunk, Executor, FlatParameters, Mesh, ModelPart, RankGroup, ShardedAdamW
+from bytescale.runtime import Activations, Chunk, Executor, FlatParameters, Mesh, ModelPart, RankGroup, ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 4096, 256, 4, 8, 4, 768
@@ -92,7 +92,7 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
             model.model.named_parameters(), group.size, bucket_bytes=2**20,
             late=late_parameters(model.model, layers, model.head),
         )  # fmt: skip
-    optimizer = ShardedAdamW(flat, OptimizerConfig(), mesh)
+    optimizer = ShardedOptimizer.adamw(flat, OptimizerConfig(), mesh)
     optimizer.overlap_with([Chunk(model=model, layers=layers)])
     executor = Executor(
         parts=[ModelPart(model=model, activations=Activations([]))],
@@ -104,7 +104,7 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
         optimizer.begin_step(rank_plan)
         executor.run(rank_plan, tokens, num_global_targets=total, after_last_message=optimizer.after_last_message)
         norm = group.sum_of([optimizer.reduce_gradients()])[0] ** 0.5
-        optimizer.update(1e-5, norm)
+        optimizer.update(norm, 1.0, 1e-5)
         optimizer.wait_for_parameters()
 
     return step

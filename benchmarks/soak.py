@@ -30,7 +30,6 @@ from statistics import median
 import numpy as np
 import psutil
 
-from bytescale.checkpoint.folders import LocalFolder
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import DataError
 from bytescale.config import load_config
@@ -218,7 +217,7 @@ class Storm:
     def check_checkpoints(self) -> None:
         """Check that every folder named as a checkpoint loads completely."""
         for path in (self.run / "checkpoints").glob("step-*"):
-            assert problems_of(LocalFolder(path)) == []
+            assert problems_of(path) == []
             self.checkpoints_loaded += 1
 
     def alive(self, seconds: float) -> list[str]:

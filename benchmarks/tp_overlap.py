@@ -4,11 +4,12 @@
 
 Each of two tensor-parallel ranks has a network namespace and one thread for products (`benchmarks/cluster/network.py`).
 The model is a Llama of four layers without a loss: forward and backward of one micro-batch, with the same gradient of
-the result. Three modes take turns in the same processes:
+the result. Four modes take turns in the same processes:
 
     none         Nothing is sent, so this is computation alone; its numbers are wrong.
-    plain        Every message is waited for at once (`TokenShards(overlap=False)`).
-    overlapped   Sums of gradients travel while gradients of weights are computed.
+    whole        Rows travel in one message, and every message is waited for at once.
+    plain        Rows travel in slices, and every message is waited for at once (`TokenShards(overlap=False)`).
+    overlapped   The same messages travel beside products.
 
 The table has medians over rounds of rank 0's seconds, and of the seconds in which it waits for messages. Before that,
 both ranks compare the gradients of plain and overlapped bit by bit.
@@ -37,12 +38,13 @@ from bytescale.models.llama import Llama
 from bytescale.models.tensor_parallel import apply_tensor_parallelism
 from bytescale.runtime import RankGroup, TokenShards
 from bytescale.runtime.group import PendingCollective
+from bytescale.runtime.token_shards import ROWS_PER_SLICE
 
 SHAPE = Architecture(
     vocab_size=1024, num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, ffn_hidden_size=1536
 )
 ROOT = Path(__file__).parents[1]
-MODES = ("none", "plain", "overlapped")
+MODES = ("none", "whole", "plain", "overlapped")
 PORT = 29500
 
 
@@ -56,6 +58,9 @@ class Silent(RankGroup):
         return full[: len(full) // self.size]
 
     def start_reduce_scatter(self, full: Tensor) -> PendingCollective:
+        return PendingCollective(self, None)
+
+    def start_all_gather(self, full: Tensor) -> PendingCollective:
         return PendingCollective(self, None)
 
 
@@ -74,6 +79,7 @@ def run_rank(rank: int, num_tokens: int, rounds: int) -> None:
 
     def step(mode: str) -> float:
         shards.tp, shards.overlap = (silent if mode == "none" else tp), mode == "overlapped"
+        shards.rows_per_slice = 10**9 if mode == "whole" else ROWS_PER_SLICE
         model.zero_grad()
         tp.all_reduce(torch.zeros(1))  # both ranks begin together
         tp.clock.take()

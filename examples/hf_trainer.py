@@ -95,11 +95,14 @@ class HDPTrainer(Trainer):
         super().log(logs | norm, *args)
 
 
-def main(folder: str = "", steps: int = 10, lr: float = 1e-3, capacity_tokens: int = 128) -> list[float]:
+def main(
+    folder: str = "", steps: int = 10, lr: float = 1e-3, capacity_tokens: int = 128, bf16: bool = False
+) -> list[float]:
     """Train, and return the loss of every step. Every rank calls it."""
     args = TrainingArguments(
         output_dir="hf-trainer", max_steps=steps, learning_rate=lr, lr_scheduler_type="constant", logging_steps=1,
         save_strategy="no", save_only_model=True, report_to=[], disable_tqdm=True,
+        bf16=bf16, use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     data: Any = list(batches(steps))
     trainer = HDPTrainer(load_model(folder), args, capacity_tokens=capacity_tokens, train_dataset=data)

@@ -22,7 +22,7 @@ from bytescale.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("decisions/*.md"))]
 EXAMPLES = sorted((DOCS / "examples").iterdir())
 TRAIN_OPTIONS = ("--resume", "--init", "--dry-run", "--launch", "--max-restarts", "--elastic")
 
@@ -70,7 +70,7 @@ def check_command(arguments: list[str]) -> None:
         parse(GENERATE.OPTIONS[name], rest, prog=f"bytescale {name}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_documents_have_options_that_exist(page: Path) -> None:
     for arguments in commands_of(page.read_text(encoding="utf-8")):
         try:
@@ -87,7 +87,7 @@ def test_a_wrong_option_would_be_found() -> None:
         check_command(["train", "CONFIG.toml", "--data.batch-token", "4K"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_make_targets_in_the_documents_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     names = set(re.findall(r"\b((?:src/bytescale|tests|benchmarks|docs)/[\w/.-]*\w)", text))
@@ -108,9 +108,24 @@ def test_the_example_of_the_api_page_runs(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_page_is_in_the_sites_menu() -> None:
-    pages = {page.name for page in DOCS.glob("*.md")}
+    pages = {str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)}
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    assert pages == {name for name in re.findall(r": ([\w/]+\.md)$", menu, re.MULTILINE) if "/" not in name}
+    listed = {name for name in re.findall(r": ([\w/]+\.md)$", menu, re.MULTILINE) if not name.startswith("reference/")}
+    assert pages == listed
+
+
+def test_the_index_of_decisions_has_every_question_with_its_verdict() -> None:
+    folder = DOCS / "decisions"
+    index = " ".join((folder / "index.md").read_text(encoding="utf-8").split())
+    for page in sorted(folder.glob("*.md")):
+        _, *decisions = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for decision in decisions if page.name != "index.md" else ():
+            found = re.fullmatch(r"(.+?)\n.*\*\*Verdict:\*\* (.+?)\n*", decision, re.DOTALL)
+            assert found, f"{page.name}: a decision without a verdict"
+            question, verdict = found.groups()
+            first = re.split(r";|\.$", " ".join(verdict.split()))[0]
+            row = rf"\[{re.escape(question)}\]\({page.name}#[\w-]+\) {re.escape(first[0].upper() + first[1:])}\."
+            assert re.search(row, index), f"docs/decisions/index.md lacks a line: {question} {first}."
 
 
 def test_reference_pages_name_every_setting_and_command() -> None:

@@ -1,8 +1,8 @@
 """bytescale: hybrid data parallel (HDP) training on mixed short and very long sequences.
 
-An implementation of ByteScale (Ge et al., SIGCOMM 2025, arXiv 2502.21231). The floors, lowest first, are
+An implementation of ByteScale (Ge et al., SIGCOMM 2025, arXiv 2502.21231). The layers, lowest first, are
 ``common``; ``config`` and ``plan``; ``cost`` and ``attention``; ``planner`` and ``models``; ``simulator``, ``data`` and
-``runtime``; ``checkpoint``; ``attach``; ``train`` and ``parity``; ``report``; ``cli``. A module imports lower floors
+``runtime``; ``checkpoint``; ``attach``; ``train`` and ``parity``; ``report``; ``cli``. A module imports lower layers
 only (docs/architecture.md).
 
 ``bytescale.HDP`` attaches to a model of Hugging Face's transformers in a loop of one's own. The names in ``__all__``

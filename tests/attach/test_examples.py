@@ -98,6 +98,19 @@ def test_hf_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone[-1] < 0.9 * alone[0]
 
 
+@pytest.mark.exhaustive  # its first step in BF16 takes half a minute on a CPU without AVX-512
+def test_hf_trainer_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer puts autocast around the model: the losses of fp32 within BF16's rounding, on one rank and on two."""
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"steps": 4, "lr": 1e-2}
+    alone = run_forked(1, lambda rank: example("hf_trainer").main(**options, capacity_tokens=256, bf16=True))[0]
+    together = on_two_ranks(example("hf_trainer"), **options, bf16=True)
+    plain = example("own_loop").main(**options, capacity_tokens=256)
+    assert together == pytest.approx(alone, rel=5e-3)
+    assert alone == pytest.approx(plain, rel=5e-3)
+    assert alone != pytest.approx(plain, rel=1e-6), "something was computed in BF16"
+
+
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer"}

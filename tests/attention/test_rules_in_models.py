@@ -16,8 +16,7 @@ from bytescale.models.llama import Attention
 from bytescale.models.rope import rope_rotation
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import RankGroup
-from bytescale.runtime.checkpointing import apply_checkpointing
+from bytescale.runtime import Activations, RankGroup
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rules import apply_rules
 from tests.helpers.steps import small_shape
@@ -62,7 +61,7 @@ def test_checkpointing_changes_no_bit(num_ranks: int) -> None:
             layers = [SinkLayer(), SinkLayer()]
             for layer, values in zip(layers, weights, strict=True):
                 layer.load_state_dict(values)
-            memory = apply_checkpointing(layers, mode)  # type: ignore[arg-type]
+            memory = Activations(layers, checkpointing=mode).attention_memory  # type: ignore[arg-type]
             kernel = select_kernel("auto", torch.device("cpu"), torch.float64)
             attention = PackedAttention(micro_batch, kernel, hdp.exchange, memory)
             hidden = rows[torch.as_tensor(micro_batch.position_ids())].requires_grad_()

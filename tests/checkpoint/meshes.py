@@ -18,7 +18,7 @@ from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import Wanted
 from bytescale.checkpoint.writing import layout_of
 from bytescale.config import Architecture, CheckpointConfig, OptimizerConfig
-from bytescale.runtime import Mesh, MeshShape, ShardedAdamW
+from bytescale.runtime import Mesh, MeshShape, ShardedOptimizer, values_of
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import small_shape
@@ -44,7 +44,7 @@ class Ranks:
         return self.mesh.world.group
 
 
-def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 1500) -> ShardedAdamW:
+def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 1500) -> ShardedOptimizer:
     model = build_own_model(
         shape,
         mesh,
@@ -53,7 +53,9 @@ def make_optimizer(mesh: Mesh, shape: Architecture = SHAPE, bucket_bytes: int = 
         seed=0,
         bucket_bytes=bucket_bytes if mesh.hdp.size > 1 else 0,
     )
-    return ShardedAdamW(model.parameters, OptimizerConfig(), mesh, model.tied_head)
+    optimizer = ShardedOptimizer.adamw(model.parameters, OptimizerConfig(), mesh, model.tied_head)
+    optimizer.require_states()
+    return optimizer
 
 
 def whole_state(state: str, name: str, shape: tuple[int, ...], step: int) -> Tensor:
@@ -62,38 +64,36 @@ def whole_state(state: str, name: str, shape: tuple[int, ...], step: int) -> Ten
     return torch.randn(shape, generator=generator)
 
 
-def own_parts(optimizer: ShardedAdamW) -> list[Wanted]:
+def own_parts(optimizer: ShardedOptimizer) -> list[Wanted]:
     """Views of all rectangles that this rank holds."""
-    layout, places = layout_of(optimizer), optimizer.parameters.shards(optimizer.hdp.rank)
+    layout = layout_of(optimizer)
     return [
         Wanted(
             state,
             piece.entry.name,
             piece.box,
-            parts[piece.bucket][
-                piece.start - places[piece.bucket].start : piece.stop - places[piece.bucket].start
-            ].view(piece.box[1]),
+            values_of(ranges, piece.start, piece.stop).view(piece.box[1]),
         )
-        for state, parts in optimizer.states().items()
-        for piece in layout.pieces(optimizer.hdp.rank)
+        for state, ranges in optimizer.states().items()
+        for piece in layout.pieces(optimizer.group.rank)
     ]
 
 
-def shapes(optimizer: ShardedAdamW) -> dict[str, tuple[int, ...]]:
+def shapes(optimizer: ShardedOptimizer) -> dict[str, tuple[int, ...]]:
     return {entry.name: tuple(entry.cut.shape) for entry in optimizer.parameters.entries}
 
 
-def expected(optimizer: ShardedAdamW, part: Wanted, step: int) -> Tensor:
+def expected(optimizer: ShardedOptimizer, part: Wanted, step: int) -> Tensor:
     whole = whole_state(part.state, part.parameter, shapes(optimizer)[part.parameter], step)
     return whole[tuple(slice(a, a + n) for a, n in zip(*part.box, strict=True))]
 
 
-def set_states(optimizer: ShardedAdamW, step: int) -> None:
+def set_states(optimizer: ShardedOptimizer, step: int) -> None:
     for part in own_parts(optimizer):
         part.target.copy_(expected(optimizer, part, step))
 
 
-def assert_states(optimizer: ShardedAdamW, step: int) -> None:
+def assert_states(optimizer: ShardedOptimizer, step: int) -> None:
     for part in own_parts(optimizer):
         assert torch.equal(part.target, expected(optimizer, part, step)), (part.state, part.parameter, part.box)
 
@@ -105,7 +105,7 @@ def run_state(step: int, shape: Architecture = SHAPE) -> RunState:
 def with_checkpointer(
     mesh: MeshShape,
     folder: Path,
-    work: Callable[[Checkpointer, ShardedAdamW], Result],
+    work: Callable[[Checkpointer, ShardedOptimizer], Result],
     /,
     *,
     shape: Architecture = SHAPE,
@@ -124,7 +124,7 @@ def with_checkpointer(
 def save(mesh: MeshShape, folder: Path, *steps: int, shape: Architecture = SHAPE, **options: object) -> None:
     """Checkpoints after these steps, by all ranks of a mesh."""
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in steps:
             set_states(optimizer, step)
             checkpoints.save(run_state(step, shape), optimizer)
@@ -136,7 +136,7 @@ def save(mesh: MeshShape, folder: Path, *steps: int, shape: Architecture = SHAPE
 def restore(mesh: MeshShape, folder: Path, shape: Architecture = SHAPE, name: str = "") -> int:
     """The newest checkpoint (or ``name``) on every rank of a mesh, compared bit for bit. Returns its step."""
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> int:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> int:
         path = folder / name if name else checkpoints.newest()
         assert path is not None, "there is a checkpoint"
         state = checkpoints.restore(path, optimizer, shape.as_dict())

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.checkpoint.folders import LocalFolder
 from bytescale.checkpoint.manifest import CheckpointDamage
-from bytescale.checkpoint.restoring import StoredTensors, read_run_state
+from bytescale.checkpoint.reading import CheckpointReader, read_run_state
 from bytescale.checkpoint.verify import list_checkpoints, problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
@@ -41,7 +40,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 def read_all(folder: Path, step: int) -> None:
     """Every tensor, compared bit for bit."""
-    stored = StoredTensors(folder)
+    stored = CheckpointReader(folder)
     assert stored.state.step == step
     assert stored.state.sampler == {"place": step * 7}
     names = stored.shapes()
@@ -143,7 +142,7 @@ def test_rot_is_noticed_or_harmless(whole: Path, mishap: Callable, data: st.Data
             path, original = folder / f"step-{step:06d}", whole / f"step-{step:06d}"
             same = contents(path) == contents(original)
             try:
-                found = problems_of(LocalFolder(path))
+                found = problems_of(path)
             except CheckpointError as error:
                 found = [str(error)]
             noticed = refusal(path, step)
@@ -163,8 +162,7 @@ def test_the_message_names_file_tensor_and_remedy(copy: Path) -> None:
         with pytest.raises(AssertionError) as caught:
             restore(mesh, copy)
         said = str(caught.value)
-        assert f"The checkpoint {copy}/step-000006 is damaged: tensors-00001.safetensors: bytes 0 to " in said
-        assert "of exp_avg_sq.layers.1.mlp.down_proj.weight@" in said or "of exp_avg_sq." in said
+        assert f"The checkpoint {copy}/step-000006 is damaged: tensors-00001.safetensors: exp_avg_sq." in said
         assert f"To fix: move {copy}/step-000006 away, then the same command continues from {copy}/step-000003" in said
     assert restore(MeshShape(1), copy, name="step-000003") == 3
 
@@ -207,7 +205,7 @@ def test_commands(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the file is missing" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(copy / "nothing")]) == 1
     assert "cannot be reached" in capsys.readouterr().err
-    assert list_checkpoints(LocalFolder(copy))[0].step == 3
+    assert list_checkpoints(copy)[0].step == 3
 
 
 def test_bad_folders(tmp_path: Path) -> None:
@@ -215,11 +213,12 @@ def test_bad_folders(tmp_path: Path) -> None:
         (None, "is not a checkpoint of bytescale: it has no run_state.json"),
         (b"\x00\xff", "is not a checkpoint of bytescale"),
         (b"[]", "is no JSON object"),
-        (b'{"format": 4}', "it has format 4, and this version reads 3; a newer version of bytescale wrote it"),
+        (b'{"format": 5}', "it has format 5, and this version reads 4; a newer version of bytescale wrote it"),
         (b'{"format": "\\u001b[2J"}', r"it has format \x1b[2J, and"),
-        (b'{"format": 2}', "it has format 2, and this version reads 3"),
-        (b'{"epoch": 1}', "it has format 1, and this version reads 3"),
-        (b'{"format": 3, "step": 1}', "its content has another checksum"),
+        (b'{"format": 3}', "it has format 3, and this version reads 4"),
+        (b'{"format": 2}', "it has format 2, and this version reads 4"),
+        (b'{"epoch": 1}', "it has format 1, and this version reads 4"),
+        (b'{"format": 4, "step": 1}', "its content has another checksum"),
     ):
         if content is not None:
             (tmp_path / "run_state.json").write_bytes(content)

@@ -18,11 +18,10 @@ import pytest
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import complete_checkpoints, to_delete
-from bytescale.checkpoint.folders import LocalFolder
 from bytescale.checkpoint.verify import problems_of
 from bytescale.common.errors import CheckpointError
 from bytescale.config import CheckpointConfig
-from bytescale.runtime import MeshShape, ShardedAdamW
+from bytescale.runtime import MeshShape, ShardedOptimizer
 from tests.checkpoint.meshes import SHAPE, assert_states, restore, run_state, save, set_states, with_checkpointer
 from tests.helpers.effort import one_of
 from tests.helpers.forks import run_forked
@@ -76,9 +75,9 @@ def run_until(folder: Path, steps: tuple[int, ...], disk: Disk, mesh: MeshShape 
 def assert_usable(folder: Path, steps: tuple[int, ...], num_published: int) -> None:
     """What is named as a checkpoint is whole, the newest one is restored, and the run can save again."""
     for path in complete_checkpoints(folder):
-        assert problems_of(LocalFolder(path)) == []
+        assert problems_of(path) == []
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         newest = checkpoints.newest()
         if num_published:
             assert newest is not None, "a checkpoint was published"
@@ -132,7 +131,7 @@ def test_sigkill_before_operations_of_several_ranks(tmp_path: Path, steps: tuple
             run_forked(1, lambda _, f=folder, p=point: run_until(f, steps, KilledDisk(p), MeshShape(2, tp=2)))
         before = complete_checkpoints(folder)
         for path in before:
-            assert problems_of(LocalFolder(path)) == []
+            assert problems_of(path) == []
         if before:
             assert restore(MeshShape(2), folder) == int(before[-1].name.removeprefix("step-"))
 

@@ -14,14 +14,15 @@ import pytest
 
 from bytescale.checkpoint import upload as upload_module
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.folders import open_folder, tried
 from bytescale.checkpoint.manifest import MANIFEST
 from bytescale.checkpoint.upload import Store
 from bytescale.checkpoint.verify import problems_of
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError
-from bytescale.data.sources import retry
-from bytescale.runtime import MeshShape, ShardedAdamW
+from bytescale.runtime import MeshShape, ShardedOptimizer
+from bytescale.storage import retry
+from bytescale.storage.place import folders_in, place_at
+from bytescale.storage.retry import tried
 from tests.checkpoint.meshes import SHAPE, assert_states, run_state, set_states, with_checkpointer
 from tests.data.s3_server import S3Server, s3_server
 
@@ -65,7 +66,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: object) -> None:
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in steps:
             set_states(optimizer, step)
             checkpoints.save(run_state(step), optimizer)
@@ -79,7 +80,7 @@ def save_and_upload(mesh: MeshShape, folder: Path, /, *steps: int, **config: obj
 def resume(mesh: MeshShape, folder: Path, url: str = URL) -> tuple[str, int]:
     """From where a run would resume, and at which step; every state compared bit for bit."""
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> tuple[str, int]:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> tuple[str, int]:
         place = checkpoints.newest()
         if place is None:
             return "", 0
@@ -120,10 +121,10 @@ def test_rot_in_the_store_is_noticed(tmp_path: Path, server: S3Server) -> None:
     content = bytearray(system.cat_file(path))
     content[-7] ^= 1
     system.pipe_file(path, bytes(content))
-    (found,) = problems_of(open_folder(f"{URL}/step-000001"))
-    assert f"{URL}/step-000001 is damaged: tensors-00001.safetensors: bytes" in found
+    (found,) = problems_of(place_at(f"{URL}/step-000001"))
+    assert f"{URL}/step-000001 is damaged: tensors-00001.safetensors: exp_avg_sq." in found
     shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
-    with pytest.raises(AssertionError, match="are not those that were written"):
+    with pytest.raises(AssertionError, match="is not what was written"):
         resume(MeshShape(1), tmp_path / "checkpoints")
 
 
@@ -156,12 +157,12 @@ def test_a_client_that_dies_at_any_change(tmp_path: Path, server: S3Server) -> N
         complete = Store(url).complete()
         assert complete
         for step in complete:
-            assert problems_of(open_folder(f"{url}/step-{step:06d}")) == []
+            assert problems_of(place_at(f"{url}/step-{step:06d}")) == []
         for local in folder.glob("step-*"):
             shutil.rmtree(local)
         seen.add(resume(MeshShape(1), folder, url)[1])
         save_and_upload(MeshShape(2), folder, 3, keep=1, folder=url)
-        assert sorted(Store(url).folder.folders()) == ["step-000003"], "what was half uploaded is gone"
+        assert sorted(folders_in(Store(url).folder)) == ["step-000003"], "what was half uploaded is gone"
     assert seen == {1, 2}
 
 
@@ -171,7 +172,7 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
     server.before_change = lambda: gate.wait(30)
     folder = tmp_path / "checkpoints"
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         for step in (1, 2, 3):
             set_states(optimizer, step)
             checkpoints.save(run_state(step), optimizer)
@@ -180,7 +181,7 @@ def test_a_slow_store_holds_up_nothing(tmp_path: Path, server: S3Server) -> None
         gate.set()
         checkpoints.finish()
 
-    def claim_first(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def claim_first(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         checkpoints.finish()
 
     gate.set()
@@ -200,7 +201,7 @@ def test_a_store_that_answers_nothing_holds_up_nothing(
     said: list[str] = []
     took: list[float] = []
 
-    def work(checkpoints: Checkpointer, optimizer: ShardedAdamW) -> None:
+    def work(checkpoints: Checkpointer, optimizer: ShardedOptimizer) -> None:
         server.before_request = lambda: gate.wait(60)
         checkpoints._say = said.append
         began = time.monotonic()
@@ -229,7 +230,7 @@ def test_a_store_that_answers_nothing_holds_up_nothing(
     assert main(by_hand.split()[1:]) == 0
     assert f"{URL}/step-000004" in capsys.readouterr().out
     assert Store(URL).complete()[-1] == 4
-    assert problems_of(open_folder(f"{URL}/step-000004")) == []
+    assert problems_of(place_at(f"{URL}/step-000004")) == []
 
 
 def test_a_manifest_that_the_store_cut_short_is_not_complete(tmp_path: Path, server: S3Server) -> None:

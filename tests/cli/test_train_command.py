@@ -152,7 +152,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_words_of_other_frameworks_are_understood(written: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"write {meant}\.$"):
+    with pytest.raises(ConfigError, match=rf"write {re.escape(meant)}\.$"):
         check_setting_names([written])
 
 

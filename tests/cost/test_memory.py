@@ -17,7 +17,7 @@ from bytescale.cost.memory import (
     HEAD_NUMBERS_PER_CHUNK,
     LOGITS_PER_CHUNK,
     ROWS_PER_CHUNK,
-    Kernels,
+    KernelMemory,
     MemoryModel,
     ModelShare,
     loss_chunk_tokens,
@@ -92,14 +92,13 @@ def measured(
         attention = PackedAttention(micro_batch, chosen, hdp.exchange, activations.attention_memory, buffers)
         activations.begin_step([micro_batch])
         with LiveBytes() as live:
-            with activations.forward(0):
+            with activations.forward(micro_batch):
                 hidden = model(data.tokens, data.position_ids, attention)
                 buffers.release()
                 saved = live.now
                 loss = linear_cross_entropy(hidden, model.head_weight, data.labels)
                 del hidden
-            with activations.backward(0):
-                loss.backward()
+            loss.backward()
         on_host = 0 if pool is None else pool.bytes_allocated  # pages live on this machine's one memory
         inputs = sum(tensor.nbytes for tensor in (data.tokens, data.labels, data.position_ids))
         return saved - on_host + inputs, live.peak - on_host + inputs
@@ -124,7 +123,7 @@ def model_of(shape: Architecture, dtype: torch.dtype, mode: str, num_ranks: int 
         element_bytes=dtype.itemsize,
         num_ranks=num_ranks,
         checkpointing=mode,  # type: ignore[arg-type]
-        kernels=Kernels(loss_chunk_tokens=loss_chunk_tokens(shape.vocab_size, "cpu")),
+        kernels=KernelMemory(loss_chunk_tokens=loss_chunk_tokens(shape.vocab_size, "cpu")),
     )
 
 
@@ -356,7 +355,7 @@ def test_capacity_is_the_largest_micro_batch_that_fits() -> None:
         share=ModelShare(architecture=PRESETS["7b"]),
         element_bytes=2,
         num_ranks=64,
-        kernels=Kernels(fused_norm=True, fused_loss=True),
+        kernels=KernelMemory(fused_norm=True, fused_loss=True),
     )
     room = 80e9
     capacity = model.capacity_tokens(room)
@@ -442,7 +441,7 @@ def test_a_pipeline_holds_as_much_as_its_fullest_stage() -> None:
         share=ModelShare(architecture=PRESETS["70b"], tensor_parallel=8),
         element_bytes=2,
         num_ranks=64,
-        kernels=Kernels(fused_norm=True, fused_loss=True),
+        kernels=KernelMemory(fused_norm=True, fused_loss=True),
     )
     split = with_share(whole, num_stages=4)
     assert sum(stage.share.num_layers for stage in split.stages()) == 80

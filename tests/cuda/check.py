@@ -39,7 +39,7 @@ from bytescale.models.rope import rope_rotation
 from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
 from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedAdamW, TokenShards, zero
+from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards, zero
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
 from tests.cuda import fake
@@ -254,15 +254,16 @@ def optimizer() -> str:
     with fake.fake_ranks(2, 4) as group, fake.fake_gpu(), the_norm:
         model = on_gpu(build_model(SHAPE))
         flat = FlatParameters(model.named_parameters(), 4, bucket_bytes=2**20)
-        adam = ShardedAdamW(flat, OptimizerConfig(), Mesh.of_hdp(RankGroup(group, device=fake.DEVICE)))
+        adam = ShardedOptimizer.adamw(flat, OptimizerConfig(), Mesh.of_hdp(RankGroup(group, device=fake.DEVICE)))
         for _ in range(2):
             flat.zero_gradients()
             norm = adam.reduce_gradients()
-            adam.update(1e-3, max(norm, 2.0))
+            adam.update(max(norm, 2.0), 1.0, 1e-3)
         sizes = [place.stop - place.start for place in flat.shards(2)]
         for state in adam.states().values():
-            for values, size in zip(state, sizes, strict=True):
-                fake.expect(values, (size,), FP32)
+            assert sum(len(own.values) for own in state) == sum(sizes)
+            for own in state:
+                fake.expect(own.values, (len(own.values),), FP32)
     return f"{len(sizes)} buckets, shards of {sum(sizes)} numbers together, BF16 parameters, fp32 states"
 
 
@@ -418,11 +419,10 @@ def train_micro_batch(
     activations.begin_step([micro_batch])
     attention = PackedAttention(micro_batch, CudaFlashKernel(), RankGroup().exchange, activations.attention_memory)
     tokens = torch.zeros(micro_batch.num_tokens, dtype=torch.int64, device=fake.DEVICE)
-    with activations.forward(0):
+    with activations.forward(micro_batch):
         hidden, weight = accumulated_at_once(model(tokens, positions(micro_batch), attention), model.head_weight)
         total = linear_cross_entropy(hidden, weight, all_targets(micro_batch.num_tokens), group=group)
-    with activations.backward(0):
-        total.backward()
+    total.backward()
 
 
 def main() -> int:

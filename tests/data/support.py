@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from bytescale.common.arrays import IntArray
 from bytescale.config import DataConfig
+from bytescale.data.loading.assemble import Segments, labelled
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
+from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.order.pieces import OverLength
@@ -20,6 +23,7 @@ from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed import facts_path
 from bytescale.data.tokens.indexed_writer import IndexedWriter
+from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -92,7 +96,7 @@ def memory_corpus(
             shards.append(Shard(source=0, file=SourceFile(path=Path("b.bin"), format="bin", num_bytes=1, mtime_ns=0)))
     config = DataConfig(sources=("memory",), context_length=context_length, over_length=over_length)
     index = CorpusIndex(config, shards, None, finder(contents), text_later=text_later)
-    return Corpus(parts=tuple(parts), index=index, tokenizer=None)
+    return Corpus(parts=OpenParts(lambda part: (parts[part], {})), index=index, tokenizer=None)
 
 
 def config(tmp_path: Path, *sources: object, **settings: Any) -> DataConfig:
@@ -101,10 +105,26 @@ def config(tmp_path: Path, *sources: object, **settings: Any) -> DataConfig:
     return DataConfig(sources=tuple(str(source) for source in sources), **values)
 
 
+def read(
+    corpus: Corpus, pieces: Sequence[int], starts: Sequence[int], stops: Sequence[int], names: Sequence[str] = ()
+) -> tuple[IntArray, IntArray, dict[str, np.ndarray]]:
+    """Tokens, labels and fields of ranges of pieces, as a loader reads them."""
+    columns = [np.array(column, dtype=np.int64).reshape(-1) for column in (pieces, starts, stops)]
+    batch = GlobalBatch.of(corpus.index, columns[0], step=0, epoch=0, ends_epoch=False)
+    segments = Segments.cut(batch, np.arange(len(columns[0])), *columns[1:], np.ones(len(columns[0])))
+    return labelled(segments, corpus.parts.slices(segments.parts, segments.places, segments.ranges), names)
+
+
+def read_whole(corpus: Corpus, pieces: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Tokens and labels of whole pieces."""
+    lengths = corpus.pieces.length[corpus.index.rows(np.asarray(pieces))]
+    return read(corpus, pieces, np.zeros_like(lengths), lengths)[:2]
+
+
 def texts_of(corpus: Corpus) -> list[str]:
     """The pieces of a corpus as text."""
     assert corpus.tokenizer is not None
     return [corpus.tokenizer.decode(corpus.piece_tokens(piece)) for piece in corpus.all_pieces.tolist()]
 
 
-__all__ = ["config", "memory_corpus", "prepare_corpus", "texts_of", "write_jsonl", "write_pair"]
+__all__ = ["config", "memory_corpus", "prepare_corpus", "read", "read_whole", "texts_of", "write_jsonl", "write_pair"]

@@ -12,15 +12,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
-from bytescale.data.loading.corpus import IGNORE_INDEX, check_vocabulary, plan_shards, prepare_corpus
+from bytescale.data.loading.corpus import check_vocabulary, plan_shards, prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.order.epoch import PieceStream
 from bytescale.data.order.pieces import OverLength, make_pieces
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.progress import Progress
 from bytescale.data.tokens.tokenizer import ByteTokenizer
-from tests.data.support import config, memory_corpus, texts_of, write_jsonl, write_pair
+from tests.data.support import config, memory_corpus, read, read_whole, texts_of, write_jsonl, write_pair
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 POLICIES = st.sampled_from(["split", "truncate", "drop"])
@@ -81,11 +82,8 @@ def test_reading_ranges_of_pieces(
         piece = data.draw(st.integers(0, table.num_pieces - 1))
         start = data.draw(st.integers(0, int(table.length[piece])))
         ranges.append((piece, start, data.draw(st.integers(start, int(table.length[piece])))))
-    tokens, labels = (
-        corpus.read(corpus.all_pieces[columns[0]], *columns[1:])
-        if (columns := [np.array(column, dtype=np.int64) for column in zip(*ranges, strict=True)])
-        else (np.zeros(0), np.zeros(0))
-    )
+    pieces, starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 3).T
+    tokens, labels, _ = read(corpus, corpus.all_pieces[pieces], starts, stops)
     expected_tokens, expected_labels = [], []
     ends = np.cumsum(lengths)
     for piece, start, stop in ranges:
@@ -108,7 +106,7 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     assert corpus.facts.vocab_size == 257
     assert corpus.facts.counts.num_empty_documents == 1
     assert isinstance(corpus.parts[0].base, np.memmap)
-    tokens, labels = corpus.read(corpus.all_pieces[[3, 0]], np.array([0, 1]), np.array([2, 4]))
+    tokens, labels, _ = read(corpus, corpus.all_pieces[[3, 0]], [0, 1], [2, 4])
     assert tokens.tolist() == [99, 256, 98, 99, 256]
     assert labels.tolist() == [256, IGNORE_INDEX, 99, 256, IGNORE_INDEX]
 
@@ -271,10 +269,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     while not (batch := sampler.next_batch()).ends_epoch:
         same = other.next_batch()
         assert sampler.state_dict() == other.state_dict()
-        none = np.zeros_like(batch.lengths)
-        for mine, theirs in zip(
-            later.read(batch.pieces, none, batch.lengths), at_once.read(same.pieces, none, same.lengths), strict=True
-        ):
+        for mine, theirs in zip(read_whole(later, batch.pieces), read_whole(at_once, same.pieces), strict=True):
             assert np.array_equal(mine, theirs)
     assert later.facts == at_once.facts
 

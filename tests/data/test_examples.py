@@ -18,13 +18,13 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import LocalLoader
+from bytescale.data.loading.loader import local_steps
 from bytescale.data.order.batches import BatchSampler, make_sampler
 from bytescale.data.order.once import batches_once
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.chats import chat_folder, conversations
 from tests.data.http_server import http_server
-from tests.data.support import config, write_jsonl
+from tests.data.support import config, read, read_whole, write_jsonl
 from tests.data.test_loader import plan_on_one_rank, random_planner
 
 RECORDS = [
@@ -44,7 +44,7 @@ def weights_by_label(corpus: Corpus) -> list[list[float]]:
     pieces = corpus.all_pieces
     rows = corpus.index.rows(pieces)
     lengths = corpus.pieces.length[rows]
-    found = corpus.read_fields(pieces, np.zeros_like(lengths), lengths, ["weights"])["weights"]
+    found = read(corpus, pieces, np.zeros_like(lengths), lengths, ["weights"])[2]["weights"]
     parts = np.split(found, np.cumsum(lengths)[:-1])
     return [part[:count].tolist() for part, count in zip(parts, corpus.pieces.num_targets[rows], strict=True)]
 
@@ -88,16 +88,8 @@ def test_the_loaders_data_is_that_of_the_records(tmp_path: Path, loss_per: str, 
     total, labels = 0.0, 0
     for rank in range(3):
         sampler = BatchSampler(corpus.index, 36, 1)
-        with LocalLoader(
-            corpus,
-            sampler,
-            random_planner(3, 5),
-            rank,
-            1,
-            stop_step=1,
-            loss_per=loss_per,  # type: ignore[arg-type]
-        ) as loader:
-            (step,) = list(loader)
+        planner: Any = random_planner(3, 5)
+        (step,) = local_steps(corpus, sampler, planner, rank, stop_step=1, loss_per=loss_per)  # type: ignore[arg-type]
         assert (step.num_targets, step.loss_divisor) == (23, divisor)
         for data in step.micro_batches:
             assert data.weights is not None
@@ -122,8 +114,7 @@ def test_pairs_and_records_give_the_same_steps_to_the_last_bit(tmp_path: Path) -
         )  # fmt: skip
         corpus = prepare_corpus(settings)
         sampler = make_sampler(corpus.index, settings)
-        with LocalLoader(corpus, sampler, plan_on_one_rank, 0, 1, stop_step=4, loss_per="sequence") as loader:
-            steps.append(list(loader))
+        steps.append(list(local_steps(corpus, sampler, plan_on_one_rank, 0, stop_step=4, loss_per="sequence")))
     for ours, theirs in zip(*steps, strict=True):
         assert (ours.num_targets, ours.loss_divisor) == (theirs.num_targets, theirs.loss_divisor)
         for a, b in zip(ours.micro_batches, theirs.micro_batches, strict=True):
@@ -157,8 +148,7 @@ def test_labels_that_are_not_the_tokens(tmp_path: Path, kind: str) -> None:
         assert np.fromfile(source / "all.labels.bin", "<i4").tolist() == [1, 200, 3, 4, 50, 6, 7, 8]
     corpus = prepare_corpus(tokens_config(tmp_path, source, context_length=3))
     pieces = corpus.all_pieces
-    lengths = corpus.pieces.length[corpus.index.rows(pieces)]
-    tokens, labels = corpus.read(pieces, np.zeros_like(pieces), lengths)
+    tokens, labels = read_whole(corpus, pieces)
     assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert labels.tolist() == [200, 3, 4, 50, IGNORE_INDEX, 7, 8, IGNORE_INDEX]
     assert weights_by_label(corpus) == [[2, 0, 4], [5], [1, 1]]
@@ -204,9 +194,13 @@ def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
     assert run(["tokenize", str(tmp_path / "pair"), *options, "--output", again]) == 0
     for place in (source, tmp_path / "pair", f"{again}.bin"):
         corpus = prepare_corpus(tokens_config(tmp_path, place, fields=("advantages",)))
-        assert corpus.read_fields(corpus.all_pieces, np.zeros(2, np.int64), np.array([3, 2]), ["advantages"])[
-            "advantages"
-        ].tolist() == [0.5, -2, 0, 8, 0]
+        assert read(corpus, corpus.all_pieces, [0, 0], [3, 2], ["advantages"])[2]["advantages"].tolist() == [
+            0.5,
+            -2,
+            0,
+            8,
+            0,
+        ]
     with pytest.raises(DataError, match="A source does not have the field 'rewards'"):
         run(
             [
@@ -227,7 +221,7 @@ def test_further_fields(tmp_path: Path) -> None:
     settings = tokens_config(tmp_path, write_jsonl(tmp_path / "a.jsonl", records), fields=("advantages",))
     corpus = prepare_corpus(settings)
     pieces = corpus.all_pieces
-    found = corpus.read_fields(pieces, np.zeros(2, np.int64), np.array([3, 2]), ["advantages", "weights"])
+    found = read(corpus, pieces, [0, 0], [3, 2], ["advantages", "weights"])[2]
     assert found["advantages"].tolist() == [0.5, -2, 0, 8, 0]
     assert found["weights"].tolist() == [1, 1, 0, 1, 0]
     (batch,) = batches_once(corpus.index, 100)

@@ -10,7 +10,7 @@ import pytest
 
 from bytescale.common.errors import DataError
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.sources import retry
+from bytescale.storage import retry
 from tests.data.http_server import Files, http_server
 from tests.data.support import config, texts_of, write_pair
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
-from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
-from bytescale.data.loading.loader import LocalLoader, StepData
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.data.loading.corpus import Corpus
+from bytescale.data.loading.loader import PrefetchedSteps, StepData, local_steps
 from bytescale.data.loading.prefetch import Prefetcher
 from bytescale.data.order.batches import BatchSampler
 from bytescale.plan import Plan
@@ -37,8 +38,8 @@ def plan_on_one_rank(lengths: IntArray) -> Plan:
     )
 
 
-def loader_of(corpus: Corpus, rank: int = 0, planner: Callable = plan_on_one_rank, **settings: int) -> LocalLoader:
-    return LocalLoader(corpus, BatchSampler(corpus.index, 60, 7), planner, rank, prefetch_steps=2, **settings)
+def loader_of(corpus: Corpus, rank: int = 0, planner: Callable = plan_on_one_rank, **settings: int) -> PrefetchedSteps:
+    return PrefetchedSteps(local_steps(corpus, BatchSampler(corpus.index, 60, 7), planner, rank, **settings), 2, "test")
 
 
 @given(
@@ -95,8 +96,7 @@ def test_tokens_lie_in_the_order_of_the_segments() -> None:
         groups = [GroupSpec(sequences=[long], ranks=[1, 0]), GroupSpec(sequences=[short], ranks=[0])]
         return Plan.build(lengths=lengths, capacity_tokens=[9, 9], groups=groups, schedule=[[[0, 1]], [[0]]])
 
-    with LocalLoader(corpus, BatchSampler(corpus.index, 11, 0), planner, rank=0, prefetch_steps=1) as loader:
-        (micro_batch,) = next(loader).micro_batches
+    (micro_batch,) = next(local_steps(corpus, BatchSampler(corpus.index, 11, 0), planner, 0)).micro_batches
     # Member 1 of 2 holds segments 1 and 2 of the 4 of the long document; then comes the short one, whole.
     assert micro_batch.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
     assert micro_batch.labels.tolist() == [3, 4, 5, 6, 9, 10, IGNORE_INDEX]
@@ -108,17 +108,15 @@ def test_the_state_is_that_of_the_last_consumed_step() -> None:
     with loader_of(corpus) as loader:
         uninterrupted = [next(loader) for _ in range(8)]
     with loader_of(corpus) as loader:
-        assert loader.state_dict() == BatchSampler(corpus.index, 60, 7).state_dict()
         for _ in range(3):
             data = next(loader)
         time.sleep(0.05)  # steps 3 and 4 are read ahead by now; they must come again
-        state = loader.state_dict()
-        assert state == data.sampler_state_after
+    state = data.sampler_state_after
     sampler = BatchSampler(corpus.index, 60, 7)
     sampler.load_state_dict(state)
-    with LocalLoader(corpus, sampler, plan_on_one_rank, 0, prefetch_steps=1) as resumed:
-        for expected in uninterrupted[3:]:
-            assert_same_step(next(resumed), expected)
+    resumed = local_steps(corpus, sampler, plan_on_one_rank, 0)
+    for expected in uninterrupted[3:]:
+        assert_same_step(next(resumed), expected)
 
 
 def assert_same_step(data: StepData, expected: StepData) -> None:

@@ -15,7 +15,7 @@ from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch
 from bytescale.data.order.epoch import MIB, PieceStream, epoch_order
 from bytescale.data.tokens.shards import PartContent
-from tests.data.support import PartsAtHand, memory_corpus
+from tests.data.support import PartsAtHand, memory_corpus, read_whole
 
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any)
 
@@ -118,8 +118,8 @@ def test_the_order_does_not_depend_on_what_was_read_when(
         assert mine.num_targets.tolist() == other.num_targets.tolist()
     # The tokens too, whatever was read first.
     for corpus, batch in ((as_needed, given_batches[-1]), (resumed, rest[-1])):
-        tokens, labels = corpus.read(batch.pieces, np.zeros_like(batch.lengths), batch.lengths)
-        same = at_once.read(batch.pieces, np.zeros_like(batch.lengths), batch.lengths)
+        tokens, labels = read_whole(corpus, batch.pieces)
+        same = read_whole(at_once, batch.pieces)
         assert np.array_equal(tokens, same[0])
         assert np.array_equal(labels, same[1])
 

@@ -12,10 +12,10 @@ import pytest
 
 from bytescale.common.errors import DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.sources.urls import UrlPath
 from bytescale.data.tokens import remote_tokens
 from bytescale.data.tokens.tokenizer import ByteTokenizer
-from tests.data.support import config, write_pair
+from bytescale.storage.place import Url
+from tests.data.support import config, read_whole, write_pair
 
 ENDINGS = (".bin", ".idx", ".meta.json")
 
@@ -40,9 +40,7 @@ def blocks_of(tmp_path: Path) -> list[int]:
 
 
 def read(corpus: Corpus, row: int) -> list[int]:
-    pieces = corpus.all_pieces[[row]]
-    length = corpus.pieces.length[[row]]
-    tokens, labels = corpus.read(pieces, np.zeros(1, np.int64), length)
+    tokens, labels = read_whole(corpus, corpus.all_pieces[[row]])
     return [*tokens.tolist(), *labels.tolist()]
 
 
@@ -75,7 +73,7 @@ def test_a_pair_whose_facts_are_not_known_is_copied_and_read_through(tmp_path: P
 
 
 def test_a_server_that_gives_whole_files_only(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UrlPath, "has_ranges", lambda self: False)
+    monkeypatch.setattr(Url, "has_ranges", lambda self: False)
     there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
     assert len(there.parts[0][:]) == 1000
     assert blocks_of(tmp_path) == []
@@ -87,14 +85,14 @@ def test_a_block_that_fails_is_tried_again_and_then_named(
     there = prepare_corpus(config(tmp_path, f"{base}/pair.bin", read_retries=1))
     answers = [OSError(5, "connection lost"), b"short", b"short"]
 
-    def fail(self: UrlPath, start: int, stop: int) -> bytes:
+    def fail(self: Url, start: int, stop: int) -> bytes:
         answer = answers.pop(0)
         if isinstance(answer, OSError):
             raise answer
         return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(UrlPath, "read_range", fail)
+        patch.setattr(Url, "read", fail)
         with pytest.raises(DataError, match=r"pair.bin cannot be read \(5 bytes came for 128\)"):
             there.parts[0][100:120]
     assert "connection lost" in caplog.text

@@ -15,8 +15,8 @@ import pytest
 from bytescale.cli.data import StatsConfig, TokenizeConfig, stats_command, tokenize_command
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.sources import filesystems, retry
 from bytescale.data.tokens.indexed import IndexedDataset
+from bytescale.storage import filesystems, retry
 from tests.data.remote_files import TEXTS, check_changes_are_seen, check_every_kind_of_source, every_format, json_lines
 from tests.data.s3_server import S3Server, s3_server
 from tests.data.support import config, texts_of

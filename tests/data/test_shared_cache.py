@@ -17,9 +17,9 @@ import pytest
 
 from bytescale.common.atomic import file_lock
 from bytescale.data.sources.source_file import SourceFile
-from bytescale.data.sources.urls import UrlPath, local_index, local_pair
 from bytescale.data.tokens import remote_tokens
-from bytescale.data.tokens.remote_tokens import RemoteTokens
+from bytescale.data.tokens.remote_tokens import RemoteTokens, local_index, local_pair
+from bytescale.storage.place import Url
 from tests.data.http_server import Files, http_server
 
 pytest.importorskip("aiohttp", reason="fsspec reads http:// with aiohttp")
@@ -56,7 +56,7 @@ def _begin(barrier: Barrier, work: Callable[[int], Any], number: int) -> None:
 
 
 def pair_at(files: Files) -> SourceFile:
-    return SourceFile(path=UrlPath(f"{files.url}/d.bin"), num_bytes=TOKENS.nbytes, mtime_ns=1, format="bin")
+    return SourceFile(path=Url(f"{files.url}/d.bin"), num_bytes=TOKENS.nbytes, mtime_ns=1, format="bin")
 
 
 def kinds_of_files(cache: Path) -> list[str]:
@@ -94,8 +94,8 @@ def test_a_process_that_is_killed_while_it_fetches_holds_nobody_up(tmp_path: Pat
 
     def fetch(number: int) -> None:
         if number == 0:
-            opened = UrlPath.open
-            UrlPath.open = lambda path: KilledInTheMiddle() if path.suffix == ".bin" else opened(path)
+            opened = Url.open
+            Url.open = lambda path: KilledInTheMiddle() if path.suffix == ".bin" else opened(path)
         else:
             has_begun.wait(60)
         assert local_pair(pair_at(files), tmp_path).path.read_bytes() == CONTENTS["/d.bin"]
@@ -109,7 +109,7 @@ def test_blocks_of_tokens_are_whole_in_every_process(tmp_path: Path, files: File
     monkeypatch.setattr(remote_tokens, "BLOCK_TOKENS", 10_000)
 
     def read(number: int) -> None:
-        tokens = RemoteTokens(UrlPath(f"{files.url}/d.bin"), TOKENS.dtype, len(TOKENS), tmp_path, read_retries=0)
+        tokens = RemoteTokens(Url(f"{files.url}/d.bin"), TOKENS.dtype, len(TOKENS), tmp_path, read_retries=0)
         order = np.random.default_rng(number).permutation(20)
         for start in (5000 * order).tolist():
             assert np.array_equal(tokens[start : start + 7000], TOKENS[start : start + 7000])

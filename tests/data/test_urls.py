@@ -15,10 +15,11 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.sources import retry
-from bytescale.data.sources.retry import UnreadableError, with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
-from bytescale.data.sources.urls import UrlPath, local_pair
+from bytescale.data.tokens.remote_tokens import local_pair
+from bytescale.storage import retry
+from bytescale.storage.place import Url
+from bytescale.storage.retry import UnreadableError, with_retries
 from tests.data.support import config, texts_of, write_jsonl, write_pair
 
 
@@ -81,7 +82,7 @@ def test_new_weights_of_a_remote_pair_are_read(tmp_path: Path, memory: Any) -> N
     """The tokens are the same, and so is their file."""
     for name in ("c.bin", "c.idx", "c.weights.idx"):
         memory.pipe(f"/{name}", b"same")
-    file = SourceFile(path=UrlPath("memory://c.bin"), format="bin", num_bytes=4, mtime_ns=0)
+    file = SourceFile(path=Url("memory://c.bin"), format="bin", num_bytes=4, mtime_ns=0)
     found = []
     for weights in (None, b"old", b"old", b"new"):
         if weights is not None:

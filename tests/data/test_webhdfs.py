@@ -12,7 +12,7 @@ import pytest
 
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.sources import filesystems, retry
+from bytescale.storage import filesystems, retry
 from tests.data.remote_files import check_changes_are_seen, check_every_kind_of_source, json_lines
 from tests.data.support import config, texts_of
 from tests.data.webhdfs_server import WebHdfs, webhdfs_server

@@ -12,7 +12,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, ShardedAdamW
+from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, ShardedOptimizer
 from bytescale.runtime.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.rules import apply_rules
@@ -48,7 +48,7 @@ def training_step(
         own = build_own_model(
             architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes
         )
-        optimizer = ShardedAdamW(own.parameters, OptimizerConfig(), mesh, own.tied_head)
+        optimizer = ShardedOptimizer.adamw(own.parameters, OptimizerConfig(), mesh, own.tied_head)
         if bucket_bytes:
             optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in own.chunks])
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
@@ -78,7 +78,7 @@ def training_step(
             norm = optimizer.reduce_gradients()
             mesh.world.sum_of([norm])
             mesh.world.max_of([norm])
-            optimizer.update(1e-3, 1.0)
+            optimizer.update(1.0, 1.0, 1e-3)
         optimizer.wait_for_parameters()
 
     return step

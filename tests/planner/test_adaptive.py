@@ -303,3 +303,27 @@ def test_faster_ranks_end_earlier() -> None:
             evaluate(adaptive_plan(lengths, cluster=cluster, cost=IDEAL), cluster=cluster, cost=IDEAL).end_seconds
         )
     assert ends == sorted(ends, reverse=True)
+
+
+def test_capacities_of_which_the_smallest_cannot_hold_the_longest_sequence() -> None:
+    """Few ranks hold the longest whole sequences. They got all that are more than half as long, and ended at 3.5.
+
+    The bound takes no notice of capacities. Ranks of 1K to 2.4K tokens hold less than their share of a sequence of 1M.
+    So the makespan of each such sequence is 15 % longer than its work spread evenly.
+    """
+    capacity = np.random.default_rng(0).integers(1024, 4097, 500)
+    cluster = Cluster(capacity_tokens=capacity, speeds=np.ones(500))
+    lengths = np.append(sample_lengths("github", 2**25, 0, 2**20, lowest_edge=9), 2**20)
+    plan = adaptive_plan(lengths, cluster=cluster, cost=IDEAL)
+    verify(plan)
+    assert evaluate(plan, cluster=cluster, cost=IDEAL).over_ideal <= 1.1
+
+
+def test_sequences_that_few_ranks_hold_are_shared() -> None:
+    """Otherwise the largest of these 60 ranks would have to run the longest whole sequences, and end at 1.9."""
+    random = np.random.default_rng(3)
+    cluster = Cluster(capacity_tokens=random.integers(1024, 4097, 60), speeds=np.ones(60))
+    lengths = np.append(random.integers(200, 4000, 3000), 80_000)
+    plan = adaptive_plan(lengths, cluster=cluster, cost=IDEAL)
+    verify(plan)
+    assert evaluate(plan, cluster=cluster, cost=IDEAL).over_ideal <= 1.02

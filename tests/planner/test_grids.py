@@ -265,7 +265,7 @@ def test_a_group_of_unequal_ranks_takes_as_long_as_its_last_member(
     speeds = np.where(np.arange(64) % 8 < 4, 1.0, 0.4)
     cluster = Cluster(capacity_tokens=np.where(speeds < 1, capacity, 8192), speeds=speeds)
     lengths = np.array([length])
-    degree, seconds = unequal_blocks(lengths, np.ones(1, np.int64), cluster, IDEAL, 1e30).grow(0, first, most, None)
+    degree, seconds = unequal_blocks(lengths, np.ones(1, np.int64), cluster, IDEAL, 1e30, {}).grow(0, first, most, None)
     if degree == 0:
         assert cluster.capacity_tokens[first : first + most].sum() < length
         return

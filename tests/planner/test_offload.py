@@ -14,7 +14,7 @@ from bytescale.config import PRESETS, PlannerConfig
 from bytescale.cost import Cluster, CostModel, Links, Profile
 from bytescale.cost.calibration import Calibrator
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import Kernels, MemoryModel, ModelShare
+from bytescale.cost.memory import KernelMemory, MemoryModel, ModelShare
 from bytescale.cost.offload_rule import OffloadRule, hidden_ratio
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
@@ -26,7 +26,7 @@ MODEL = MemoryModel(
     share=ModelShare(architecture=replace(PRESETS["7b"], num_layers=8)),
     element_bytes=2,
     num_ranks=8,
-    kernels=Kernels(fused_norm=True, fused_loss=True),
+    kernels=KernelMemory(fused_norm=True, fused_loss=True),
 )
 CAPACITY = 1024
 HOST = 4e9

@@ -109,14 +109,14 @@ def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp
         def second_rank() -> tuple[str, str, list[Any]]:
             feed = RemoteFeed(config, session, 1, 2)
             with feed.open(planner_for(2), stop_step=5) as loader:
-                return ray.get_runtime_context().get_node_id(), node_of(feed.relay), list(loader)
+                return ray.get_runtime_context().get_node_id(), node_of(feed.planner), list(loader)
 
         elsewhere = next(node for node in living if node != ray.get_runtime_context().get_node_id())
         place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
         there = ray.remote(second_rank).options(scheduling_strategy=place, num_cpus=0).remote()
         with first.open(planner_for(2), stop_step=5) as loader:
             mine = list(loader)
-        assert node_of(first.relay) == ray.get_runtime_context().get_node_id()
+        assert node_of(first.planner) == ray.get_runtime_context().get_node_id()
         node, relay, theirs = ray.get(there, timeout=600)
         assert node == relay == elsewhere
         corpus = prepare_corpus(config)

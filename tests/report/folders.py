@@ -11,8 +11,8 @@ from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig, 
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.plan import GroupSpec
-from bytescale.simulator.step_trace import StepTrace, TraceFacts, save_step_trace
-from bytescale.simulator.trace import Lane, Span
+from bytescale.simulator.step_trace import StepTrace, TraceMetadata, save_step_trace
+from bytescale.simulator.trace import Span, Track
 from bytescale.train.run_folder import RunFolder
 
 
@@ -51,7 +51,7 @@ def plan_of_two_ranks() -> Plan:
 def trace_of_two_ranks(step: int, *, slowness: float = 1.0) -> StepTrace:
     """Rank 1 takes ``slowness`` times as long as rank 0 for what was predicted to be equal."""
 
-    def lane(rank: int, factor: float) -> Lane:
+    def track(rank: int, factor: float) -> Track:
         forward, backward = factor, 2 * factor
         end = forward + backward
         spans = [
@@ -64,15 +64,17 @@ def trace_of_two_ranks(step: int, *, slowness: float = 1.0) -> StepTrace:
             Span(name="wait: gradients, parameters", category="wait", start=end + 0.1, seconds=0.4),
             Span(name="update", category="update", start=end + 0.5, seconds=0.1),
         ]
-        return Lane(rank=rank, name="stage 0", spans=spans)
+        return Track(rank=rank, name="stage 0", spans=spans)
 
-    def predicted(rank: int) -> Lane:
+    def predicted(rank: int) -> Track:
         forward = Span(name="forward, shared by 2", category="forward", start=0.0, seconds=0.5)
         backward = Span(name="backward, shared by 2", category="backward", start=0.5, seconds=1.0)
-        return Lane(rank=rank, name="stage 0", spans=[forward, backward])
+        return Track(rank=rank, name="stage 0", spans=[forward, backward])
 
-    facts = TraceFacts(step=step, measured_seconds=3.9, predicted_seconds=1.5, prediction="flops", num_ranks=2)
-    return StepTrace(facts=facts, measured=[lane(0, 1.0), lane(1, slowness)], predicted=[predicted(0), predicted(1)])
+    metadata = TraceMetadata(step=step, measured_seconds=3.9, predicted_seconds=1.5, prediction="flops", num_ranks=2)
+    return StepTrace(
+        metadata=metadata, measured=[track(0, 1.0), track(1, slowness)], predicted=[predicted(0), predicted(1)]
+    )
 
 
 def write_run(
@@ -101,5 +103,5 @@ def write_run(
         save_plan(plan_of_two_ranks(), folder.plan(line["step"]))
     if traced is not None:
         folder.traces.mkdir()
-        save_step_trace(traced, folder.trace(traced.facts.step))
+        save_step_trace(traced, folder.trace(traced.metadata.step))
     return path

@@ -88,7 +88,7 @@ def test_a_trace_survives_its_file_and_adds_up_rank_by_rank(tmp_path: Path) -> N
     trace = trace_of_two_ranks(3, slowness=1.5)
     save_step_trace(trace, tmp_path / "trace.json")
     loaded = load_step_trace(tmp_path / "trace.json")
-    assert loaded.facts == trace.facts
+    assert loaded.metadata == trace.metadata
     for mine, theirs in zip(trace.measured + trace.predicted, loaded.measured + loaded.predicted, strict=True):
         assert (theirs.rank, theirs.name) == (mine.rank, mine.name)
         for span, other in zip(mine.spans, theirs.spans, strict=True):
@@ -101,19 +101,19 @@ def test_a_trace_survives_its_file_and_adds_up_rank_by_rank(tmp_path: Path) -> N
     assert first.predicted_compute == pytest.approx(1.5)
 
 
-def test_ranks_over_time_shows_measured_and_predicted_lanes() -> None:
+def test_ranks_over_time_shows_measured_and_predicted_tracks() -> None:
     html = ranks_over_time(trace_of_two_ranks(3))
-    assert html.count('class="lane measured"') == html.count('class="lane predicted"') == 2
+    assert html.count('class="track measured"') == html.count('class="track predicted"') == 2
     assert "forward, shared by 2: 1 s, 1500 tokens" in html
     assert html.count("wait: ring: 250 ms") == 2
     assert "wait: gradients" not in html  # it is the reduction's
 
 
-def test_lanes_are_sorted_by_the_number_of_their_stage(tmp_path: Path) -> None:
+def test_tracks_are_sorted_by_the_number_of_their_stage(tmp_path: Path) -> None:
     trace = trace_of_two_ranks(3)
-    lanes = [replace(trace.measured[0], name=f"stage {stage}") for stage in (10, 2, 0)]
-    save_step_trace(replace(trace, measured=lanes, predicted=[]), tmp_path / "trace.json")
-    names = [lane.name for lane in load_step_trace(tmp_path / "trace.json").measured]
+    tracks = [replace(trace.measured[0], name=f"stage {stage}") for stage in (10, 2, 0)]
+    save_step_trace(replace(trace, measured=tracks, predicted=[]), tmp_path / "trace.json")
+    names = [track.name for track in load_step_trace(tmp_path / "trace.json").measured]
     assert names == ["stage 0", "stage 2", "stage 10"]
 
 

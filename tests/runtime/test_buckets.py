@@ -29,7 +29,7 @@ from bytescale.runtime import (
     MeshShape,
     ModelPart,
     RankGroup,
-    ShardedAdamW,
+    ShardedOptimizer,
 )
 from bytescale.runtime.buckets import BucketCollectives, Overlap
 from bytescale.runtime.flat import ALIGNMENT
@@ -72,7 +72,7 @@ def train(
 
     def one_rank(mesh: Mesh) -> tuple[list, list, list, dict]:
         model = build_own_model(shape, mesh, virtual_stages=num_chunks, dtype=dtype, seed=0, bucket_bytes=bucket_bytes)
-        optimizer = ShardedAdamW(model.parameters, CLIPPING, mesh, model.tied_head)
+        optimizer = ShardedOptimizer.adamw(model.parameters, CLIPPING, mesh, model.tied_head)
         if bucket_bytes:
             assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 2
             optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
@@ -97,7 +97,7 @@ def train(
             norms.append(sum(row[0] for row in rows) ** 0.5)
             losses.append(sum(row[1] for row in rows) / batch.num_targets)
             gradients.append(own_pieces(model.parameters, mesh))
-            optimizer.update(CLIPPING.lr, norms[-1])
+            optimizer.update(norms[-1], CLIPPING.clip_grad_norm)
         optimizer.wait_for_parameters()
         values = {
             (mesh.stage, mesh.tp.rank, entry.name): model.parameters.value_of(entry).clone()
@@ -330,7 +330,7 @@ def test_more_ranks_than_elements() -> None:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         flat = FlatParameters(model.named_parameters(), mesh.hdp.size, bucket_bytes=1)
-        optimizer = ShardedAdamW(flat, CLIPPING, mesh)
+        optimizer = ShardedOptimizer.adamw(flat, CLIPPING, mesh)
         optimizer.overlap_with([Chunk(model=model, layers=[])])
         for _ in range(2):
             optimizer.begin_step(RankPlan.of(random_plan([1], mesh.hdp.size, 0), mesh.hdp.rank))
@@ -338,7 +338,7 @@ def test_more_ranks_than_elements() -> None:
             optimizer.after_last_message()
             norm = sum(row[0] for row in mesh.world.share([optimizer.reduce_gradients()])) ** 0.5
             assert norm == pytest.approx(5 * 8**0.5)  # five ranks, eight weights
-            optimizer.update(CLIPPING.lr, norm)
+            optimizer.update(norm, CLIPPING.clip_grad_norm)
         optimizer.wait_for_parameters()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 

@@ -238,12 +238,11 @@ def test_interleaved_micro_batches(
                     RankGroup().exchange,
                     activations.attention_memory,
                 )
-                with activations.forward(index):
+                with activations.forward(micro_batches[index]):
                     hidden = model(data.tokens, data.position_ids, attention)
                     losses[index] = linear_cross_entropy(hidden, model.head_weight, data.labels)
             else:
-                with activations.backward(index):
-                    losses.pop(index).backward()
+                losses.pop(index).backward()
         return flat.gradients
 
     pool = HostPool(LIMIT, pinned=False, page_bytes=768)
@@ -289,8 +288,8 @@ def test_what_is_left_on_the_device() -> None:
     )
     assert activations.offload is not None
     activations.begin_step([micro_batch])
-    with activations.forward(0):
-        model(data.tokens, data.position_ids, attention)
+    with activations.forward(micro_batch):
+        kept = model(data.tokens, data.position_ids, attention)
         hidden, query, kv, ffn = 24, 24, 8, 40
         # Each norm's input, scale, normalised (unless fused) and output; q, k, v, attention's output and LSE; gate, up,
         # silu(gate) and their product. Nothing twice: attention's output is also the input of o_proj.
@@ -298,8 +297,7 @@ def test_what_is_left_on_the_device() -> None:
         moved = activations.offload.bytes_moved / (4 * tokens * (layers - 2))
         assert moved in (norms + rest, norms + rest + 2 * hidden)
         assert pool.bytes_in_use >= activations.offload.bytes_moved
-    with activations.backward(0):
-        pass  # nobody asks for gradients: everything is given back all the same
+    del kept  # nobody asks for gradients: everything is given back all the same
     assert pool.bytes_in_use == 0
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bytescale.common.errors import ConfigError
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.runtime import FlatParameters, RankGroup, ShardedOptimizer, linear_cross_entropy
-from bytescale.runtime.checkpointing import apply_checkpointing
+from bytescale.runtime.checkpointing import KeptAttention, apply_checkpointing
 from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy
 
 
@@ -32,7 +32,7 @@ def test_checkpointed_layers_keep_keywords_and_drop_the_same_numbers_again() -> 
     torch.manual_seed(0)
     plain = Layer()
     checkpointed = copy.deepcopy(plain)
-    apply_checkpointing([checkpointed], "full")
+    apply_checkpointing([checkpointed], "full", KeptAttention())
     rows = torch.randn(7, 5)
     for layer in (plain, checkpointed):
         torch.manual_seed(1)
@@ -84,7 +84,7 @@ def test_weights_that_are_loaded_later_become_the_master_weights(num_ranks: int)
 
     def one_rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
         model = nn.Linear(40, 3).bfloat16()
-        optimizer = ShardedOptimizer(
+        optimizer = ShardedOptimizer.take_over(
             list(model.named_parameters()), RankGroup(group, device=torch.device("cpu")), torch.optim.SGD, {"lr": 0.25}
         )
         model.load_state_dict(loaded)

@@ -11,7 +11,7 @@ import torch
 from bytescale.runtime import MeshShape, RankGroup, TokenShards
 from bytescale.train.parts import own_model
 from tests.helpers.effort import one_in
-from tests.helpers.steps import StepOutcome, random_batch
+from tests.helpers.steps import StepOutcome, random_batch, worst_relative_error
 from tests.nccl.recorder import Compute, Post, Wait
 from tests.nccl.steps import uneven
 from tests.nccl.test_nccl import recorded
@@ -28,12 +28,24 @@ CASES = [
 ]
 
 
-def step(overlap: bool, mesh: MeshShape, dtype: torch.dtype, lengths: list[int], **options: Any) -> StepOutcome:
+SLICED, WHOLE = 8, 10**9
+"""Rows per slice: up to four slices of the lengths above, or none."""
+
+
+def step(
+    overlap: bool,
+    mesh: MeshShape,
+    dtype: torch.dtype,
+    lengths: list[int],
+    *,
+    rows_per_slice: int = SLICED,
+    **options: Any,
+) -> StepOutcome:
     shape = mesh_shape(**options.pop("shape", {}))
     plan, batch = runnable_plan(lengths, mesh, seed=mesh.size), random_batch(lengths, shape.vocab_size, 0)
 
     def shards(tp: RankGroup) -> TokenShards:
-        return TokenShards(tp, overlap=overlap)
+        return TokenShards(tp, overlap=overlap, rows_per_slice=rows_per_slice)
 
     with patch.object(test_mesh_parity, "TokenShards", shards):
         return mesh_step(mesh, shape, dtype, batch, plan, **options)
@@ -66,11 +78,23 @@ def test_overlap_keeps_the_bits_with_everything_else(mesh: MeshShape, options: d
     assert_same_bits(mesh, torch.float32, LENGTHS["uneven"], **options)
 
 
-def collectives_beside_computation(mesh: MeshShape, overlap: bool, **options: Any) -> int:
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_slices_give_the_numbers_of_whole_messages(tp: int, lengths: str) -> None:
+    mesh = MeshShape(hdp=1, tp=tp)
+    sliced, whole = (
+        step(True, mesh, torch.float64, LENGTHS[lengths], rows_per_slice=rows, checkpointing="full")
+        for rows in (SLICED, WHOLE)
+    )
+    assert sliced.loss == pytest.approx(whole.loss, rel=1e-13)
+    assert worst_relative_error(sliced.gradients, whole.gradients) < 1e-12
+
+
+def collectives_beside_computation(mesh: MeshShape, rows_per_slice: int, overlap: bool = True, **options: Any) -> int:
     """How many collectives of rank 0 have computation between their start and the wait for them."""
 
     def shards(tp: RankGroup) -> TokenShards:
-        return TokenShards(tp, overlap=overlap)
+        return TokenShards(tp, overlap=overlap, rows_per_slice=rows_per_slice)
 
     with patch.object(own_model, "TokenShards", shards):
         events = recorded(uneven([1], [8]), mesh, **options)[0]
@@ -79,19 +103,19 @@ def collectives_beside_computation(mesh: MeshShape, overlap: bool, **options: An
     return sum(any(isinstance(event, Compute) for event in events[first:last]) for first, last in waits)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_both_sums_of_a_layer_travel_beside_products(checkpointing: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpointing", "rows_per_slice", "expected"),
+    [
+        ("none", WHOLE, 2),  # the sums of gradients alone, behind the gradients of weights
+        # Two slices, two blocks: the second gather, in both directions, and both sums, although the last one has only
+        # the copy of the first one's result beside it.
+        ("none", 4, 2 + 2 * (1 + 1 + 2)),
+        ("full", 4, 2 + 2 * (1 + 1 + 2) + 1 + 2 + 1),  # forward once more, up to the sum behind the feed-forward part
+    ],
+)
+def test_messages_travel_beside_products(checkpointing: str, rows_per_slice: int, expected: int) -> None:
     """Or else the comparison of bits would compare the slow twin with itself."""
     mesh, num_layers = MeshShape(hdp=1, tp=2), 2
-    assert collectives_beside_computation(mesh, True, checkpointing=checkpointing) == 2 * num_layers
-    assert collectives_beside_computation(mesh, False, checkpointing=checkpointing) == 0
-
-
-def test_gathered_rows_with_another_use_are_refused() -> None:
-    """The gradient of that use would be missing in the sum that has been started."""
-    shards, linear = TokenShards(RankGroup()), torch.nn.Linear(2, 2, bias=False)
-    shards.begin(3)
-    rows = shards.gather(torch.ones(3, 2, requires_grad=True))
-    (product,) = shards.project(rows, [linear])
-    with pytest.raises(AssertionError, match="no other use"):
-        (product.sum() + rows.sum()).backward()
+    options = {"rows_per_slice": rows_per_slice, "checkpointing": checkpointing}
+    assert collectives_beside_computation(mesh, **options) == expected * num_layers
+    assert collectives_beside_computation(mesh, overlap=False, **options) == 0

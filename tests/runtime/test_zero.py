@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bytescale.config import OptimizerConfig
-from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedAdamW
+from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model, small_shape
@@ -56,14 +56,14 @@ def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
     def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
         model = make_model(small_shape(), torch.float64)
         flat = FlatParameters(model.named_parameters(), hdp.size)
-        optimizer = ShardedAdamW(flat, CONFIG, Mesh.of_hdp(hdp))
+        optimizer = ShardedOptimizer.adamw(flat, CONFIG, Mesh.of_hdp(hdp))
         for step in range(STEPS):
             flat.zero_gradients()
             for parameter, gradient in zip(model.parameters(), gradients_of(model, step, hdp.rank), strict=True):
                 parameter.grad.add_(gradient)
             share = optimizer.reduce_gradients()
             norm = sum(row[0] for row in hdp.share([share])) ** 0.5
-            optimizer.update(CONFIG.lr, norm)
+            optimizer.update(norm, CONFIG.clip_grad_norm)
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
     reference = reference_parameters(num_ranks)
@@ -76,7 +76,7 @@ def test_bf16_parameters_keep_fp32_master_weights() -> None:
     """A thousand updates far below bf16's resolution must add up, as they do in fp32."""
     model = make_model(small_shape(), torch.bfloat16)
     flat = FlatParameters(model.named_parameters(), 1)
-    optimizer = ShardedAdamW(
+    optimizer = ShardedOptimizer.adamw(
         flat, OptimizerConfig(lr=1e-5, weight_decay=0.0, clip_grad_norm=0.0), Mesh.of_hdp(RankGroup())
     )
     before = model.layers[0].input_layernorm.weight.detach().float().clone()
@@ -84,7 +84,7 @@ def test_bf16_parameters_keep_fp32_master_weights() -> None:
         flat.zero_gradients()
         flat.gradients.fill_(1.0)
         optimizer.reduce_gradients()
-        optimizer.update(1e-5, 1.0)
+        optimizer.update(1.0, 0.0)
     moved = before - model.layers[0].input_layernorm.weight.detach().float()
     # Each update moves a weight by lr: 1000 of them by 0.01, where one alone rounds away (bf16 step at 1.0: 0.004).
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=0.25, atol=0.0)
@@ -116,11 +116,11 @@ def test_an_update_needs_no_copies_of_the_gradients() -> None:
     """They are there when memory is full of states; a norm in fp64 taken whole would need 16 bytes a weight."""
     model = torch.nn.Linear(4096, 4096, bias=False)
     flat = FlatParameters(model.named_parameters(), 1)
-    optimizer = ShardedAdamW(flat, CONFIG, Mesh.of_hdp(RankGroup()))
+    optimizer = ShardedOptimizer.adamw(flat, CONFIG, Mesh.of_hdp(RankGroup()))
     flat.gradients.fill_(0.01)
-    optimizer.update(CONFIG.lr, optimizer.reduce_gradients() ** 0.5)  # makes the states
+    optimizer.update(optimizer.reduce_gradients() ** 0.5, CONFIG.clip_grad_norm)  # makes the states
     with LiveBytes() as live:
         share = optimizer.reduce_gradients()
-        optimizer.update(CONFIG.lr, share**0.5)
+        optimizer.update(share**0.5, CONFIG.clip_grad_norm)
     assert share == pytest.approx(CONFIG.clip_grad_norm**2, rel=1e-4)
     assert live.peak < 6 * flat.gradients.numel()

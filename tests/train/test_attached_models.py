@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,16 @@ from bytescale.attach.planned_batch import local_documents
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config import Config, ModelConfig, config_to_toml, resolve_model, validate
+from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, resolve_model, validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
 from bytescale.parity import small_model
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.loop.learning_rate import learning_rate
-from bytescale.train.parts.attached_model import AttachedModel, build_attached_model
+from bytescale.train.parts.attached_model import HFModel, build_attached_model
 from tests.attach.support import on_ranks as on_thread_ranks
-from tests.helpers.effort import one_of
+from tests.helpers.effort import one_in, one_of
 
 from .runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -210,7 +211,6 @@ def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
         ("trainer", {"compile": True}, "trainer.compile = true"),
         ("trainer", {"head_groups": 2, "checkpointing": "full"}, "trainer.head_groups = 2"),
         ("trainer", {"trace_steps": (1,)}, r"trainer.trace_steps = \[1\]"),
-        ("memory", {"offload": "on"}, "memory.offload"),
         ("cost", {"profile": "some.toml"}, "cost.profile"),
         ("model", {"num_layers": 3}, "model.num_layers is set"),
     ],
@@ -281,13 +281,73 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
     assert live.peak == pytest.approx(model.rows.fixed + model.rows.peak_per_token * rows, rel=0.05)
 
 
+def built_with_offload(folder: Path, corpus: Path, name: str, num_layers: int, checkpointing: str) -> HFModel:
+    folder = hf_folder(folder, name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": num_layers})
+    config = run_from(folder, corpus, folder / "run", 1, checkpointing=checkpointing)
+    config = replace(config, memory=MemoryConfig(offload="on", host_gib=0.25))
+    architecture: Any = resolve_model(config.model)
+    kernel = select_kernel("auto", CPU, torch.float32)
+    return build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    one_in(5, list(product(["qwen3", "gpt2", "gpt_oss", "phi3"], ["none", "attention", "full"]))),
+)
+def test_all_that_movable_layers_keep_leaves_the_device_and_no_bit_changes(
+    corpus: Path, tmp_path: Path, name: str, checkpointing: str
+) -> None:
+    """Also where heads come before tokens, and where one projection makes queries, keys and values."""
+    fewer, model = (built_with_offload(tmp_path / f"{n}", corpus, name, n, checkpointing) for n in (4, 5))
+    of_layer = model.rows.saved_per_token - fewer.rows.saved_per_token
+    assert model.rows.movable_per_token == pytest.approx(3 * of_layer, rel=0.01)
+    assert model.rows.moved_per_token == pytest.approx(3 * of_layer, rel=0.01)
+
+    micro_batch = local_documents(0, [70, 1, 40])
+    kernel, offload = select_kernel("auto", CPU, torch.float32), model.activations.offload
+    assert offload is not None
+    tokens, positions = torch.arange(111) % 300, torch.as_tensor(micro_batch.position_ids())
+
+    def gradients(ratio: float) -> tuple[torch.Tensor, int]:
+        planned, before = replace(micro_batch, offload_ratios=((111, ratio),)), offload.bytes_moved
+        model.parameters.zero_gradients()
+        model.activations.begin_step([planned])
+        memory = model.activations.attention_memory
+        with model.activations.forward(planned):
+            hidden = model.part(tokens, positions, PackedAttention(planned, kernel, RankGroup().exchange, memory))
+        hidden.square().sum().backward()
+        assert offload.pool.bytes_in_use == 0
+        return model.parameters.gradients.clone(), offload.bytes_moved - before
+
+    plain, nothing = gradients(0.0)
+    assert nothing == 0
+    for ratio in (0.4, 1.0):
+        offloaded, moved = gradients(ratio)
+        assert torch.equal(offloaded, plain)
+        assert moved == pytest.approx(model.rows.moved_per_token * int(ratio * 111), rel=0.01)
+
+
+def test_a_rank_holds_longer_documents_by_offloading(corpus: Path, tmp_path: Path) -> None:
+    """With a capacity of 176, one rank holds documents of 256 tokens only by offloading."""
+    folder = hf_folder(tmp_path / "qwen3", "qwen3", num_hidden_layers=6)
+
+    def curve(capacity_tokens: int, **memory: Any) -> list[float]:
+        config = run_from(folder, corpus, tmp_path / str(capacity_tokens), 1, steps=3)
+        config = replace(config, memory=MemoryConfig(**memory))
+        return run(replace(config, parallel=replace(config.parallel, capacity_tokens=capacity_tokens)))
+
+    assert curve(176, offload="on", host_gib=0.25) == pytest.approx(curve(256, offload="off"), rel=1e-5)
+    with pytest.raises(AssertionError, match=r"context_length = 256 .*memory.offload"):
+        curve(175, offload="off")
+
+
 def test_a_rank_keeps_the_exact_weights_of_its_shard_alone(corpus: Path, tmp_path: Path) -> None:
     """BF16 parameters of a model in FP32: no second copy of all weights, and those of all ranks are all weights."""
     config = run_from(hf_folder(tmp_path / "a", "qwen3"), corpus, tmp_path / "run", 1)
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.bfloat16)
 
-    def build(dtype: torch.dtype, rank: int) -> AttachedModel:
+    def build(dtype: torch.dtype, rank: int) -> HFModel:
         return build_attached_model(config, architecture, kernel, device=CPU, dtype=dtype, num_shards=3, rank=rank)
 
     whole = build(torch.float32, 0)

@@ -11,7 +11,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config import validate
 from bytescale.plan.io import load_plan
 from bytescale.simulator.step_trace import StepTrace, load_step_trace
-from bytescale.simulator.trace import Lane
+from bytescale.simulator.trace import Track
 from bytescale.train.run_folder import RunFolder
 from tests.train.runs import losses, metrics, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -21,10 +21,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
-def check_nesting(lane: Lane) -> None:
-    """Spans of a lane follow each other or lie inside each other: one rank does one thing at a time."""
+def check_nesting(track: Track) -> None:
+    """Spans of a track follow each other or lie inside each other: one rank does one thing at a time."""
     open_ends: list[float] = []
-    for span in sorted(lane.spans, key=lambda span: (span.start, -span.seconds)):
+    for span in sorted(track.spans, key=lambda span: (span.start, -span.seconds)):
         while open_ends and open_ends[-1] <= span.start + 1e-9:
             open_ends.pop()
         assert not open_ends or span.end <= open_ends[-1] + 1e-9, span
@@ -33,14 +33,14 @@ def check_nesting(lane: Lane) -> None:
 
 def check_against_plan(trace: StepTrace, folder: RunFolder) -> None:
     """The forwards and backwards of the trace are those of the plan that the step ran."""
-    plan = load_plan(folder.plan(trace.facts.step))
-    for lanes in (trace.measured, trace.predicted):
-        assert [lane.rank for lane in lanes] == list(range(plan.num_ranks))
-        for lane in lanes:
+    plan = load_plan(folder.plan(trace.metadata.step))
+    for tracks in (trace.measured, trace.predicted):
+        assert [track.rank for track in tracks] == list(range(plan.num_ranks))
+        for track in tracks:
             for direction in ("forward", "backward"):
-                tasks = [span for span in lane.spans if span.category == direction]
-                assert len(tasks) == len(plan.micro_batches_of(lane.rank))
-    tokens = [span.about["tokens"] for lane in trace.measured for span in lane.spans if span.category == "forward"]
+                tasks = [span for span in track.spans if span.category == direction]
+                assert len(tasks) == len(plan.micro_batches_of(track.rank))
+    tokens = [span.about["tokens"] for track in trace.measured for span in track.spans if span.category == "forward"]
     assert sum(tokens) == plan.num_tokens
 
 
@@ -55,21 +55,21 @@ def test_a_traced_run_of_two_ranks_has_the_same_losses_and_every_part_of_the_ste
     trace = load_step_trace(folder.trace(2))
     line = metrics(tmp_path / "traced")[1]
     check_against_plan(trace, folder)
-    assert trace.facts.step == 2
-    assert trace.facts.predicted_seconds > 0
-    assert trace.facts.measured_seconds == line["step_seconds"]
-    for lane in trace.measured:
-        check_nesting(lane)
-        categories = [span.category for span in lane.spans]
+    assert trace.metadata.step == 2
+    assert trace.metadata.predicted_seconds > 0
+    assert trace.metadata.measured_seconds == line["step_seconds"]
+    for track in trace.measured:
+        check_nesting(track)
+        categories = [span.category for span in track.spans]
         assert {"data", "agree", "forward", "backward", "wait", "reduction", "report", "update"} == set(categories)
         assert [categories.count(part) for part in ("data", "agree", "reduction", "update")] == [1, 1, 1, 1]
-        agree = next(span for span in lane.spans if span.category == "agree")
+        agree = next(span for span in track.spans if span.category == "agree")
         assert agree.end == pytest.approx(0.0, abs=1e-9)
     first = trace.measured[0].spans  # the first rank's time is that of metrics.jsonl
     seconds = max(span.end for span in first) - min(span.start for span in first)
     assert 0 < line["step_seconds"] - seconds < 0.1 * line["step_seconds"] + 0.01
     shared = any(int(degree) > 1 for degree in line["group_sizes"])
-    waits = {span.name for lane in trace.measured for span in lane.spans if span.category == "wait"}
+    waits = {span.name for track in trace.measured for span in track.spans if span.category == "wait"}
     assert ("wait: ring" in waits) == shared
     assert {"wait: all ranks", "wait: gradients, parameters"} <= waits
 
@@ -84,25 +84,25 @@ def test_metrics_split_a_step_into_parts_that_fit_into_it(corpus: Path, tmp_path
 
 
 @pytest.mark.exhaustive
-def test_a_pipeline_has_one_lane_a_stage(corpus: Path, tmp_path: Path) -> None:
+def test_a_pipeline_has_one_track_a_stage(corpus: Path, tmp_path: Path) -> None:
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=1, trace_steps=(1,)), 4, capacity_tokens=128)
     run(replace(config, parallel=replace(config.parallel, pp=2)))
     trace = load_step_trace(RunFolder(tmp_path / "run").trace(1))
     places = [(rank, f"stage {stage}") for rank in (0, 1) for stage in (0, 1)]
-    assert [(lane.rank, lane.name) for lane in trace.measured] == places
-    assert [(lane.rank, lane.name) for lane in trace.predicted] == places
-    for lane in trace.measured:
-        check_nesting(lane)
-    assert any(span.name == "wait: stages" for lane in trace.measured for span in lane.spans)
+    assert [(track.rank, track.name) for track in trace.measured] == places
+    assert [(track.rank, track.name) for track in trace.predicted] == places
+    for track in trace.measured:
+        check_nesting(track)
+    assert any(span.name == "wait: stages" for track in trace.measured for span in track.spans)
 
 
-def test_tensor_parallel_ranks_have_a_lane_each(corpus: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_have_a_track_each(corpus: Path, tmp_path: Path) -> None:
     config = on_ranks(small_run(corpus, tmp_path / "run", steps=1, trace_steps=(1,)), 2)
     run(replace(config, parallel=replace(config.parallel, tp=2)))
     trace = load_step_trace(RunFolder(tmp_path / "run").trace(1))
-    assert [(lane.rank, lane.name) for lane in trace.measured] == [(0, "stage 0, tp 0"), (0, "stage 0, tp 1")]
-    assert [(lane.rank, lane.name) for lane in trace.predicted] == [(0, "stage 0")]
-    assert any(span.name == "wait: tensor parallel" for lane in trace.measured for span in lane.spans)
+    assert [(track.rank, track.name) for track in trace.measured] == [(0, "stage 0, tp 0"), (0, "stage 0, tp 1")]
+    assert [(track.rank, track.name) for track in trace.predicted] == [(0, "stage 0")]
+    assert any(span.name == "wait: tensor parallel" for track in trace.measured for span in track.spans)
 
 
 @pytest.mark.parametrize("step", [0, 9])

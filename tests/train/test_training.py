@@ -19,8 +19,8 @@ from tests.train.runs import interrupt, losses, metrics, on_ranks, run, small_ru
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
-# Ranks and planners change the order of fp32 sums, 1e-7 each; a hundred AdamW steps amplify that (largest seen: see
-# docs/LOG.md). A token lost, doubled or mislabelled in one step moves its loss by more than 1e-2.
+# Ranks and planners change the order of fp32 sums, 1e-7 each; a hundred AdamW steps amplify that.
+# A token lost, doubled or mislabelled in one step moves its loss by more than 1e-2.
 CURVE_TOLERANCE = 2e-3
 
 

@@ -12,12 +12,13 @@ from bytescale.attach.folder import constants_of, load_model, parameters_of, wri
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.export import appearing, copy_companions_of
 from bytescale.checkpoint.manifest import RunState
-from bytescale.checkpoint.restoring import Place, StoredTensors
+from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.whole import Part, write_whole
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.config import AttachedArchitecture, Config
 from bytescale.models.hf_folder import copy_companions
 from bytescale.runtime import DTYPES
+from bytescale.storage.place import Place
 
 
 def export_attached(
@@ -32,7 +33,7 @@ def export_attached(
 
     config.json is the one that the run began with, with the dtype of the weights that are written.
     """
-    stored = StoredTensors(checkpoint)
+    stored = CheckpointReader(checkpoint)
     architecture = AttachedArchitecture.of_dict(stored.state.architecture)
     held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
     if lost := sorted(held - parameters_of(architecture.content).keys()):

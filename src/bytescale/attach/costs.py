@@ -31,19 +31,26 @@ class Rates:
     launch_seconds: float = 0.0
 
 
-def count_costs(model: nn.Module, facts: ModelFacts, *, device_type: str, bytes_per_element: int) -> CostModel:
-    """The cost model of any attached model on an assumed device."""
+def assumed_rates(device_type: str) -> Rates:
+    """Round numbers for a kind of device, the same on all ranks."""
     assumed = ASSUMED["cuda" if device_type == "cuda" else "cpu"]
-    rates = Rates(
+    return Rates(
         flops_per_second=assumed.flops_per_second,
         attention_flops_per_second=assumed.flops_per_second,
         links=Links(
             intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
             inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
             latency_seconds=assumed.message_seconds,
+            device_to_host_bytes_per_second=assumed.host_bytes_per_second,
+            host_to_device_bytes_per_second=assumed.host_bytes_per_second,
         ),
     )
-    cost = counted_profile(model, facts, rates, bytes_per_element=bytes_per_element).cost_model()
+
+
+def count_costs(model: nn.Module, facts: ModelFacts, *, device_type: str, bytes_per_element: int) -> CostModel:
+    """The cost model of any attached model on an assumed device."""
+    assumed = ASSUMED["cuda" if device_type == "cuda" else "cpu"]
+    cost = counted_profile(model, facts, assumed_rates(device_type), bytes_per_element=bytes_per_element).cost_model()
     return replace(cost, micro_batch_seconds=assumed.micro_batch_seconds)
 
 

@@ -21,7 +21,7 @@ class HandedOut:
     _last_number: int = 0
 
     def new_number(self) -> int:
-        """Of a batch, which no other batch has."""
+        """Return a number that identifies a new batch."""
         self._last_number += 1
         return self._last_number
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ from torch import Tensor, nn
 from bytescale.attach.collected import Collected
 from bytescale.attach.costs import count_costs
 from bytescale.attach.documents import Batch, Documents
+from bytescale.attach.engine import Engine, require_use_of_host_memory
 from bytescale.attach.handed_out import HandedOut
 from bytescale.attach.interface import Attachment
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
 from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.micro_batch import Micro
-from bytescale.attach.passes import AttachedModel, MicroBatchPass
-from bytescale.attach.planned_batch import ONE_ROW, PlannedBatch, check_plan
+from bytescale.attach.planned_batch import PlannedBatch, check_plan
 from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import probe
@@ -46,13 +45,12 @@ from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.saving import Savings
 from bytescale.attach.vocabulary import require_words
 from bytescale.attach.weight_sums import weight_sums
-from bytescale.attach.widths import check_widths
-from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
 from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import CostModel
-from bytescale.plan import MicroBatch, Plan, RankPlan
+from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.runtime.checkpointing import Checkpointing
 from bytescale.runtime.sharded_optimizer import GroupOptions
 
 
@@ -77,6 +75,8 @@ class HDP:
         cost: CostModel | None = None,
         forward_only: bool = False,
         kernel: str = "auto",
+        checkpointing: Checkpointing = "none",
+        host_gib: float = 0.0,
     ) -> None:
         """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
 
@@ -93,43 +93,40 @@ class HDP:
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, or ``math`` for the slow reference.
+            checkpointing: ``full`` or ``attention`` compute layers again in backward (``trainer.checkpointing``).
+            host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
+                ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
 
         Raises:
             ConfigError: where a plan would not give the results of one process, with the part of the model that is in
                 the way.
             RankFailure: if the ranks have different settings or models.
         """
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        parameter = next(model.parameters())
-        size = 1 if group is None else group.size()
         self.model = model
-        self.group = RankGroup(group if size > 1 else None, device=parameter.device)
+        self.group = _rank_group(group, next(model.parameters()).device)
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
-        self._kernel_name = kernel
-        self._kernels: dict[torch.dtype, AttentionKernel] = {}
-        self._attachment = Attachment(model)
-        fixed = []
-        try:
-            fixed = fix_rope(model, longest_document)
-            self._prepare(planner, cost, forward_only)
-        except BaseException:
-            unfix_rope(fixed)
-            self._attachment.detach()
-            raise
-        self._attached = AttachedModel.of(model, self.facts)
         self.handed_out = HandedOut()
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._saved: Savings | None = None
+        require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
+        self._attachment = Attachment(model)
+        with ExitStack() as undo:
+            undo.callback(self._attachment.detach)
+            undo.callback(unfix_rope, fix_rope(model, longest_document))
+            self.facts = probe(model)
+            self.engine = Engine(
+                model, self.group, self.facts, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib
+            )
+            undo.callback(self.engine.detach)
+            self._prepare(planner, cost, forward_only)
+            undo.pop_all()
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
-        """Find every layer's attention and its cost, make the planner, and compare all of it between the ranks."""
+        """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
         kind, element = parameter.device.type, parameter.element_size()
-        self.facts = probe(self.model)
-        check_widths(self.facts, cuda_flash=kind == "cuda" and self._kernel_name != "math")
         cost = cost or count_costs(self.model, self.facts, device_type=kind, bytes_per_element=element)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
@@ -138,6 +135,7 @@ class HDP:
             cost=self.cost,
             planner=planner,
             equal_counts=self.equal_counts,
+            offload=self.engine.offload_rule(),
         )
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
 
@@ -147,6 +145,7 @@ class HDP:
         ``state`` and ``save`` still work.
         """
         self._attachment.detach()
+        self.engine.detach()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
 
@@ -197,24 +196,6 @@ class HDP:
         """
         return loaded_batches(self, data, state, stop_step)
 
-    def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
-        """The micro-batch of a plan with its rows ``fields``."""
-        # Without a ring, the row that stands for no token is a document of its own.
-        attended = plan if plan.num_tokens or plan.shared is not None else ONE_ROW
-
-        @cache
-        def attention_of(dtype: torch.dtype) -> PackedAttention:
-            return PackedAttention(attended, self._kernel(dtype), self.group.exchange, None, buffers)
-
-        target = MicroBatchPass(
-            attention_of,
-            self._attached,
-            num_rows=plan.num_tokens,
-            has_ring=plan.shared is not None,
-            name=f"micro-batch {plan.index} of rank {self.group.rank}",
-        )
-        return Micro(plan, fields, target, self.group.device)
-
     # -- training ------------------------------------------------------------------------------------------------
 
     def adamw(
@@ -258,7 +239,7 @@ class HDP:
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named = list(self.model.named_parameters())
-        self._optimizer = ShardedOptimizer(named, self.group, cls, options, group_options)
+        self._optimizer = ShardedOptimizer.take_over(named, self.group, cls, options, group_options)
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
@@ -282,7 +263,7 @@ class HDP:
         sharded = self._sharded()
         self.handed_out.finish()
         sharded.require_parameters_of(self.model)
-        grad_norm = sharded.reduce_gradients()
+        grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5
         if not math.isfinite(grad_norm):
             sharded.zero_grad()
             raise NonFiniteError(
@@ -292,9 +273,9 @@ class HDP:
                     fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
                 )
             )
-        for group in sharded.torch_optimizer.param_groups if lr is not None else ():
-            group["lr"] = lr
-        return sharded.update(grad_norm, max_grad_norm)
+        update = sharded.update(grad_norm, max_grad_norm, lr)
+        sharded.zero_grad()
+        return update
 
     def gradients(self) -> dict[str, Tensor]:
         """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.
@@ -371,6 +352,7 @@ class HDP:
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
         self._attachment.require_attached()
+        self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)
 
@@ -387,14 +369,16 @@ class HDP:
         self._saved = self._saved or Savings(self.group, optimizer, self.model)
         return self._saved
 
-    def _kernel(self, dtype: torch.dtype) -> AttentionKernel:
-        if dtype not in self._kernels:
-            self._kernels[dtype] = select_kernel(self._kernel_name, self.group.device, dtype)
-        return self._kernels[dtype]
-
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
         content = repr((settings, shapes, weight_sums(self.model)))
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
+    """The ranks of ``group``; None: all ranks, or this one alone."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return RankGroup(None if group is None or group.size() == 1 else group, device=device)

@@ -62,8 +62,8 @@ class Target(Protocol):
         """Called when the model's forward begins."""
         ...
 
-    def end(self) -> None:
-        """Called when it has ended without an error."""
+    def end(self, completed: bool) -> None:
+        """Called when it has ended; ``completed``: without an error."""
         ...
 
 
@@ -235,5 +235,4 @@ def _end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     if target is not None and target.outermost is module:
         target.outermost = None
         _pass.set(None)
-        if output is not None:  # an error on its way out needs no second one
-            target.end()
+        target.end(completed=output is not None)  # an error on its way out needs no second one

@@ -19,8 +19,9 @@ from bytescale.attach.rank_batch import RankBatch
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
 from bytescale.data.feed import opened_feed
+from bytescale.data.loading.assemble import MicroBatchData
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import MicroBatchData, Reader, StepData
+from bytescale.data.loading.loader import Reader, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.runtime import RankGroup
 from bytescale.runtime.plain_data import broadcast_json

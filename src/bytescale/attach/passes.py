@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +43,12 @@ class MicroBatchPass:
 
     def __init__(
         self, attention_of: Callable[[torch.dtype], PackedAttention], model: AttachedModel, *, num_rows: int,
-        has_ring: bool, name: str,
+        has_ring: bool, name: str, around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """``num_rows``: this rank's tokens; 0 in a ring: the model runs on one row that stands for none."""
+        """``num_rows``: this rank's tokens; 0 in a ring: the model runs on one row that stands for none.
+
+        ``around``: makes the context of every forward.
+        """
         self.name = name
         self.has_ring = has_ring
         self.num_rows = num_rows
@@ -53,6 +57,8 @@ class MicroBatchPass:
         """Called for every layer, in order, with this rank's keys and values ``[T, Hkv, D]``."""
         self.model = model
         self._attention_of = attention_of
+        self._around = around
+        self._context = ExitStack()
         self.trained = False
         """Whether the model has run it with gradients."""
         self.bypassed = False
@@ -79,11 +85,13 @@ class MicroBatchPass:
             )
         self._calls, self._in_forward = 0, True
         self.trained |= torch.is_grad_enabled()
+        self._context.enter_context(self._around())
 
-    def end(self) -> None:
+    def end(self, completed: bool) -> None:
         """Called when forward has ended. Raises ``ConfigError`` unless all layers have called attention."""
         self._in_forward = False
-        if self._calls != self.model.num_calls:
+        self._context.close()
+        if completed and self._calls != self.model.num_calls:
             raise refusal(
                 "the model",
                 f"attention was called {self._calls} times in a pass; when the model was attached, "

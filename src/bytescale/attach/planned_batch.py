@@ -37,9 +37,9 @@ class PlannedBatch:
         buffers = RingBuffers()
         for index in range(self._num_passes):
             if index < len(self._part.rows):
-                micro = self.hdp.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
+                micro = self.hdp.engine.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
             else:
-                micro = self.hdp.micro(local_documents(index, []), self._part.no_rows, buffers)
+                micro = self.hdp.engine.micro(local_documents(index, []), self._part.no_rows, buffers)
             self.hdp.handed_out.add(self.number, index, micro.target)
             note_bypass(micro.target.bypass)
             try:

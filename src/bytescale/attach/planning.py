@@ -7,6 +7,7 @@ from typing import get_args
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import PlannerConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.planner.verified import VerifiedPlanner
 
 
@@ -17,6 +18,7 @@ def make_planner(
     cost: CostModel | None = None,
     planner: PlannerName = "adaptive",
     equal_counts: bool = False,
+    offload: OffloadRule | None = None,
 ) -> VerifiedPlanner:
     """A function from the lengths of a global batch's documents to a plan, which can be pickled.
 
@@ -28,6 +30,7 @@ def make_planner(
             and ``paper`` are Algorithms 1 and 2 of the paper, ``greedy`` is our change of the latter.
         equal_counts: whether all members of a slice group have it at the same micro-batch index, as loops need in
             which all ranks communicate in every pass (FSDP).
+        offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
 
     Raises:
         ConfigError: for a planner that does not exist, or numbers that are not positive.
@@ -37,7 +40,7 @@ def make_planner(
         raise ConfigError(problem(f"there is no planner {planner!r}", fix=f"use one of {known}"))
     return VerifiedPlanner(
         PlannerConfig(name=planner),
-        Cluster.uniform(num_ranks, capacity_tokens),
+        Cluster.uniform(num_ranks, capacity_tokens, offload=offload),
         CostModel.from_work() if cost is None else cost,
         num_stages=2 if equal_counts else 1,  # plans of pipelines are aligned
     )

@@ -34,7 +34,7 @@ _MOST_PIECES = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPart:
     """Keys and values of a run of a prompt's tokens, on the rank that computed them."""
 
     start: int
@@ -55,7 +55,7 @@ class Prefill:
     hdp: HDP
     prompts: list[Tensor]
     next_tokens: Tensor
-    pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    pieces: dict[int, list[PromptPart]] = field(default_factory=dict)
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
     def next_logits(self, prompts: Sequence[int] | None = None) -> Tensor:
@@ -113,7 +113,7 @@ class Prefill:
             rows = slice(row, row + stop - start)
             held = [(keys[rows].clone(), values[rows].clone()) for keys, values in kept]
             if stop > start:
-                self.pieces.setdefault(prompt, []).append(Piece(start, stop, held))
+                self.pieces.setdefault(prompt, []).append(PromptPart(start, stop, held))
             row += stop - start
         self._logits.update(logits)
 

@@ -91,7 +91,7 @@ class _Blind:
     def begin(self) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, completed: bool) -> None:
         pass
 
 

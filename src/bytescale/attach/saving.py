@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bytescale.checkpoint.agree import settle
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, step_name, step_of
-from bytescale.checkpoint.restoring import read_run_state
+from bytescale.checkpoint.reading import read_run_state
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import CheckpointConfig
-from bytescale.runtime import RankGroup, ShardedAdamW, ShardedOptimizer
+from bytescale.runtime import RankGroup, ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Savings:
         self._group = group
         self._architecture = {
             "model": type(model).__name__,
-            "parameters": {entry.name: list(entry.shape) for entry in optimizer.zeros[0].parameters.entries},
+            "parameters": {entry.name: list(entry.shape) for entry in optimizer.parameters.entries},
         }
 
     def save(self, folder: Path, extra: dict[str, Any], keep: int) -> Path:
@@ -68,7 +67,7 @@ class Savings:
         )
         self._refuse_later(folder, state.step)
         checkpoints = self._checkpoints(folder, keep)
-        checkpoints.save(state, cast("ShardedAdamW", StoredOptimizer(self._optimizer, state.step > 0)))
+        checkpoints.save(state, self._optimizer)
         checkpoints.finish()
         return folder / step_name(state.step)
 
@@ -99,47 +98,10 @@ class Savings:
                     fix="convert it with bytescale convert, and load the folder with transformers",
                 )
             )
-        stored = StoredOptimizer(self._optimizer, state.step > 0, numbers=state.sampler["numbers"])
         checkpoints = self._checkpoints(path.parent, keep=2**31)
-        checkpoints.restore(path, cast("ShardedAdamW", stored), self._architecture)
+        checkpoints.restore(path, self._optimizer, self._architecture, numbers=state.sampler["numbers"])
         extra: dict[str, Any] = state.sampler["extra"]
         return extra
 
     def _checkpoints(self, folder: Path, keep: int) -> Checkpointer:
         return Checkpointer(folder, self._participants, CheckpointConfig(background=False, keep=keep))
-
-
-class StoredOptimizer:
-    """A ``ShardedOptimizer`` as checkpoints see an optimizer (``ShardedAdamW``): states shard by shard.
-
-    The optimizer's own states are cut where options of parameters change; here they are put together.
-    """
-
-    def __init__(self, optimizer: ShardedOptimizer, has_states: bool, numbers: dict[str, float] | None = None) -> None:
-        """``has_states``: whether there is more than weights. ``numbers``: states that are single numbers."""
-        self._optimizer = optimizer
-        self._numbers = numbers or {}
-        (zero,) = optimizer.zeros
-        self.parameters, self.mesh, self.hdp, self.tied_head = zero.parameters, zero.mesh, zero.hdp, None
-        if has_states:
-            optimizer.require_states()
-        self._states: dict[str, list[Tensor]] = {}
-        for name, pieces in optimizer.state_pieces().items():
-            if name != "master" and not has_states:
-                continue
-            shards = [torch.zeros_like(shard.master) for shard in zero.shards]
-            for number, own, values in pieces:
-                shards[number][own] = values
-            self._states[name] = shards
-
-    def states(self) -> dict[str, list[Tensor]]:
-        """Return one tensor per shard, by name. They may be filled; ``restore`` then hands them to the optimizer."""
-        return self._states
-
-    def restore(self, num_updates: int) -> None:
-        """Take over what ``states`` hold, and give the weights to all ranks."""
-        for name, pieces in self._optimizer.state_pieces().items():
-            for number, own, values in pieces:
-                if name in self._states:
-                    values.copy_(self._states[name][number][own])
-        self._optimizer.finish_restore(num_updates, self._numbers)

@@ -1,6 +1,7 @@
-"""Floor 2: causal attention over packs of sequences, whole or shared by a ring of ranks.
+"""Layer 2: causal attention over packs of sequences, whole or shared by a ring of ranks.
 
-``reference`` is the slow, obvious twin; ``kernels`` are the fast blocks; ``ring`` puts blocks and transfers together.
+``reference`` is the slow, obvious twin; ``kernels`` are the fast blocks; ``grid`` and ``windowed_ring`` put blocks and
+transfers together.
 """
 
 from bytescale.attention.choose import select_kernel

@@ -30,8 +30,8 @@ from bytescale.plan.layout import segment_bounds
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Tokens ``[start, stop)`` of a sequence, the first of which is at a row of something."""
+class _TokenRun:
+    """Tokens ``[start, stop)`` of a sequence. ``row`` of the member, or of what arrives, holds the first one."""
 
     start: int
     stop: int
@@ -73,8 +73,8 @@ class WindowLayout:
         own = held[shared.member]
         others = [held[(shared.member + step) % shared.size] for step in range(1, shared.size)]
         sent = [RowRanges(own.rows(*_overlaps(other.missing(window), own.bounds))) for other in others]
-        pieces, arriving = _arrivals(own.missing(window), others[::-1])
-        inner, outer, sources = _split(own, pieces, window)
+        token_runs, arriving = _arrivals(own.missing(window), others[::-1])
+        inner, outer, sources = _split(own, token_runs, window)
         num_shared = int((own.bounds[..., 1] - own.bounds[..., 0]).sum())
         edges = np.cumsum(np.concatenate([[num_shared], local_lengths])).tolist()
         inner += [(rows, rows) for rows in pairwise(edges)]
@@ -97,7 +97,7 @@ class _Held:
     def missing(self, window: int) -> IntArray:
         """``[K, 2, 2]`` tokens ``[start, stop)`` before each segment: its queries see them, and others hold them.
 
-        What is missing before the back segment ends at the front segment: what comes before, the front one misses, too.
+        Tokens before the front segment are listed for the front segment alone, although the back one may see them, too.
         """
         front, back = self.bounds[:, 0], self.bounds[:, 1]
         missing = np.empty_like(self.bounds)
@@ -115,16 +115,16 @@ class _Held:
             (row, row + count) for row, count in zip(first[kept].tolist(), (stops - starts)[kept].tolist(), strict=True)
         ]
 
-    def runs(self, sequence: int) -> list[_Piece]:
-        """A sequence's segments, one piece where they touch, without empty ones."""
+    def runs(self, sequence: int) -> list[_TokenRun]:
+        """Return a sequence's segments without empty ones. Two segments that touch are one run."""
         (start, middle), (again, stop) = self.bounds[sequence].tolist()
         row, back_row = self.first[sequence].tolist()
-        pieces = (
-            [_Piece(start, stop, row)]
+        runs = (
+            [_TokenRun(start, stop, row)]
             if middle == again
-            else [_Piece(start, middle, row), _Piece(again, stop, back_row)]
+            else [_TokenRun(start, middle, row), _TokenRun(again, stop, back_row)]
         )
-        return [piece for piece in pieces if piece.stop > piece.start]
+        return [run for run in runs if run.stop > run.start]
 
 
 def _overlaps(wanted: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
@@ -134,9 +134,9 @@ def _overlaps(wanted: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
     return starts, np.maximum(starts, stops)
 
 
-def _arrivals(missing: IntArray, sources: list[_Held]) -> tuple[list[list[_Piece]], list[int]]:
+def _arrivals(missing: IntArray, sources: list[_Held]) -> tuple[list[list[_TokenRun]], list[int]]:
     """By sequence, what arrives of it and at which row; and how many rows come from each source, in their order."""
-    pieces: list[list[_Piece]] = [[] for _ in missing]
+    token_runs: list[list[_TokenRun]] = [[] for _ in missing]
     arriving = []
     row = 0
     for source in sources:
@@ -144,10 +144,10 @@ def _arrivals(missing: IntArray, sources: list[_Held]) -> tuple[list[list[_Piece
         before = row
         for sequence, wanted, segment in np.argwhere(stops > starts).tolist():
             start, stop = int(starts[sequence, wanted, segment]), int(stops[sequence, wanted, segment])
-            pieces[sequence].append(_Piece(start, stop, row))
+            token_runs[sequence].append(_TokenRun(start, stop, row))
             row += stop - start
         arriving.append(row - before)
-    return pieces, arriving
+    return token_runs, arriving
 
 
 _Pair = tuple[tuple[int, int], tuple[int, int]]
@@ -155,7 +155,7 @@ _Source = tuple[bool, int, int]
 """Whether rows are own ones, the first row, and how many."""
 
 
-def _split(own: _Held, arrived: list[list[_Piece]], window: int) -> tuple[list[_Pair], list[_Pair], list[_Source]]:
+def _split(own: _Held, arrived: list[list[_TokenRun]], window: int) -> tuple[list[_Pair], list[_Pair], list[_Source]]:
     """Ranges of query and key rows of the inner and of the outer blocks, and where the outer blocks' keys come from."""
     inner: list[_Pair] = []
     outer: list[_Pair] = []
@@ -164,7 +164,8 @@ def _split(own: _Held, arrived: list[list[_Piece]], window: int) -> tuple[list[_
     for sequence in range(len(own.bounds)):
         runs = own.runs(sequence)
         known = sorted(
-            [(run.start, True, run) for run in runs] + [(piece.start, False, piece) for piece in arrived[sequence]],
+            [(run.start, True, run) for run in runs]
+            + [(token_run.start, False, token_run) for token_run in arrived[sequence]],
             key=lambda entry: entry[0],
         )
         for run in runs:
@@ -175,10 +176,10 @@ def _split(own: _Held, arrived: list[list[_Piece]], window: int) -> tuple[list[_
             if num_outer == 0:
                 continue
             first, last = max(0, run.start - window + 1), run.start + num_outer
-            for _, is_own, piece in known:
-                start, stop = max(first, piece.start), min(last, piece.stop)
+            for _, is_own, token_run in known:
+                start, stop = max(first, token_run.start), min(last, token_run.stop)
                 if stop > start:
-                    sources.append((is_own, piece.row + start - piece.start, stop - start))
+                    sources.append((is_own, token_run.row + start - token_run.start, stop - start))
             outer.append(((run.row, run.row + num_outer), (num_gathered, num_gathered + last - first)))
             num_gathered += last - first
     assert sum(count for _, _, count in sources) == num_gathered, "every key that is seen is own or has arrived"

@@ -27,16 +27,16 @@ from bytescale.checkpoint.folder_of_run import (
     publish,
     to_delete,
 )
-from bytescale.checkpoint.folders import LocalFolder, is_url, unreachable
-from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of
-from bytescale.checkpoint.restoring import Place, check_same_model, load_states, read_run_state
+from bytescale.checkpoint.manifest import MANIFEST, CheckpointDamage, RunState, step_name, step_of, unreachable
+from bytescale.checkpoint.reading import check_same_model, load_states, read_run_state
 from bytescale.checkpoint.upload import Store, Uploader, claim, how_to_upload, run_id_of
 from bytescale.checkpoint.verify import problems_of
 from bytescale.checkpoint.writing import Snapshot, write_checkpoint
 from bytescale.common.errors import BytescaleError, CheckpointError, DiskFullError, problem
 from bytescale.config import CheckpointConfig
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import ShardedOptimizer
 from bytescale.runtime.plain_data import broadcast_json
+from bytescale.storage.place import Place, is_url, place_at
 
 
 class Participants(Protocol):
@@ -95,7 +95,7 @@ class Checkpointer:
         self._not_uploaded: tuple[int, int] | None = None  # step and number of this rank's file
         settle(attempt(lambda: self._open(folder)), ranks.checkpoint_group)
 
-    def save(self, state: RunState, optimizer: ShardedAdamW) -> None:
+    def save(self, state: RunState, optimizer: ShardedOptimizer) -> None:
         """Write ``step-<n>``. In the background: tensors are copied now, files follow while training goes on.
 
         A checkpoint that finds no place, or that the disk refuses, is given up with a message: the run goes on, and
@@ -159,10 +159,19 @@ class Checkpointer:
         seen = torch.tensor([int(local is not None and (local / MANIFEST).is_file())])
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
         url = broadcast_json(self._newest_url(step_of(name) if int(seen) else -1), group)
-        return url or (local if int(seen) else None)
+        return place_at(url) if url else (local if int(seen) else None)
 
-    def restore(self, path: Place, optimizer: ShardedAdamW, architecture: dict[str, Any]) -> RunState:
+    def restore(
+        self,
+        path: Place,
+        optimizer: ShardedOptimizer,
+        architecture: dict[str, Any],
+        *,
+        numbers: dict[str, float] | None = None,
+    ) -> RunState:
         """Fill the optimizer and the parameters from ``path``; ``architecture`` is this run's own.
+
+        ``numbers``: the optimizer's states that are single numbers; None: AdamW's count of updates.
 
         Raises ``CheckpointError`` when the checkpoint is of another model, or damaged. In the second case, the message
         names the newest older checkpoint whose check passes.
@@ -170,12 +179,15 @@ class Checkpointer:
         try:
             state = read_run_state(path)
             check_same_model(path, state.architecture, architecture)
+            if state.step:
+                optimizer.require_states()
             load_states(path, optimizer, self.ranks.checkpoint_group)
         except CheckpointDamage as damage:
-            if is_url(path):
+            if not isinstance(path, Path):
                 raise
-            raise self._with_older(damage, Path(path)) from damage
-        optimizer.restore(state.step)
+            raise self._with_older(damage, path) from damage
+        count = {"step": float(state.step)} if state.step else {}
+        optimizer.finish_restore(state.step, count if numbers is None else numbers)
         return state
 
     def _write(self, state: RunState, snapshot: Snapshot) -> None:
@@ -214,7 +226,7 @@ class Checkpointer:
             store = Store(self.config.folder) if is_url(self.config.folder) else None
             if is_first and self.config.folder:
                 run_id = run_id_of(self._disk, own_folder)
-                claim(LocalFolder(self.folder) if store is None else store.folder, run_id, self._disk)
+                claim(self.folder if store is None else store.folder, run_id, self._disk)
             if is_first and store is not None:
                 store.clean()
         except OSError as error:
@@ -311,7 +323,7 @@ class Checkpointer:
         older = [other.name for other in complete_checkpoints(path.parent) if other.name < path.name]
         for name in reversed(broadcast_json(" ".join(older), group).split()):
             try:
-                found = problems_of(LocalFolder(path.parent / name), part=(group.rank(), group.size()))
+                found = problems_of(path.parent / name, part=(group.rank(), group.size()))
                 settle(CheckpointDamage(found[0]) if found else None, group)
             except BytescaleError:
                 continue

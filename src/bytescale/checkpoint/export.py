@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from bytescale.checkpoint.folders import is_url
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
-from bytescale.checkpoint.restoring import Place, StoredTensors
+from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, hf_config_of, read_hf_config
 from bytescale.data.tokens.tokenizer import load_tokenizer
-from bytescale.models.hf import Piece
+from bytescale.models.hf import HFTensor
 from bytescale.models.hf_folder import copy_companions, write_json, write_pieces
 from bytescale.runtime import DTYPES
+from bytescale.storage.place import Place, place_at
 
 
 def export_checkpoint(
-    checkpoint: Place,
+    checkpoint: str | Place,
     target: Path,
     *,
     dtype: str = "fp32",
@@ -45,7 +45,7 @@ def export_checkpoint(
         ConfigError: ``target`` exists.
         CheckpointError: ``checkpoint`` is none, or is incomplete.
     """
-    stored = StoredTensors(checkpoint)
+    stored = CheckpointReader(checkpoint)
     shape = Architecture(**stored.state.architecture)
     master = _StoredMaster(stored)
     with appearing(target) as hidden:
@@ -78,11 +78,11 @@ def appearing(target: Path) -> Iterator[Path]:
 class _StoredMaster:
     """Master weights of a checkpoint, read one parameter at a time."""
 
-    def __init__(self, stored: StoredTensors) -> None:
+    def __init__(self, stored: CheckpointReader) -> None:
         self._stored = stored
         self._last: tuple[str, Tensor] | None = None  # experts of a layer are pieces of one parameter
 
-    def value(self, piece: Piece) -> Tensor:
+    def value(self, piece: HFTensor) -> Tensor:
         """One tensor of a Hugging Face file."""
         if self._last is None or self._last[0] != piece.name:
             self._last = piece.name, self._stored.read(f"master.{piece.name}")
@@ -108,14 +108,15 @@ def _end_of_text(run_config: Config | None) -> dict[str, int]:
     return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
-def copy_companions_of(checkpoint: Place, target: Path, run_config: Config | None) -> None:
+def copy_companions_of(checkpoint: str | Place, target: Path, run_config: Config | None) -> None:
     """Copy what belongs to a model's weights: tokenizer, generation settings, the model's own code.
 
     First what lies in the checkpoint, where that was made of a Hugging Face folder; then that of the folder that the
     run began with, and then that of its tokenizer. A later file replaces an earlier one.
     """
-    if not is_url(checkpoint):
-        copy_companions(Path(checkpoint), target)
+    place = place_at(checkpoint)
+    if isinstance(place, Path):
+        copy_companions(place, target)
     if run_config is None:
         return
     if run_config.trainer.init:

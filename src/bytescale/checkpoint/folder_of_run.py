@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.folders import is_url
 from bytescale.checkpoint.manifest import STEP_NAME, step_name
 from bytescale.config import CheckpointConfig
+from bytescale.storage.place import is_url
 
 
 def local_folder(configured: str, own: Path) -> Path:

@@ -15,7 +15,7 @@ from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.whole import Part, write_whole
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config.hugging_face import architecture_of_folder
-from bytescale.models.hf import Piece
+from bytescale.models.hf import HFTensor
 from bytescale.models.hf_folder import check_pieces, copy_companions, finite
 
 
@@ -52,7 +52,7 @@ def import_folder(source: Path, target: Path) -> int:
     return sum(torch.Size(piece.shape).numel() for piece in pieces)
 
 
-def _part(piece: Piece, file: Path, pieces: list[Piece]) -> Part:
+def _part(piece: HFTensor, file: Path, pieces: list[HFTensor]) -> Part:
     """A tensor of a file, which is a parameter or one expert of it."""
 
     def read(_: str) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bytescale.checkpoint.folders import is_url
-from bytescale.checkpoint.restoring import Place, StoredTensors, check_same_model, load_states
+from bytescale.checkpoint.reading import CheckpointReader, check_same_model, load_states
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, Architecture, Config, resolve_model
 from bytescale.models import build_model
-from bytescale.models.hf import Piece, pieces_of
+from bytescale.models.hf import HFTensor, pieces_of
 from bytescale.models.hf_folder import check_pieces, read_pieces
-from bytescale.runtime import FlatParameters, ShardedAdamW
+from bytescale.runtime import FlatParameters, ShardedOptimizer
+from bytescale.storage.place import Place, place_at
 
 
 def check_initial_weights(config: Config) -> None:
@@ -33,7 +33,7 @@ def load_initial_weights(
     source: str,
     architecture: Architecture,
     parameters: FlatParameters,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     group: dist.ProcessGroup,
 ) -> None:
     """Fill parameters, and master weights in their full precision, from the tensors of which this rank has a part.
@@ -50,7 +50,7 @@ def load_initial_weights(
         load_master_weights(source, architecture.as_dict(), optimizer, group)
         return
     entries = {entry.name: entry for entry in parameters.entries}
-    shards = list(zip(parameters.shards(optimizer.hdp.rank), optimizer.states()["master"], strict=True))
+    masters = optimizer.states()["master"]
     pieces = [piece for piece in architecture_pieces(architecture) if piece.name in entries]
     for piece, tensor in read_pieces(folder_of(source), pieces, whole_model=False):
         entry = entries[piece.name]
@@ -58,16 +58,16 @@ def load_initial_weights(
         flat = cut.of(tensor).flatten()
         start = entry.start + (piece.expert or 0) * len(flat)
         parameters.values[start : start + len(flat)] = flat.to(parameters.values)
-        for place, master in shards:
-            low, high = max(start, place.start), min(start + len(flat), place.stop)
+        for own in masters:
+            low, high = max(start, own.start), min(start + len(flat), own.start + len(own.values))
             if low < high:
-                master[low - place.start : high - place.start] = flat[low - start : high - start].to(master)
+                own.values[low - own.start : high - own.start] = flat[low - start : high - start].to(own.values)
     if optimizer.tied_head is not None:
         optimizer.tied_head.lend()
 
 
 def load_master_weights(
-    source: str, architecture: dict[str, Any], optimizer: ShardedAdamW, group: dist.ProcessGroup
+    source: str, architecture: dict[str, Any], optimizer: ShardedOptimizer, group: dist.ProcessGroup
 ) -> None:
     """Fill parameters and master weights from ``checkpoint:FOLDER``, a checkpoint of the model that is described.
 
@@ -75,10 +75,10 @@ def load_master_weights(
     """
     folder = _check_checkpoint(source, architecture)
     load_states(folder, optimizer, group, only=["master"])
-    optimizer.restore(0)
+    optimizer.finish_restore(0, {})
 
 
-def architecture_pieces(architecture: Architecture) -> list[Piece]:
+def architecture_pieces(architecture: Architecture) -> list[HFTensor]:
     """List all tensors of a model without making the model."""
     with torch.device("meta"):
         return pieces_of(build_model(architecture))
@@ -98,7 +98,6 @@ def folder_of(source: str) -> Path:
 
 def _check_checkpoint(source: str, architecture: dict[str, Any]) -> Place:
     """The folder or URL of ``checkpoint:...``, whose names and shapes were read and whose model is this one."""
-    place: Place = source.removeprefix(CHECKPOINT_PREFIX)
-    place = place if is_url(place) else Path(place).expanduser()
-    check_same_model(place, StoredTensors(place).state.architecture, architecture)
+    place = place_at(source.removeprefix(CHECKPOINT_PREFIX))
+    check_same_model(place, CheckpointReader(place).state.architecture, architecture)
     return place

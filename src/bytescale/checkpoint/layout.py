@@ -9,6 +9,8 @@ stored row by row::
                                                    B B B B B
                                                    C C . . .     three rectangles: A, B and C
 
+Rectangles of more than ``PIECE_ELEMENTS`` elements are cut further, so that a reader of a part need not read much more.
+
 A checkpoint keeps each HDP group's ``Layout``. From it a reader on any other mesh computes which file has which part
 of a tensor, without a list of all rectangles. No torch here.
 """
@@ -20,6 +22,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+PIECE_ELEMENTS = 2**24
+"""64 MiB of fp32: what a reader of a few numbers reads at most, because a piece is checked as a whole."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
@@ -67,6 +72,7 @@ class Layout:
         num_shards: ranks among which every bucket is divided evenly.
         first_file: number of the file of shard 0.
         stride: between the numbers of neighbouring shards' files.
+        most_elements: of one stored rectangle.
     """
 
     entries: tuple[LayoutEntry, ...]
@@ -74,6 +80,7 @@ class Layout:
     num_shards: int
     first_file: int = 0
     stride: int = 1
+    most_elements: int = PIECE_ELEMENTS
 
     def file_of(self, shard: int) -> int:
         """Number of the file that ``shard`` writes."""
@@ -105,7 +112,7 @@ class Layout:
                 start, stop = begin + shard * size, begin + (shard + 1) * size
                 if start >= high:
                     break
-                for piece in _pieces_of(entry, bucket, max(start, entry.start), min(stop, entry.stop)):
+                for piece in self._pieces_of(entry, bucket, max(start, entry.start), min(stop, entry.stop)):
                     common = intersection(piece.box, wanted)
                     if common is not None:
                         yield self.file_of(shard), piece.box, common
@@ -117,7 +124,16 @@ class Layout:
         for entry in self.entries[max(0, bisect_right(self._starts, low) - 1) :]:
             if entry.start >= high:
                 return
-            yield from _pieces_of(entry, bucket, max(low, entry.start), min(high, entry.stop))
+            yield from self._pieces_of(entry, bucket, max(low, entry.start), min(high, entry.stop))
+
+    def _pieces_of(self, entry: LayoutEntry, bucket: int, low: int, high: int) -> Iterator[LayoutPiece]:
+        start = low
+        for whole in boxes_of(entry.sizes, low - entry.start, high - entry.start):
+            for offsets, sizes in cut_box(whole, self.most_elements):
+                place = tuple(a + b for a, b in zip(offsets, entry.offsets, strict=True))
+                stop = start + math.prod(sizes)
+                yield LayoutPiece(entry, (place, sizes), bucket, start, stop)
+                start = stop
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -142,6 +158,20 @@ def boxes_of(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
     yield from _within_row(shape, last, 0, high - last * row)
 
 
+def cut_box(box: Box, most_elements: int) -> Iterator[Box]:
+    """Cut a rectangle from ``boxes_of`` into rectangles of at most so many elements, in the order of its elements."""
+    offsets, sizes = box
+    if math.prod(sizes) <= most_elements:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    step = max(1, most_elements // math.prod(sizes[dim + 1 :]))
+    for low in range(0, sizes[dim], step):
+        place = (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :])
+        part = (*sizes[:dim], min(step, sizes[dim] - low), *sizes[dim + 1 :])
+        yield from cut_box((place, part), most_elements)
+
+
 def intersection(one: Box, other: Box) -> Box | None:
     """What two rectangles share; None: nothing."""
     low = tuple(map(max, one[0], other[0]))
@@ -160,12 +190,3 @@ def flat_index(place: Sequence[int], shape: Sequence[int]) -> int:
 def _within_row(shape: Sequence[int], row: int, low: int, high: int) -> Iterator[Box]:
     for offsets, sizes in boxes_of(shape[1:], low, high):
         yield (row, *offsets), (1, *sizes)
-
-
-def _pieces_of(entry: LayoutEntry, bucket: int, low: int, high: int) -> Iterator[LayoutPiece]:
-    start = low
-    for offsets, sizes in boxes_of(entry.sizes, low - entry.start, high - entry.start):
-        place = tuple(a + b for a, b in zip(offsets, entry.offsets, strict=True))
-        stop = start + math.prod(sizes)
-        yield LayoutPiece(entry, (place, sizes), bucket, start, stop)
-        start = stop

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint in format 3: the last file that is written, and the first that is read.
+"""The manifest of a checkpoint: the last file that is written, and the first that is read.
 
 A checkpoint is a folder::
 
@@ -19,16 +19,18 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from bytescale.checkpoint.disk import checksum_of
-from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Layout, LayoutEntry
 from bytescale.common.errors import CheckpointError, problem
 from bytescale.common.parsing import parse_json
+from bytescale.storage.filesystems import credentials_hint
+from bytescale.storage.place import Place, is_url, read_file
 
-FORMAT = 3
-"""1 stored flat buffers, and 2 was PyTorch's, of version 0.1.0; neither is read any more."""
+FORMAT = 4
+"""1 stored flat buffers, 2 was PyTorch's, of version 0.1.0, and 3 had checksums of blocks; none is read any more."""
 MANIFEST = "run_state.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
 OLDER = "use an older checkpoint of the run, or a copy from a source that you trust"
@@ -61,7 +63,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint of format 3 consists of."""
+    """What a checkpoint consists of."""
 
     state: RunState
     states: Sequence[str]
@@ -114,7 +116,7 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def read_manifest(folder: Folder) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
@@ -145,16 +147,17 @@ def read_manifest(folder: Folder) -> Manifest:
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
-    named = STEP_NAME.fullmatch(folder.name)
+    name = folder.resolve().name if isinstance(folder, Path) else folder.name
+    named = STEP_NAME.fullmatch(name)
     if named and int(named[1]) != state.step:
-        raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {folder.name}")
+        raise damaged(folder, MANIFEST, f"it is of step {state.step}, and its folder is named {name}")
     return manifest
 
 
-def _content(folder: Folder) -> dict[str, Any]:
+def _content(folder: Place) -> dict[str, Any]:
     """What the manifest holds. Raises ``CheckpointError`` unless it is of this format."""
     try:
-        content = parse_json(folder.read_file(MANIFEST))
+        content = parse_json(read_file(folder / MANIFEST))
         if type(content) is not dict:
             raise ValueError(f"{MANIFEST} is no JSON object")
         found = content.get("format", 1)
@@ -178,7 +181,7 @@ def _content(folder: Folder) -> dict[str, Any]:
 _NAME_A_CHECKPOINT = "name a folder checkpoints/step-*"
 
 
-def wrong_companions(folder: Folder, manifest: Manifest) -> list[str]:
+def wrong_companions(folder: Place, manifest: Manifest) -> list[str]:
     """What is wrong with the files that are no tensors; empty: every byte of them is what was written.
 
     Raises ``CheckpointError`` if one cannot be read.
@@ -186,7 +189,7 @@ def wrong_companions(folder: Folder, manifest: Manifest) -> list[str]:
     found = []
     for name, (_, checksum) in manifest.companions.items():
         try:
-            content = folder.read_file(name)
+            content = read_file(folder / name)
         except OSError as error:
             raise unreachable(error, f"{folder}/{name}") from error
         if checksum_of(content) != checksum:
@@ -194,7 +197,7 @@ def wrong_companions(folder: Folder, manifest: Manifest) -> list[str]:
     return found
 
 
-def damaged(folder: Folder, name: str, what: str) -> CheckpointDamage:
+def damaged(folder: Place, name: str, what: str) -> CheckpointDamage:
     """The error for a file that is not what was written."""
     return CheckpointDamage(
         problem(
@@ -203,6 +206,18 @@ def damaged(folder: Folder, name: str, what: str) -> CheckpointDamage:
             fix=OLDER,
         )
     )
+
+
+def unreachable(error: OSError, place: object) -> CheckpointError:
+    """The error for a store, or a disk, that does not give or take a file."""
+    where = error.filename or place
+    fix = "mend it, then run the same command again"
+    if is_url(where):
+        fix = (
+            f"check the URL, the network and the credentials{credentials_hint(str(where))}, then run the same command "
+            "again"
+        )
+    return CheckpointError(problem(f"{where} cannot be reached ({error.strerror or error})", fix=fix))
 
 
 def printable(text: object) -> str:
@@ -224,6 +239,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
     return {
         "first_file": layout.first_file,
         "stride": layout.stride,
+        "most_elements": layout.most_elements,
         "num_shards": layout.num_shards,
         "bounds": list(layout.bounds),
         "entries": [
@@ -246,6 +262,7 @@ def _layout(content: Any, num_files: int) -> Layout:
         num_shards=_count(fields["num_shards"], least=1),
         first_file=_count(fields["first_file"]),
         stride=_count(fields["stride"], least=1),
+        most_elements=_count(fields["most_elements"], least=1),
     )
     if layout.file_of(layout.num_shards - 1) >= num_files:
         raise ValueError("number of files")

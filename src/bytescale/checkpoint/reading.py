@@ -1,4 +1,4 @@
-"""Reads parts of tensors from a checkpoint of format 3: only the blocks that they lie in, and each of them checked."""
+"""Reads tensors of a checkpoint that any mesh has written: into an optimizer's states, or whole ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from bytescale.checkpoint.folders import Folder
+from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
-from bytescale.checkpoint.manifest import Manifest, damaged, file_name
-from bytescale.checkpoint.tensor_file import TensorFile, element_range, piece_name
-from bytescale.checkpoint.tensor_writing import DTYPES, bytes_of
+from bytescale.checkpoint.manifest import (
+    CheckpointDamage,
+    RunState,
+    damaged,
+    file_name,
+    read_manifest,
+    wrong_companions,
+)
+from bytescale.checkpoint.tensor_file import TensorFile, piece_name
+from bytescale.checkpoint.writing import DTYPES, bytes_of, layout_of
 from bytescale.common.errors import CheckpointError, problem
+from bytescale.runtime import ShardedOptimizer, values_of
+from bytescale.storage.place import Place, is_url, place_at
 
 _OPEN_FILES = 64
 """Headers that are kept in memory."""
+_JOINED_BYTES = 64 * 2**20
+"""Neighbours behind a URL are read together up to so many bytes. On a disk there is nothing to gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +47,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A part of one stored rectangle (``piece``), and the view that takes it."""
+    """What a wanted rectangle shares with a stored one, and the view that takes it."""
 
-    piece: str
     stored: Box
     shared: Box
     target: Tensor
@@ -45,23 +57,33 @@ class _Request:
 class CheckpointReader:
     """Reads tensors of one checkpoint. Raises ``CheckpointError`` for what is not there or is damaged."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
+    def __init__(self, place: str | Place, *, companions: bool = True) -> None:
+        """Read the manifest. With ``companions``, check the files that are no tensors: they are copied or read too."""
+        self.folder = place_at(place)
+        self.manifest = read_manifest(self.folder)
         self._holders: dict[str, list[tuple[Layout, LayoutEntry]]] = defaultdict(list)
-        for layout in manifest.layouts:
+        for layout in self.manifest.layouts:
             for entry in layout.entries:
                 if entry.written:
                     self._holders[entry.name].append((layout, entry))
+        for wrong in wrong_companions(self.folder, self.manifest) if companions else ():
+            raise CheckpointDamage(wrong)
         self._open = lru_cache(_OPEN_FILES)(self._open_file)
 
-    def shape_of(self, parameter: str) -> tuple[int, ...]:
-        """Shape of a whole parameter."""
-        return self._holders_of(parameter)[0][1].shape
+    @property
+    def state(self) -> RunState:
+        """What the checkpoint says of itself."""
+        return self.manifest.state
 
-    def whole(self, state: str, parameter: str) -> Tensor:
-        """All of a parameter's state, in the dtype in which it is stored."""
-        shape = self.shape_of(parameter)
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by the name ``state.parameter``."""
+        shapes = {name: entry.shape for name, entry in self.manifest.entries().items()}
+        return {f"{state}.{name}": shape for state in self.manifest.states for name, shape in shapes.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor by the name ``state.parameter``, in the dtype in which it is stored."""
+        state, _, parameter = name.partition(".")
+        shape = self._holders_of(parameter)[0][1].shape
         if 2 * math.prod(shape) > self.manifest.num_bytes():
             raise damaged(self.folder, "run_state.json", f"{parameter} is larger than all files together")
         box = (tuple(0 for _ in shape), shape)
@@ -72,45 +94,32 @@ class CheckpointReader:
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
         """Fill every target. Files are read one after the other, each from its start to its end."""
-        requests: dict[int, list[_Request]] = defaultdict(list)
+        requests: dict[int, dict[str, list[_Request]]] = defaultdict(lambda: defaultdict(list))
         for one in wanted:
             if one.state not in self.manifest.states:
                 raise self._lacks(f"{one.state}.{one.parameter}")
             found = 0
             for number, stored, shared in self._sources(one.parameter, one.box):
-                inside = tuple(
-                    slice(a - b, a - b + n) for a, b, n in zip(shared[0], one.box[0], shared[1], strict=True)
-                )
-                name = piece_name(one.state, one.parameter, stored)
-                requests[number].append(_Request(name, stored, shared, one.target[inside]))
+                target = one.target[_slices(shared, one.box)]
+                requests[number][piece_name(one.state, one.parameter, stored)].append(_Request(stored, shared, target))
                 found += math.prod(shared[1])
             if found != math.prod(one.box[1]):
                 raise self._lacks(f"a part of {one.state}.{one.parameter}")
         for number in sorted(requests):
             self._serve(self._open(number), requests[number])
 
-    def _serve(self, file: TensorFile, requests: list[_Request]) -> None:
-        for request in requests:
-            file.check_shape(request.piece, request.stored[1])
-        ranges = {id(request): _bytes_in_file(file, request) for request in requests}
-        requests.sort(key=lambda request: ranges[id(request)])
-        for span in _spans(requests, ranges, self.folder.merges_bytes):
-            low, high = ranges[id(span[0])][0], max(ranges[id(request)][1] for request in span)
-            if len(span) == 1 and _takes_bytes(file, span[0]):
-                file.read(span[0].piece, 0, bytes_of(span[0].target))
+    def _serve(self, file: TensorFile, requests: dict[str, list[_Request]]) -> None:
+        for piece, own in requests.items():
+            file.check_shape(piece, own[0].stored[1])
+        for span in file.spans(requests, _JOINED_BYTES if is_url(self.folder) else 0):
+            own = requests[span[0]]
+            if len(span) == len(own) == 1 and _takes_bytes(file, span[0], own[0]):
+                list(file.read(span, bytes_of(own[0].target)))
                 continue
-            content = memoryview(bytearray(high - low))
-            if len(span) > 1:
-                file.read_raw(low, content)
-            for request in span:
-                start, stop = ranges[id(request)]
-                own = content[start - low : stop - low]
-                offset = start - file.place_of(request.piece)[0]
-                if len(span) > 1:
-                    file.check(request.piece, offset, own)
-                else:
-                    file.read(request.piece, offset, own)
-                _take(file, request, offset, own)
+            for piece, content in file.read(span):
+                for request in requests[piece]:
+                    stored = torch.frombuffer(content, dtype=DTYPES[file.dtype_of(piece)]).view(request.stored[1])
+                    request.target.copy_(stored[_slices(request.shared, request.stored)])
 
     def _sources(self, parameter: str, box: Box) -> Iterator[tuple[int, Box, Box]]:
         for layout, entry in self._holders_of(parameter):
@@ -130,41 +139,61 @@ class CheckpointReader:
         )
 
 
-def _bytes_in_file(file: TensorFile, request: _Request) -> tuple[int, int]:
-    """The blocks that a request needs, as bytes of the file."""
-    start, stop = file.byte_range(request.piece, *element_range(request.shared, request.stored))
-    offset = file.place_of(request.piece)[0]
-    return offset + start, offset + stop
+def read_run_state(place: str | Place) -> RunState:
+    """What a checkpoint says of itself. Raises ``CheckpointError`` for a folder that is none."""
+    return read_manifest(place_at(place)).state
 
 
-def _spans(requests: list[_Request], ranges: dict[int, tuple[int, int]], most_bytes: int) -> Iterator[list[_Request]]:
-    """Neighbours without a gap, joined up to ``most_bytes``: one question to a store instead of many."""
-    span: list[_Request] = []
-    for request in requests:
-        low, high = ranges[id(request)]
-        if span and (low > ranges[id(span[-1])][1] or high - ranges[id(span[0])][0] > most_bytes):
-            yield span
-            span = []
-        span.append(request)
-    if span:
-        yield span
+def load_states(
+    place: str | Place, optimizer: ShardedOptimizer, group: dist.ProcessGroup, *, only: Sequence[str] | None = None
+) -> None:
+    """Fill this rank's parts of the states, or ``only`` some of them. All ranks of ``group`` call it.
+
+    Raises ``CheckpointError`` on every rank when a rank could not read what it needs. States may be partly filled.
+    """
+
+    def fill() -> None:
+        wanted = [one for one in wanted_by(optimizer) if only is None or one.state in only]
+        CheckpointReader(place, companions=False).fill(wanted)
+
+    settle(attempt(fill), group)
 
 
-def _takes_bytes(file: TensorFile, request: _Request) -> bool:
+def wanted_by(optimizer: ShardedOptimizer) -> list[Wanted]:
+    """This rank's parts of all states."""
+    pieces = list(layout_of(optimizer).pieces(optimizer.group.rank))
+    wanted = []
+    for state, ranges in optimizer.states().items():
+        for piece in pieces:
+            target = values_of(ranges, piece.start, piece.stop).view(piece.box[1])
+            wanted.append(Wanted(state, piece.entry.name, piece.box, target))
+    return wanted
+
+
+def check_same_model(place: str | Place, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` when two architectures differ, with what differs."""
+    different = [
+        f"{key} {there.get(key)} there, {here.get(key)} here"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]
+    if different:
+        raise CheckpointError(
+            problem(
+                f"{place} is a checkpoint of another model ({'; '.join(different)})",
+                so="its weights do not fit",
+                fix="resume with the config.toml of its run folder, or start a new run",
+            )
+        )
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where ``inner`` lies in the rectangle ``outer`` around it."""
+    return tuple(slice(a - b, a - b + n) for a, b, n in zip(inner[0], outer[0], inner[1], strict=True))
+
+
+def _takes_bytes(file: TensorFile, piece: str, request: _Request) -> bool:
     """Whether the file's bytes can be read straight into the target's memory."""
     target = request.target
     is_plain = target.device.type == "cpu" and target.is_contiguous()
-    return is_plain and request.shared == request.stored and target.dtype == DTYPES[file.dtype_of(request.piece)]
-
-
-def _take(file: TensorFile, request: _Request, offset: int, content: memoryview) -> None:
-    """Copy a request's part out of ``content``, the piece's bytes from ``offset`` on."""
-    dtype = DTYPES[file.dtype_of(request.piece)]
-    elements = torch.frombuffer(content, dtype=dtype)
-    request.target.copy_(_strided(elements, offset // dtype.itemsize, request.shared, request.stored))
-
-
-def _strided(elements: Tensor, first: int, inner: Box, outer: Box) -> Tensor:
-    """``inner`` as a view of ``elements``, which are those of ``outer`` from number ``first`` on."""
-    strides = [math.prod(outer[1][dim + 1 :]) for dim in range(len(outer[1]))]
-    return elements.as_strided(inner[1], strides, elements.storage_offset() + element_range(inner, outer)[0] - first)
+    return is_plain and request.shared == request.stored and target.dtype == DTYPES[file.dtype_of(piece)]

@@ -1,28 +1,26 @@
-"""One rank's file of a checkpoint: safetensors, with a checksum of every block of every tensor in its header.
+"""One rank's file of a checkpoint: safetensors, with a checksum of every tensor in its header.
 
     8 bytes        length of the header
     header         JSON: dtype, shape and place of each tensor, and under ``__metadata__`` the checksums
     tensors        one behind the other, without gaps
 
 A tensor is a rectangle of a parameter's state, ``master.layers.3.mlp.up_proj.weight@0,1376``: the state, the parameter,
-and where the rectangle begins in it. Checksums are of blocks of 1 MiB, counted from the start of the tensor, so that a
-part of a tensor can be read and checked without the rest. Any reader of safetensors reads the file. No torch here:
-``tensor_writing`` writes the file, and ``reading`` makes tensors of its bytes.
+and where the rectangle begins in it (``layout``). It is read and checked as a whole. Any reader of safetensors reads
+the file. No torch here: ``writing`` writes the file, and ``reading`` makes tensors of its bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from bytescale.checkpoint.disk import checksum_of
-from bytescale.checkpoint.folders import Folder, unreachable
-from bytescale.checkpoint.layout import Box, flat_index
-from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable
+from bytescale.checkpoint.layout import Box
+from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable, unreachable
 from bytescale.common.parsing import parse_json
+from bytescale.storage.place import Place, read_into
 
-BLOCK_BYTES = 2**20
 METADATA = "bytescale"
 _ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
@@ -33,9 +31,9 @@ def piece_name(state: str, parameter: str, box: Box) -> str:
 
 
 class TensorFile:
-    """A file to be read. Its header is read and checked at once; the blocks that are asked for are checked."""
+    """A file to be read. Its header is read and checked at once, and every tensor that is asked for."""
 
-    def __init__(self, folder: Folder, name: str, expected: StoredFile) -> None:
+    def __init__(self, folder: Place, name: str, expected: StoredFile) -> None:
         """Raises ``CheckpointDamage`` for a header that is not the one that was written."""
         self.folder = folder
         self.name = name
@@ -59,39 +57,32 @@ class TensorFile:
         if tuple(sizes) != self._tensor(piece).sizes:
             raise self._damaged(f"{piece} has another shape than its place says")
 
-    def byte_range(self, piece: str, low: int, high: int) -> tuple[int, int]:
-        """The bytes, counted from the piece's start, of the blocks with the elements ``low`` to ``high - 1``."""
-        stored = self._tensor(piece)
-        size, block = _ITEM_BYTES[stored.dtype], self._block_bytes
-        return low * size // block * block, min(-(-high * size // block) * block, stored.num_bytes)
+    def spans(self, pieces: Collection[str], most_bytes: int) -> Iterator[list[str]]:
+        """Join neighbours among ``pieces``, in the file's order, up to ``most_bytes``: one question to a store."""
+        span: list[str] = []
+        begin = 0
+        for piece in sorted(pieces, key=lambda piece: self._tensor(piece).offset):
+            stored = self._tensor(piece)
+            if span and (stored.offset > self._tensor(span[-1]).stop or stored.stop > begin + most_bytes):
+                yield span
+                span = []
+            begin = stored.offset if not span else begin
+            span.append(piece)
+        if span:
+            yield span
 
-    def read(self, piece: str, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes of a piece from ``start``, the begin of a block, and check all of them."""
-        offset = self.place_of(piece)[0] + start
-        if self._read(offset, target) < len(target):
-            raise self._damaged(f"it ends inside {piece}")
-        self.check(piece, start, target)
-
-    def read_raw(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with bytes of the file, which ``check`` has to check."""
-        if self._read(offset, target) < len(target):
-            raise self._damaged("it is truncated")
-
-    def check(self, piece: str, start: int, content: memoryview) -> None:
-        """Check bytes of a piece that were read from ``start``, the begin of a block, to the end of a block."""
-        stored, block = self._tensor(piece), self._block_bytes
-        for low in range(0, len(content), block):
-            number = (start + low) // block
-            told = stored.checksums[16 * number : 16 * number + 16]
-            if hex_of(checksum_of(content[low : low + block])) != told:
-                first = start + low
-                last = min(first + block, stored.num_bytes) - 1
-                raise self._damaged(f"bytes {first} to {last} of {piece} are not those that were written")
-
-    def place_of(self, piece: str) -> tuple[int, int]:
-        """Where a piece begins and ends in the file."""
-        stored = self._tensor(piece)
-        return stored.offset, stored.offset + stored.num_bytes
+    def read(self, span: Sequence[str], target: memoryview | None = None) -> Iterator[tuple[str, memoryview]]:
+        """Read neighbouring pieces at once, into ``target`` if that is given, and yield each when it is checked."""
+        low, high = self._tensor(span[0]).offset, self._tensor(span[-1]).stop
+        content = memoryview(bytearray(high - low)) if target is None else target
+        if self._read(low, content) < high - low:
+            raise self._damaged(f"it ends inside {span[-1]}")
+        for piece in span:
+            stored = self._tensor(piece)
+            own = content[stored.offset - low : stored.stop - low]
+            if hex_of(checksum_of(own)) != stored.checksum:
+                raise self._damaged(f"{piece} is not what was written: it has another checksum")
+            yield piece, own
 
     def pieces(self) -> list[str]:
         """Names of all tensors, in the file's order."""
@@ -102,17 +93,14 @@ class TensorFile:
             raise ValueError("its length is another")
         content = parse_json(header[8:])
         ours = parse_json(content.pop("__metadata__")[METADATA])
-        self._block_bytes = int(ours["block_bytes"])
-        if self._block_bytes < 8 or self._block_bytes % 8:
-            raise ValueError(f"blocks of {self._block_bytes} bytes")
         self._tensors: dict[str, _Stored] = {}
         end = len(header)
         for name, told in content.items():
             dtype, sizes = told["dtype"], tuple(map(int, told["shape"]))
             stored = _Stored(dtype, sizes, len(header) + int(told["data_offsets"][0]), ours["checksums"][name])
-            if stored.offset != end or len(stored.checksums) != 16 * num_blocks(stored.num_bytes, self._block_bytes):
+            if stored.offset != end or not isinstance(stored.checksum, str):
                 raise ValueError(f"place of {name}")
-            end += stored.num_bytes
+            end = stored.stop
             self._tensors[name] = stored
         if end != expected.num_bytes:
             raise ValueError(f"{end} bytes in all, and {expected.num_bytes} are expected")
@@ -125,7 +113,7 @@ class TensorFile:
 
     def _read(self, offset: int, target: memoryview) -> int:
         try:
-            return self.folder.read_into(self.name, offset, target)
+            return read_into(self.folder / self.name, offset, target)
         except FileNotFoundError as error:
             raise self._damaged("the file is missing") from error
         except OSError as error:
@@ -140,20 +128,9 @@ class _Stored:
     dtype: str
     sizes: tuple[int, ...]
     offset: int
-    checksums: str  # 16 hexadecimal digits a block
+    checksum: str
 
     @property
-    def num_bytes(self) -> int:
-        return math.prod(self.sizes) * _ITEM_BYTES[self.dtype]
-
-
-def num_blocks(num_bytes: int, block_bytes: int) -> int:
-    """Blocks, and so checksums, of a tensor."""
-    return -(-num_bytes // block_bytes)
-
-
-def element_range(inner: Box, outer: Box) -> tuple[int, int]:
-    """First element of ``inner`` in the row-major rectangle ``outer`` around it, and one more than its last."""
-    first = tuple(a - b for a, b in zip(inner[0], outer[0], strict=True))
-    last = tuple(a + n - 1 for a, n in zip(first, inner[1], strict=True))
-    return flat_index(first, outer[1]), flat_index(last, outer[1]) + 1
+    def stop(self) -> int:
+        """Where the tensor ends in the file."""
+        return self.offset + math.prod(self.sizes) * _ITEM_BYTES[self.dtype]

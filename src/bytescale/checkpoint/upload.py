@@ -21,11 +21,20 @@ from pathlib import Path
 
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import to_delete
-from bytescale.checkpoint.folders import Folder, LocalFolder, UrlFolder, in_a_thread, tried, unreachable
-from bytescale.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, file_name, read_manifest, step_name
+from bytescale.checkpoint.manifest import (
+    MANIFEST,
+    STEP_NAME,
+    Manifest,
+    file_name,
+    read_manifest,
+    step_name,
+    unreachable,
+)
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.common.parsing import parse_json
 from bytescale.config import CheckpointConfig
+from bytescale.storage.place import Place, Url, file_sizes, folders_in, place_at, read_file
+from bytescale.storage.retry import in_a_thread
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +51,25 @@ class Store:
 
     def __init__(self, url: str) -> None:
         """Raises ``ConfigError`` if there is no file system for the URL."""
-        self.folder = UrlFolder(url.rstrip("/"))
+        folder = place_at(url)
+        assert isinstance(folder, Url), f"{url} is a URL"
+        self.folder = folder
 
-    def checkpoint(self, step: int) -> UrlFolder:
+    def checkpoint(self, step: int) -> Url:
         """The folder of a checkpoint."""
-        return self.folder.inside(step_name(step))
+        return self.folder / step_name(step)
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints, in rising order."""
         return [step for step in self._steps() if self._is_complete(step)]
 
     def _steps(self) -> list[int]:
-        return sorted(int(match[1]) for name in self.folder.folders() if (match := STEP_NAME.fullmatch(name)))
+        return sorted(int(match[1]) for name in folders_in(self.folder) if (match := STEP_NAME.fullmatch(name)))
 
     def _is_complete(self, step: int) -> bool:
         """Whether the manifest is there and whole: a store may have cut it short."""
         folder = self.checkpoint(step)
-        if MANIFEST not in folder.sizes():
+        if MANIFEST not in file_sizes(folder):
             return False
         try:
             read_manifest(folder)
@@ -70,26 +81,25 @@ class Store:
 
     def put(self, source: Path, step: int) -> None:
         """Copy a file into a checkpoint's folder."""
-        folder, num_bytes = self.checkpoint(step), source.stat().st_size
-        seconds = _PATIENCE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
-        tried(folder.url_of(source.name), lambda: _put(folder, source), seconds=seconds)
+        seconds = _PATIENCE_SECONDS + source.stat().st_size / _SLOWEST_BYTES_PER_SECOND
+        (self.checkpoint(step) / source.name).put(source, seconds)
 
     def put_manifest(self, local: Path, step: int) -> None:
         """Copy the manifest, which completes the checkpoint. Raises ``CheckpointError`` unless it arrived whole."""
         self.put(local / MANIFEST, step)
-        if self.checkpoint(step).read_file(MANIFEST) != (local / MANIFEST).read_bytes():
+        if read_file(self.checkpoint(step) / MANIFEST) != (local / MANIFEST).read_bytes():
             raise CheckpointError(f"{self.checkpoint(step)}/{MANIFEST} is not what was sent")
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint, the manifest first."""
         folder = self.checkpoint(step)
-        for name in sorted(folder.sizes(), key=lambda name: (name != MANIFEST, name)):
-            tried(folder.url_of(name), lambda name=name: folder.system.rm_file(folder.path_of(name)))  # type: ignore[misc]
+        for name in sorted(file_sizes(folder), key=lambda name: (name != MANIFEST, name)):
+            (folder / name).remove()
 
     def clean(self) -> None:
         """Delete what was half uploaded or half deleted when a run was killed."""
         for step in self._steps():
-            if MANIFEST not in self.checkpoint(step).sizes():
+            if MANIFEST not in file_sizes(self.checkpoint(step)):
                 self.remove(step)
 
 
@@ -167,7 +177,7 @@ class Uploader:
         self.store.put(local / file_name(file_number), step)
         if not self.is_first:
             return
-        manifest = read_manifest(LocalFolder(local))
+        manifest = read_manifest(local)
         self._wait_for_all(step, manifest)
         check_owner(self.store.folder, self._run_id)
         self.store.put_manifest(local, step)
@@ -179,7 +189,7 @@ class Uploader:
         wanted = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
         before, deadline = -1, time.monotonic() + _PATIENCE_SECONDS
         while True:
-            there = self.store.checkpoint(step).sizes()
+            there = file_sizes(self.store.checkpoint(step))
             missing = [name for name, size in wanted.items() if there.get(name) != size]
             if not missing:
                 return
@@ -190,22 +200,22 @@ class Uploader:
             time.sleep(_LOOK_SECONDS)
 
 
-def claim(folder: Folder, run_id: str, disk: Disk) -> None:
+def claim(folder: Place, run_id: str, disk: Disk) -> None:
     """Note that this run writes its checkpoints into ``folder``. Raises ``ConfigError`` if another run does."""
     content = json.dumps({"run_id": run_id}).encode()
-    if isinstance(folder, LocalFolder):
-        disk.make_folder(folder.path)
-        if OWNER_FILE not in folder.sizes():
-            disk.replace_file(folder.path / OWNER_FILE, content)
-    elif isinstance(folder, UrlFolder) and OWNER_FILE not in folder.sizes():
-        tried(folder.url_of(OWNER_FILE), lambda: folder.system.pipe_file(folder.path_of(OWNER_FILE), content))
+    if isinstance(folder, Path):
+        disk.make_folder(folder)
+        if OWNER_FILE not in file_sizes(folder):
+            disk.replace_file(folder / OWNER_FILE, content)
+    elif OWNER_FILE not in file_sizes(folder):
+        (folder / OWNER_FILE).write_bytes(content)
     check_owner(folder, run_id)
 
 
-def check_owner(folder: Folder, run_id: str) -> None:
+def check_owner(folder: Place, run_id: str) -> None:
     """Raise ``ConfigError`` unless the checkpoints in ``folder`` are this run's."""
     try:
-        owner = parse_json(folder.read_file(OWNER_FILE))["run_id"]
+        owner = parse_json(read_file(folder / OWNER_FILE))["run_id"]
     except (ValueError, KeyError, TypeError) as error:
         owner = f"an unknown run ({error})"
     if owner != run_id:
@@ -227,11 +237,6 @@ def run_id_of(disk: Disk, folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _put(folder: UrlFolder, source: Path) -> None:
-    folder.system.makedirs(folder.path_of("").rstrip("/"), exist_ok=True)
-    folder.system.put_file(str(source), folder.path_of(source.name))
-
-
 def how_to_upload(local: Path, url: object) -> str:
     """The command that uploads a checkpoint by hand."""
     return f"when the store answers again, run `bytescale checkpoint upload {local} {url}`"
@@ -244,7 +249,7 @@ def upload_checkpoint(local: Path, url: str) -> str:
         CheckpointError: ``local`` is no whole checkpoint, or the store cannot be reached.
         ConfigError: there is no file system for ``url``.
     """
-    manifest, store = read_manifest(LocalFolder(local)), Store(url)
+    manifest, store = read_manifest(local), Store(url)
     step = manifest.state.step
     try:
         store.remove(step)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytescale.checkpoint.folders import Folder, unreachable
 from bytescale.checkpoint.layout import Layout
 from bytescale.checkpoint.manifest import (
     STEP_NAME,
@@ -15,15 +14,15 @@ from bytescale.checkpoint.manifest import (
     damaged,
     file_name,
     read_manifest,
+    unreachable,
     wrong_companions,
 )
 from bytescale.checkpoint.tensor_file import TensorFile, piece_name
 from bytescale.common.errors import BytescaleError
+from bytescale.storage.place import Place, file_sizes, folders_in
 
-_READ_BYTES = 2**25
 
-
-def problems_of(folder: Folder, *, part: tuple[int, int] = (0, 1)) -> list[str]:
+def problems_of(folder: Place, *, part: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with a checkpoint; an empty list: every byte is what was written.
 
     Args:
@@ -48,10 +47,10 @@ def problems_of(folder: Folder, *, part: tuple[int, int] = (0, 1)) -> list[str]:
     return found + (wrong_companions(folder, manifest) if part[0] == 0 else [])
 
 
-def wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
+def wrong_files(folder: Place, manifest: Manifest) -> list[str]:
     """Files that are missing, surplus or of another size. Reads no file."""
     try:
-        there = folder.sizes()
+        there = file_sizes(folder)
     except OSError as error:
         raise unreachable(error, folder) from error
     sizes = {file_name(number): file.num_bytes for number, file in enumerate(manifest.files)}
@@ -78,20 +77,20 @@ class ListedCheckpoint:
     """Why it is not whole; empty: every file is there in its size."""
 
 
-def list_checkpoints(folder: Folder) -> list[ListedCheckpoint]:
+def list_checkpoints(folder: Place) -> list[ListedCheckpoint]:
     """Every checkpoint in a run's folder of checkpoints, oldest first. Raises ``OSError``."""
-    names = sorted((int(match[1]), name) for name in folder.folders() if (match := STEP_NAME.fullmatch(name)))
-    return [_listed(folder.inside(name), step) for step, name in names]
+    names = sorted((int(match[1]), name) for name in folders_in(folder) if (match := STEP_NAME.fullmatch(name)))
+    return [_listed(folder / name, step) for step, name in names]
 
 
-def _listed(folder: Folder, step: int) -> ListedCheckpoint:
+def _listed(folder: Place, step: int) -> ListedCheckpoint:
     try:
         manifest = read_manifest(folder)
         wrong = wrong_files(folder, manifest)
-        num_bytes = sum(folder.sizes().values())
+        num_bytes = sum(file_sizes(folder).values())
         return ListedCheckpoint(folder.name, manifest.state.step, num_bytes, manifest.state.mesh, "".join(wrong[:1]))
     except BytescaleError as error:
-        return ListedCheckpoint(folder.name, step, sum(folder.sizes().values()), {}, str(error))
+        return ListedCheckpoint(folder.name, step, sum(file_sizes(folder).values()), {}, str(error))
 
 
 def _expected_pieces(manifest: Manifest) -> dict[int, list[tuple[Layout, int]]]:
@@ -103,7 +102,7 @@ def _expected_pieces(manifest: Manifest) -> dict[int, list[tuple[Layout, int]]]:
     return expected
 
 
-def _check_file(folder: Folder, file: TensorFile, held: Sequence[tuple[Layout, int]]) -> None:
+def _check_file(folder: Place, file: TensorFile, held: Sequence[tuple[Layout, int]]) -> None:
     """Raise ``CheckpointDamage`` unless the file has the pieces that the layouts say, and every byte is right."""
     pieces = {
         (piece.entry.name, piece.box): piece
@@ -120,6 +119,4 @@ def _check_file(folder: Folder, file: TensorFile, held: Sequence[tuple[Layout, i
         raise damaged(folder, file.name, f"{odd[0]} is {'surplus' if odd[0] in stored else 'missing'}")
     for name, box in expected.items():
         file.check_shape(name, box[1])
-        low, high = file.place_of(name)
-        for start in range(0, high - low, _READ_BYTES):
-            file.read(name, start, memoryview(bytearray(min(_READ_BYTES, high - low - start))))
+        list(file.read([name]))

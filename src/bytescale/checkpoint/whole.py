@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from bytescale.checkpoint.disk import Disk, check_room, checksum_of
-from bytescale.checkpoint.layout import Layout, LayoutEntry
+from bytescale.checkpoint.layout import Box, Layout, LayoutEntry
 from bytescale.checkpoint.manifest import MANIFEST, Manifest, RunState, StoredFile, file_name
 from bytescale.checkpoint.tensor_file import piece_name
-from bytescale.checkpoint.tensor_writing import NewTensor, write_tensors
+from bytescale.checkpoint.writing import TensorHead, write_tensors
 
 _FILE_BYTES = 4 * 2**30
 
@@ -35,7 +36,7 @@ class Part:
 def write_whole(
     disk: Disk, folder: Path, state: RunState, states: Sequence[str], parts: Sequence[Part], companions: Sequence[str]
 ) -> None:
-    """Write a checkpoint of format 3 into ``folder``, which exists and already holds the files ``companions``.
+    """Write a checkpoint into ``folder``, which exists and already holds the files ``companions``.
 
     Raises ``OSError``, and ``DiskFullError`` before anything is written.
     """
@@ -44,17 +45,23 @@ def write_whole(
     files: list[StoredFile] = []
     for own in _files(parts, len(states)):
         layout = _layout(own, len(files))
-        tensors = [
-            NewTensor(
-                piece_name(name, part.name, (part.offsets, part.sizes)),
-                part.dtype,
-                part.sizes,
-                lambda part=part, name=name: part.read(name),  # type: ignore[misc]
-            )
+        boxes_by_start: dict[int, list[Box]] = defaultdict(list)
+        for piece in layout.pieces(0):
+            boxes_by_start[piece.entry.start].append(piece.box)
+        cut = [boxes_by_start[entry.start] for entry in layout.entries]
+        heads = [
+            TensorHead(piece_name(name, part.name, box), part.dtype, box[1])
             for name in states
-            for part in own
+            for part, boxes in zip(own, cut, strict=True)
+            for box in boxes
         ]
-        files.append(write_tensors(disk, folder / file_name(len(files)), tensors, step=state.step))
+        tensors = (
+            tensor
+            for name in states
+            for part, boxes in zip(own, cut, strict=True)
+            for tensor in part.read(name).reshape(-1).split([math.prod(sizes) for _, sizes in boxes])
+        )
+        files.append(write_tensors(disk, folder / file_name(len(files)), heads, tensors, step=state.step))
         layouts.append(layout)
     known = {name: _size_and_checksum(folder / name) for name in companions}
     manifest = Manifest(state=state, states=states, layouts=layouts, files=files, companions=known)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of format 3: every rank its own file, and the first rank the manifest behind them.
+"""Writes a checkpoint: every rank its own file, and the first rank the manifest behind them.
 
 Each rank computes from the mesh and from its flat buffer's layout which rectangles it writes. The first rank learns
 four numbers of each rank's file, and one layout of each HDP group, from that group's first rank: 32 bytes a rank and
@@ -8,33 +8,50 @@ some 100 bytes a parameter, whatever the number of ranks.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
-from bytescale.checkpoint.disk import Disk, check_room
-from bytescale.checkpoint.layout import Layout, LayoutEntry
+from bytescale.checkpoint.disk import Disk, check_room, checksum_of
+from bytescale.checkpoint.layout import Layout, LayoutEntry, LayoutPiece
 from bytescale.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     RunState,
     StoredFile,
     file_name,
+    hex_of,
     layout_from_json,
     layout_to_json,
 )
-from bytescale.checkpoint.tensor_file import BLOCK_BYTES, piece_name
-from bytescale.checkpoint.tensor_writing import NewTensor, write_tensors
+from bytescale.checkpoint.tensor_file import METADATA, piece_name
 from bytescale.common.errors import CheckpointError
-from bytescale.runtime import ShardedAdamW
+from bytescale.runtime import Range, ShardedOptimizer, values_of
 
 _TAG = 7
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What the header of a file says of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,41 +61,41 @@ class Snapshot:
     Attributes:
         layout: of the rank's HDP group.
         shard: the rank's number in that group.
-        states: by name, ``[n]`` tensors on the CPU: the rank's part of each bucket.
+        states: by name, copies on the CPU of this rank's ranges.
     """
 
     layout: Layout
     shard: int
-    states: Mapping[str, Sequence[Tensor]]
+    states: Mapping[str, Sequence[Range]]
 
     @staticmethod
-    def of(optimizer: ShardedAdamW) -> Snapshot:
+    def of(optimizer: ShardedOptimizer) -> Snapshot:
         """Copy this rank's states to host memory, so that training may go on while they are written."""
         copies = {
-            name: [tensor.detach().to("cpu", copy=True) for tensor in parts]
-            for name, parts in optimizer.states().items()
+            name: [Range(own.start, own.values.detach().to("cpu", copy=True)) for own in ranges]
+            for name, ranges in optimizer.states().items()
         }
-        return Snapshot(layout_of(optimizer), optimizer.hdp.rank, copies)
+        return Snapshot(layout_of(optimizer), optimizer.group.rank, copies)
 
-    def tensors(self) -> list[NewTensor]:
+    def heads(self) -> list[TensorHead]:
         """The rectangles of this rank in the order of its file: state by state, as the buffer has them."""
-        layout = self.layout
-        pieces = [piece for piece in layout.pieces(self.shard) if piece.entry.written]
-        begins = [
-            begin + self.shard * (end - begin) // layout.num_shards
-            for begin, end in zip(layout.bounds, layout.bounds[1:], strict=False)
+        return [
+            TensorHead(piece_name(state, piece.entry.name, piece.box), ranges[0].values.dtype, piece.box[1])
+            for state, ranges in self.states.items()
+            for piece in self._pieces()
         ]
-        found = []
-        for state, parts in self.states.items():
-            for piece in pieces:
-                begin, part = begins[piece.bucket], parts[piece.bucket]
-                values = part[piece.start - begin : piece.stop - begin]
-                name = piece_name(state, piece.entry.name, piece.box)
-                found.append(NewTensor(name, part.dtype, piece.box[1], lambda values=values: values))  # type: ignore[misc]
-        return found
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The content of ``heads``."""
+        for ranges in self.states.values():
+            for piece in self._pieces():
+                yield values_of(ranges, piece.start, piece.stop)
+
+    def _pieces(self) -> list[LayoutPiece]:
+        return [piece for piece in self.layout.pieces(self.shard) if piece.entry.written]
 
 
-def layout_of(optimizer: ShardedAdamW) -> Layout:
+def layout_of(optimizer: ShardedOptimizer) -> Layout:
     """The layout of this rank's HDP group. Files have the numbers of the ranks that write them."""
     flat, mesh = optimizer.parameters, optimizer.mesh
     entries = []
@@ -106,7 +123,7 @@ def layout_of(optimizer: ShardedAdamW) -> Layout:
 
 
 def write_checkpoint(
-    disk: Disk, folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup, *, block_bytes: int = 0
+    disk: Disk, folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup
 ) -> Manifest | None:
     """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it; the first returns the manifest.
 
@@ -114,8 +131,8 @@ def write_checkpoint(
         DiskFullError: there is no room; nothing was written.
         CheckpointError: a rank could not write.
     """
-    tensors = snapshot.tensors()
-    own_bytes = sum(tensor.num_bytes for tensor in tensors)
+    heads = snapshot.heads()
+    own_bytes = sum(head.num_bytes for head in heads)
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
     error: Exception | None = None
@@ -128,7 +145,7 @@ def write_checkpoint(
     settle(attempt(lambda: _make_room(disk, folder, needed)), group)  # before any rank takes up space
     try:
         path = folder / file_name(snapshot.layout.file_of(snapshot.shard))
-        written = write_tensors(disk, path, tensors, step=state.step, block_bytes=block_bytes or BLOCK_BYTES)
+        written = write_tensors(disk, path, heads, snapshot.tensors(), step=state.step)
     except Exception as caught:  # told to all ranks below, where each raises it
         error = caught
     settle(error, group)
@@ -177,3 +194,48 @@ def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -
             layouts.append(snapshot.layout)
     files = {row[0]: StoredFile(row[1], row[2], row[3] + 2**63) for row in rows}
     return [files[number] for number in range(len(rows))], layouts
+
+
+def write_tensors(
+    disk: Disk, path: Path, heads: Sequence[TensorHead], tensors: Iterable[Tensor], *, step: int
+) -> StoredFile:
+    """Write the file of ``tensor_file`` and wait until it is on disk. Raises ``OSError``.
+
+    The header is written twice: first to take up its place, and when all checksums are known. Of ``tensors``, one at a
+    time is in use.
+    """
+    blank = _header(heads, [0] * len(heads), step)
+    checksums: list[int] = []
+    with disk.create(path) as file:
+        disk.write(file, blank)
+        for head, tensor in zip(heads, tensors, strict=True):
+            content = bytes_of(tensor.to(head.dtype).contiguous())
+            assert len(content) == head.num_bytes, f"{head.name} is not what was announced"
+            checksums.append(checksum_of(content))
+            disk.write(file, content)
+        header = _header(heads, checksums, step)
+        assert len(header) == len(blank), "checksums have a fixed width"
+        file.seek(0)
+        disk.write(file, header)
+        disk.sync(file)
+    total = len(header) + sum(head.num_bytes for head in heads)
+    return StoredFile(num_bytes=total, header_bytes=len(header), checksum=checksum_of(header))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    content: Any = tensor.flatten().view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+def _header(heads: Sequence[TensorHead], checksums: Sequence[int], step: int) -> bytes:
+    sums = {head.name: hex_of(checksum) for head, checksum in zip(heads, checksums, strict=True)}
+    content: dict[str, Any] = {"__metadata__": {METADATA: json.dumps({"step": step, "checksums": sums})}}
+    end = 0
+    for head in heads:
+        place = [end, end + head.num_bytes]
+        content[head.name] = {"dtype": _NAMES[head.dtype], "shape": list(head.sizes), "data_offsets": place}
+        end = place[1]
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,1 +1,1 @@
-"""Floor 8: the command ``bytescale``. One module a command; heavy imports happen inside the command that needs them."""
+"""Layer 9: the command ``bytescale``. One module a command; heavy imports happen inside the command that needs them."""

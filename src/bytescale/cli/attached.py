@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bytescale.cli.batch_source import RatesConfig
-from bytescale.cli.devices import GIB, Devices, kind_and_precision, usable_bytes_of
+from bytescale.cli.devices import GIB, AssumedDevices, kind_and_precision, usable_bytes_of
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.units import format_bytes, format_si
 from bytescale.config import (
@@ -29,7 +29,7 @@ from bytescale.cost import Profile
 from bytescale.cost.memory import Checkpointing, DeviceKind
 
 if TYPE_CHECKING:
-    from bytescale.train.parts.attached_model import AttachedModel
+    from bytescale.train.parts.attached_model import HFModel
 
 BYTES_PER_PARAMETER = 12
 """Of this machine's memory, while the model is built: weights, their copy in flat memory, and gradients."""
@@ -39,7 +39,7 @@ BYTES_PER_PARAMETER = 12
 class PlannedModel:
     """A model that runs on transformers' own code, as ``plan`` and ``simulate`` need it."""
 
-    model: AttachedModel
+    model: HFModel
     config: Config | None
     kind: DeviceKind
 
@@ -56,11 +56,11 @@ class PlannedModel:
         ring_gradients = (self.config.trainer if self.config else TrainerConfig()).ring_gradients
         return self.model.profile(counted, ring_gradients)
 
-    def devices(self, num_ranks: int, device_gib: float | None) -> Devices:
+    def devices(self, num_ranks: int, device_gib: float | None) -> AssumedDevices:
         """The devices of ``num_ranks`` HDP ranks; see ``cli.devices.devices_of``."""
         ring_gradients = (self.config.trainer if self.config else TrainerConfig()).ring_gradients
         usable = usable_bytes_of(self.config, self.kind) if device_gib is None else device_gib * GIB
-        return Devices(
+        return AssumedDevices(
             memory=self.model.measured_memory(self.kind, num_ranks, ring_gradients),
             usable_bytes=usable,
         )
@@ -105,7 +105,7 @@ def planned_model(
     return PlannedModel(model=_build(settings, architecture, element_bytes), config=config, kind=kind)
 
 
-def _build(config: Config, architecture: AttachedArchitecture, element_bytes: int) -> AttachedModel:
+def _build(config: Config, architecture: AttachedArchitecture, element_bytes: int) -> HFModel:
     import torch
 
     from bytescale.attach.folder import parameters_of

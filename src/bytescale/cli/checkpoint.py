@@ -55,13 +55,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _list(arguments: Sequence[str]) -> int:
-    from bytescale.checkpoint.folders import open_folder, unreachable
+    from bytescale.checkpoint.manifest import unreachable
     from bytescale.checkpoint.verify import list_checkpoints
+    from bytescale.storage.place import place_at
 
     options = parse(ListOptions, arguments, prog="bytescale checkpoint list")
     place = _checkpoints_of(options.run)
     try:
-        found = list_checkpoints(open_folder(place))
+        found = list_checkpoints(place_at(place))
     except OSError as error:
         raise unreachable(error, place) from error
     if not found:
@@ -73,18 +74,18 @@ def _list(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    from bytescale.checkpoint.folders import open_folder, unreachable
-    from bytescale.checkpoint.manifest import MANIFEST
+    from bytescale.checkpoint.manifest import MANIFEST, unreachable
     from bytescale.checkpoint.verify import list_checkpoints, problems_of
+    from bytescale.storage.place import file_sizes, place_at
 
     options = parse(VerifyOptions, arguments, prog="bytescale checkpoint verify")
-    folder = open_folder(options.folder)
+    folder = place_at(options.folder)
     try:
-        if MANIFEST in folder.sizes():
+        if MANIFEST in file_sizes(folder):
             folders = [folder]
         else:
-            parent = open_folder(_checkpoints_of(options.folder))
-            folders = [parent.inside(one.name) for one in list_checkpoints(parent)]
+            parent = place_at(_checkpoints_of(options.folder))
+            folders = [parent / one.name for one in list_checkpoints(parent)]
     except OSError as error:
         raise unreachable(error, options.folder) from error
     if not folders:

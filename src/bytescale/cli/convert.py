@@ -76,9 +76,9 @@ def run(arguments: Sequence[str]) -> int:
 def _exporter(checkpoint: str) -> Callable[..., list[Path]]:
     """What turns this checkpoint into a folder, by the model that it is of."""
     from bytescale.checkpoint.export import export_checkpoint
-    from bytescale.checkpoint.restoring import StoredTensors
+    from bytescale.checkpoint.reading import CheckpointReader
 
-    if AttachedArchitecture.is_in(StoredTensors(checkpoint).state.architecture):
+    if AttachedArchitecture.is_in(CheckpointReader(checkpoint).state.architecture):
         from bytescale.attach.converting import export_attached
 
         return export_attached

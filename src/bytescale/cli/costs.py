@@ -10,7 +10,7 @@ import tyro
 
 from bytescale.cli.attached import PlannedModel, planned_model
 from bytescale.cli.batch_source import DEFAULT_MODEL, CostSource, read_profile
-from bytescale.cli.devices import Devices, devices_of
+from bytescale.cli.devices import AssumedDevices, devices_of
 from bytescale.common.errors import ConfigError, problem
 from bytescale.config import Config, ModelConfig, ParallelConfig, TrainerConfig
 from bytescale.cost import Profile
@@ -46,12 +46,12 @@ class Costs:
     config: Config | None
     cluster: ClusterConfig
     profile: Profile
-    """Without what checkpointing changes in memory (``Devices.kept_by``)."""
+    """Without what checkpointing changes in memory (``AssumedDevices.kept_by``)."""
     attached: PlannedModel | None
     """A model of another library; None if it is our own Llama or Mixtral."""
 
     @cached_property
-    def devices(self) -> Devices:
+    def devices(self) -> AssumedDevices:
         """The devices. Without a config they are chosen only when somebody asks, because that may import torch."""
         if self.attached is not None:
             return self.attached.devices(self.cluster.num_ranks, self.options.device_gib)

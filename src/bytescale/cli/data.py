@@ -30,7 +30,6 @@ from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corpus
 from bytescale.data.loading.record import check_record
 from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.facts import TokenFacts
@@ -38,6 +37,7 @@ from bytescale.data.tokens.indexed import pair_paths, read_index
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import example_encoder, fetched
 from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
+from bytescale.storage.retry import with_retries
 
 _SHOWN_SKIPPED = 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName
 from bytescale.config.load import DEMO_CONFIG
 from bytescale.cost import Cluster, Profile
 from bytescale.planner import make_planner
-from bytescale.simulator import ClusterConfig, SimulatedStep, simulate
+from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 
 GPUS = (64, 512)
@@ -113,9 +114,9 @@ def simulated_steps(lengths: IntArray, num_gpus: int, profile: Profile, *, conte
     cluster = ClusterConfig(num_gpus=num_gpus, gradient_bucket_mib=_BUCKET_MIB)
     cost = profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=1)
     ranks = Cluster.uniform(num_gpus, CAPACITY_TOKENS)
-    return {
-        name: simulate(
-            make_planner(PlannerConfig(name=name), ranks, cost, context_length=context)(lengths), profile, cluster
-        )
+    step = partial(step_seconds, profile=profile, cluster=cluster)
+    planners = {
+        name: make_planner(PlannerConfig(name=name), ranks, cost, context_length=context, step_seconds=step)
         for name in PLANNERS
     }
+    return {name: simulate(planner(lengths), profile, cluster) for name, planner in planners.items()}

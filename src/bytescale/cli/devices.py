@@ -21,7 +21,7 @@ _ELEMENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "fp64": 8, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
+class AssumedDevices:
     """The memory of the fullest device of a rank."""
 
     memory: MemoryModel | MeasuredMemory
@@ -48,7 +48,7 @@ def devices_of(
     checkpointing: Checkpointing,
     capacity_tokens: int,
     device_gib: float | None,
-) -> Devices:
+) -> AssumedDevices:
     """Return the devices of ``num_ranks`` HDP ranks that run a model by ``profile`` (see the top of this file).
 
     ``share``: the model, and how tensor parallelism and a pipeline cut it.
@@ -71,7 +71,7 @@ def devices_of(
         model = model.in_head_groups(usable_bytes, capacity_tokens=capacity_tokens or None, offload=offload)
     else:
         model = replace(model, head_groups=config.trainer.head_groups)
-    return Devices(memory=model.fullest_stage(usable_bytes), usable_bytes=usable_bytes)
+    return AssumedDevices(memory=model.fullest_stage(usable_bytes), usable_bytes=usable_bytes)
 
 
 def kind_and_precision(config: Config | None, measured_on: str) -> tuple[DeviceKind, int]:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
 from bytescale.planner import make_planner
-from bytescale.simulator import ClusterConfig, simulate
+from bytescale.simulator import ClusterConfig, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 
 
@@ -161,8 +162,15 @@ def _plan_all(
     refused: dict[str, str] = {}
     for name in options.planners:
         context = 0 if options.batch.lengths else options.batch.context
-        config = PlannerConfig(name=name)
-        planner = make_planner(config, cluster, cost, context_length=context, num_stages=options.pp)
+        step = partial(step_seconds, profile=profile, cluster=layout)
+        planner = make_planner(
+            PlannerConfig(name=name),
+            cluster,
+            cost,
+            context_length=context,
+            num_stages=options.pp,
+            step_seconds=step,
+        )
         began = time.perf_counter()
         try:
             plan = planner(lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
 from bytescale.planner import make_planner
-from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
+from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
 
@@ -201,5 +202,13 @@ def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
     ranks = Cluster.uniform(cluster.num_ranks, capacity)
     cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
-    config = PlannerConfig(name=options.planner)
-    return make_planner(config, ranks, cost, context_length=context, num_stages=cluster.pp)(batch.lengths)
+    step = partial(step_seconds, profile=costs.profile, cluster=cluster)
+    planner = make_planner(
+        PlannerConfig(name=options.planner),
+        ranks,
+        cost,
+        context_length=context,
+        num_stages=cluster.pp,
+        step_seconds=step,
+    )
+    return planner(batch.lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescale.data.loading.corpus import Corpus
+from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.fields import WEIGHTS
 
 _SHOWN_CHARACTERS = 240
@@ -35,15 +36,14 @@ class TokenRun:
 
 def runs_of_documents(corpus: Corpus, most_documents: int) -> list[TokenRun]:
     """Return the runs of the first documents. The first token of a document, which nothing predicts, has weight 0."""
-    pieces = corpus.all_pieces[:most_documents]
-    return [run for number, piece in enumerate(pieces.tolist()) for run in _runs(corpus, number, piece)]
+    shown = GlobalBatch.of(corpus.index, corpus.all_pieces[:most_documents], step=0, epoch=0, ends_epoch=False)
+    return [run for number, one in enumerate(corpus.documents(shown)) for run in _runs(corpus, number, one)]
 
 
-def _runs(corpus: Corpus, number: int, piece: int) -> Iterator[TokenRun]:
-    tokens = corpus.piece_tokens(piece)
-    whole = np.array([piece]), np.zeros(1, np.int64), np.array([len(tokens)])
-    weights = np.roll(corpus.read_fields(*whole, names=[WEIGHTS])[WEIGHTS], 1)  # the last one has no label: 0
-    labels = np.roll(corpus.read(*whole)[1], 1)
+def _runs(corpus: Corpus, number: int, document: Mapping[str, NDArray]) -> Iterator[TokenRun]:
+    tokens = document["tokens"]
+    weights = np.roll(document[WEIGHTS], 1)  # the last one has no label: 0
+    labels = np.roll(document["labels"], 1)
     differs = (labels != tokens) & (weights != 0)
     changes = (np.diff(weights) != 0) | (np.diff(differs.astype(np.int8)) != 0)
     for start, stop in itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]):

@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 
 class Array(Protocol):
-    """The one method that a cut needs of a tensor. This floor does not import torch."""
+    """The one method that a cut needs of a tensor. This layer does not import torch."""
 
     def narrow(self, dim: int, start: int, length: int) -> Self: ...
 

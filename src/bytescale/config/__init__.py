@@ -1,4 +1,4 @@
-"""Floor 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
+"""Layer 1: the settings. Dataclasses, presets, TOML in and out, and every check that needs no data and no torch."""
 
 from bytescale.config.architecture import PRESETS, Architecture
 from bytescale.config.attached import AttachedArchitecture

@@ -54,7 +54,7 @@ _TOP_2_OF_8: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2, "router
 # 7b to 70b: layers, heads, KV groups and hidden size are the paper's (section 8, table 1). It does not print the
 # feed-forward widths; these are Llama 2's and, for 7b, Llama 3 8B's / Mistral 7B's 3.5x.
 PRESETS: dict[str, Architecture] = {
-    # Narrow layers want larger initial weights: 0.08 is about 1 / sqrt(128) (docs/LOG.md has the losses).
+    # Narrow layers want larger initial weights: 0.08 is about 1 / sqrt(128) (docs/decisions/tensor_parallelism.md).
     "tiny": replace(_llama(4, 4, 2, 128, 384, vocab=4096), rope_theta=10_000.0, init_std=0.08),
     "160m": replace(_llama(12, 12, 4, 768, 2048, vocab=32000), tie_embeddings=True),
     "1b": replace(_llama(16, 32, 8, 2048, 8192), tie_embeddings=True),

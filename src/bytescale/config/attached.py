@@ -90,7 +90,6 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
         ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
         ("trainer.compile", "true", trainer.compile, "false"),
         ("trainer.head_groups", trainer.head_groups, trainer.head_groups > 1, '"auto"'),
-        ("memory.offload", '"on"', config.memory.offload == "on", '"off"'),
         ("trainer.trace_steps", list(trainer.trace_steps), bool(trainer.trace_steps), "[]"),
         ("cost.profile", f'"{config.cost.profile}"', config.cost.profile is not None, "nothing"),
     )
@@ -100,7 +99,7 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
                 problem(
                     f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
                     so="only our own Llama and Mixtral can do that",
-                    fix=f"set {name} to {good}; HDP and trainer.checkpointing work with every model",
+                    fix=f"set {name} to {good}; HDP, trainer.checkpointing and memory.offload work with every model",
                 )
             )
     if shape.content.get("output_router_logits"):

@@ -121,7 +121,7 @@ class DataConfig:
     record: bool = False
     """Write down what every rank is given in every step (data/ in the run folder), for `bytescale data audit`."""
     loader: Literal["local", "ray"] = "local"
-    """local: every rank plans and reads for itself; ray: servers read, one planner plans, ranks fetch their slices."""
+    """local: every rank plans and reads for itself; ray: servers read, every node plans, ranks fetch their slices."""
     servers: int = 2
     """ray only. Server actors per node."""
     ray_address: str = ""

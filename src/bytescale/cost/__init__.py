@@ -1,4 +1,4 @@
-"""Floor 2: what things cost in time, memory and traffic. Counts, models, profiles. Free of torch."""
+"""Layer 2: what things cost in time, memory and traffic. Counts, models, profiles. Free of torch."""
 
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.links import Links

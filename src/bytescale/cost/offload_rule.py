@@ -10,13 +10,14 @@ memory, ``r (l - 2) Act(s) / D <= H`` per device. Of all r that give the smalles
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.common.errors import ConfigError, problem
+from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
 
@@ -118,6 +119,37 @@ class OffloadRule:
     def _whole_token_bytes(self) -> float:
         """Host memory minus that of one token, because the number of moved tokens is rounded up by less than one."""
         return max(self.host_bytes - self._moved_bytes_per_token, 0.0)
+
+
+def measured_rule(
+    times: Profile, *, share: float, moved_per_token: float, num_layers: int, host_bytes: float
+) -> OffloadRule:
+    """Return the rule for layers whose activations were measured.
+
+    Args:
+        times: of a layer, and of the links to host memory.
+        share: of a token's device memory, what offloading frees.
+        moved_per_token: bytes of an offloaded token in host memory, of all layers that may move together.
+        num_layers: of the whole model.
+        host_bytes: of one rank.
+
+    Raises ``ConfigError`` where offloading frees nothing.
+    """
+    if share <= 0:
+        raise ConfigError(
+            problem(
+                f"activations shall be offloaded, but that frees no memory of this model of {num_layers} layers",
+                so="it would cost time and gain nothing (the last two layers always stay on the device)",
+                fix='set memory.offload = "off", or leave out host_gib of HDP',
+            )
+        )
+    of_layer = Curve(0.0, moved_per_token / movable_layers(num_layers), 0.0)
+    return OffloadRule(
+        profile=replace(times, activation_bytes=of_layer, points=()),
+        num_layers=num_layers,
+        movable_share=share,
+        host_bytes=host_bytes,
+    )
 
 
 def choose_offload(

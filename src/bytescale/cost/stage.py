@@ -152,7 +152,11 @@ def _exposed_ring(
     row_bytes: tuple[float, float],
     loads: Loads,
 ) -> FloatArray:
-    """``[M]`` what is not hidden by blocks of so many seconds, and by ``local`` seconds of whole sequences."""
+    """``[M]`` seconds of ring and row messages that computation does not hide.
+
+    A step of the ring hides behind a block of ``block`` seconds. The first transfer may also hide behind the
+    ``local`` seconds of the sequences that the rank holds whole.
+    """
     columns, rows = loads.columns, loads.degree / loads.columns
     keys = _transfer_seconds(profile, ring_bytes, loads, loads.inter_node)
     there, home = (_transfer_seconds(profile, size, loads, loads.row_leaves_node) for size in row_bytes)

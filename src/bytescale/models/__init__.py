@@ -1,4 +1,4 @@
-"""Floor 3: decoder models as plain mathematics on tokens, positions and an attention callable, without ranks."""
+"""Layer 3: decoder models as plain mathematics on tokens, positions and an attention callable, without ranks."""
 
 from bytescale.config import Architecture
 from bytescale.models.llama import Llama

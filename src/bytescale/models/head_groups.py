@@ -63,6 +63,7 @@ def apply_head_groups(module: Attention, num_groups: int) -> None:
         result: Tensor = _HeadGroups.apply(_Settings(module, attention, num_groups), hidden, *weights, *rotation)
         return result
 
+    forward.rows_at_once = 0  # type: ignore[attr-defined]  # tensor parallelism gathers them all before
     module.forward = forward  # type: ignore[assignment]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.common.parsing import parse_json
-from bytescale.models.hf import Piece
+from bytescale.models.hf import HFTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,7 +36,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = True) -> dict[Path, list[Piece]]:
+def check_pieces(folder: Path, pieces: Sequence[HFTensor], *, whole_model: bool = True) -> dict[Path, list[HFTensor]]:
     """Find out which file holds which pieces, and check their shapes. Reads headers only.
 
     ``whole_model``: ``pieces`` are all that the model has, so that the folder may not have others.
@@ -58,7 +58,7 @@ def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = T
         )
     if whole_model:
         _refuse_others(folder, stored.keys() - {piece.hf_name for piece in pieces}, stored)
-    by_file: dict[Path, list[Piece]] = {}
+    by_file: dict[Path, list[HFTensor]] = {}
     wrong = []
     for piece in pieces:
         file, shape = stored[piece.hf_name]
@@ -76,7 +76,9 @@ def check_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = T
     return by_file
 
 
-def read_pieces(folder: Path, pieces: Sequence[Piece], *, whole_model: bool = True) -> Iterator[tuple[Piece, Tensor]]:
+def read_pieces(
+    folder: Path, pieces: Sequence[HFTensor], *, whole_model: bool = True
+) -> Iterator[tuple[HFTensor, Tensor]]:
     """Yield every piece with its tensor, file by file. Files are memory-mapped: one tensor at a time is in memory.
 
     Raises the errors of ``check_pieces``, before anything is read.
@@ -134,14 +136,19 @@ def finite(tensor: Tensor, name: str, folder: Path) -> Tensor:
 
 
 def write_pieces(
-    folder: Path, pieces: Sequence[Piece], value: Callable[[Piece], Tensor], *, dtype: torch.dtype, shard_bytes: int
+    folder: Path,
+    pieces: Sequence[HFTensor],
+    value: Callable[[HFTensor], Tensor],
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int,
 ) -> list[Path]:
     """Write shards of at most ``shard_bytes``, and an index if there are several. Returns the paths of the shards.
 
     A shard holds at least one tensor, however large. ``value`` returns the tensor of a piece; at most one shard is in
     memory at a time.
     """
-    shards: list[list[Piece]] = [[]]
+    shards: list[list[HFTensor]] = [[]]
     filled = 0
     for piece in pieces:
         size = _num_elements(piece) * dtype.itemsize
@@ -239,5 +246,5 @@ def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _num_elements(piece: Piece) -> int:
+def _num_elements(piece: HFTensor) -> int:
     return torch.Size(piece.shape).numel()

@@ -24,8 +24,10 @@ AttentionCallable = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q [T, H, D], k [T, G, D], v [T, G, D]) -> [T, H, D]``"""
 SwiGLU = Callable[[Tensor, Tensor], Tensor]
 """``(gate, up) -> silu(gate) * up``, all of one shape and dtype."""
-Project = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
+ProjectIn = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
 """``(rows [T, in], linears) -> [T, out]`` of each."""
+ProjectOut = Callable[[Tensor, nn.Linear], Tensor]
+"""``(rows [T, in], linear) -> [T, out]``"""
 
 
 class Llama(nn.Module):
@@ -126,13 +128,14 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """The projections around attention, ``[T, C] -> [T, C]``.
 
-    ``rotate`` and ``project`` may be replaced by faster functions.
+    ``rotate``, ``project_in`` and ``project_out`` may be replaced by faster functions.
     """
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.rotate: Rotate = rotate
-        self.project: Project = project
+        self.project_in: ProjectIn = project_in
+        self.project_out: ProjectOut = project_out
         self.head_dim = shape.head_dim
         query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
@@ -141,31 +144,41 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attention: AttentionCallable) -> Tensor:
-        projected = self.project(hidden, (self.q_proj, self.k_proj, self.v_proj))
+        projected = self.project_in(hidden, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (rows.unflatten(-1, (-1, self.head_dim)) for rows in projected)
         out = attention(apply_rope(q, rotation, self.rotate), apply_rope(k, rotation, self.rotate), v)
-        return self.o_proj(out.flatten(-2))
+        return self.project_out(out.flatten(-2), self.o_proj)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, ``[T, C] -> [T, F] -> [T, C]``. ``swiglu`` and ``project`` may be replaced by faster functions."""
+    """SwiGLU, ``[T, C] -> [T, F] -> [T, C]``.
+
+    ``swiglu``, ``project_in`` and ``project_out`` may be replaced by faster functions.
+    """
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
         self.swiglu: SwiGLU = swiglu
-        self.project: Project = project
+        self.project_in: ProjectIn = project_in
+        self.project_out: ProjectOut = project_out
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.project(hidden, (self.gate_proj, self.up_proj))
-        return self.down_proj(self.swiglu(gate, up))
+        gate, up = self.project_in(hidden, (self.gate_proj, self.up_proj))
+        return self.project_out(self.swiglu(gate, up), self.down_proj)
 
 
-def project(rows: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+def project_in(rows: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
     """The product of ``rows [T, in]`` with each of ``linears``, ``[T, out]``."""
     return [linear(rows) for linear in linears]
+
+
+def project_out(rows: Tensor, linear: nn.Linear) -> Tensor:
+    """The product of ``rows [T, in]`` with ``linear``, ``[T, out]``."""
+    result: Tensor = linear(rows)
+    return result
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

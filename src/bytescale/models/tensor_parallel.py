@@ -15,19 +15,20 @@ T tokens and t of them on this rank::
 
 *gather* assembles all tokens from the ranks' parts; its gradient is summed over ranks and scattered. *scatter* sums the
 ranks' partial results and gives each rank its tokens; its gradient is gathered. So the same collectives run in forward
-and backward. The sums in the backward of attention and dense feed-forward parts travel while the gradients of weights
-are computed (``TokenShards.project``). A norm or router sees each token on one rank only, so its gradients are partial
-sums; they are added up once a step.
+and backward. Those of attention and of dense feed-forward parts travel beside the products with the weights
+(``TokenShards.gather_and_project``, ``project_and_scatter``). A norm or router sees each token on one rank only, so its
+gradients are partial sums; they are added up once a step.
 
 Attention needs no change: a rank has fewer heads, and its ring connects ranks with the same heads. With fewer key/value
 heads than ranks, neighbouring ranks hold the same head (``Cut.replicas``).
 
 The linears are plain and sharded, not DTensors: for small blocks DTensor's dispatch takes four times as long as the
-matrix products (docs/LOG.md).
+matrix products (docs/decisions/tensor_parallelism.md).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,17 +38,21 @@ from torch import Tensor, nn
 
 from bytescale.common.cut import Cut
 from bytescale.cost.memory import is_row_wise
-from bytescale.models.llama import FeedForward, Llama
+from bytescale.models.llama import Attention, FeedForward, Llama, project_in, project_out
 from bytescale.models.moe import MixtureOfExperts
 
 
-class TokenShards(Protocol):
+class ShardedRows(Protocol):
     """How a model's rows are divided among the tensor-parallel ranks, and the collectives that move them."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        ...
 
     def begin(self, num_tokens: int) -> None:
         """Set the number of tokens T that the following calls work on."""
@@ -65,12 +70,16 @@ class TokenShards(Protocol):
         """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
         ...
 
-    def project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """``llama.project``, whose backward may send the gradient of gathered ``rows`` while it computes weights'."""
+    def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """``llama.project_in`` of gathered ``rows [t, in]``, whose messages travel beside its products."""
+        ...
+
+    def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
+        """``llama.project_out``, scattered: ``[t, out]``. Its messages travel beside its products."""
         ...
 
 
-def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut]:
+def apply_tensor_parallelism(model: Llama, shards: ShardedRows) -> dict[str, Cut]:
     """Reduce ``model`` (the whole model or a stage) to one rank's part. Returns the cut of every parameter, by name.
 
     The model is changed in place and may be on the meta device. ``config.validate`` has checked its sizes before.
@@ -85,18 +94,14 @@ def apply_tensor_parallelism(model: Llama, shards: TokenShards) -> dict[str, Cut
         model.embed_tokens = VocabularyShard(model.embed_tokens, shards)  # type: ignore[assignment]
     for layer in model.layers:
         _begin_before(layer.self_attn, shards)
-        _gather_before(layer.self_attn, shards)
-        _scatter_after(layer.self_attn, shards)
-        layer.self_attn.project = shards.project
+        _Messages(layer.self_attn, shards)
         if isinstance(layer.mlp, MixtureOfExperts):
             layer.mlp.router.register_forward_hook(lambda module, args, logits: shards.gather(logits))
             _gather_before(layer.mlp.experts, shards)
             _scatter_after(layer.mlp.experts, shards)
         else:
             assert isinstance(layer.mlp, FeedForward), "a layer has a feed-forward block or a mixture of them"
-            _gather_before(layer.mlp, shards)
-            _scatter_after(layer.mlp, shards)
-            layer.mlp.project = shards.project
+            _Messages(layer.mlp, shards)
     if model.norm is not None:
         model.norm.register_forward_hook(lambda module, args, hidden: shards.gather_for_loss(hidden))
     return cuts
@@ -116,7 +121,7 @@ def row_wise_parts(model: Llama, tp_size: int) -> list[tuple[nn.Module, str]]:
 class VocabularyShard(nn.Module):
     """An embedding of which this rank holds a part of the words: ``[T] -> [t, C]``."""
 
-    def __init__(self, part: nn.Embedding, shards: TokenShards) -> None:
+    def __init__(self, part: nn.Embedding, shards: ShardedRows) -> None:
         super().__init__()
         self.weight = part.weight
         self._shards = shards
@@ -129,7 +134,45 @@ class VocabularyShard(nn.Module):
         return self._shards.scatter(rows)
 
 
-def _cut(name: str, size: tuple[int, ...], model: Llama, shards: TokenShards) -> Cut:
+class _Messages:
+    """A block's gather and scatter: beside its products, or around it where its forward splits heads or rows.
+
+    ``apply_head_groups`` and ``apply_row_chunks`` make such a forward and say so in its ``rows_at_once``.
+    """
+
+    def __init__(self, module: Attention | FeedForward, shards: ShardedRows) -> None:
+        self._shards = shards
+        self._beside = False  # whether the products of the forward that runs communicate
+        self._num_products = 0  # of them
+        module.project_in, module.project_out = self._project_in, self._project_out
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)  # also if an exception stops a recomputation
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._beside = self._shards.num_tokens <= getattr(module.forward, "rows_at_once", math.inf)
+        self._num_products = 0
+        hidden, *rest = args
+        return args if self._beside else (self._shards.gather(hidden), *rest)
+
+    def _project_in(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        self._num_products += 1
+        return (self._shards.gather_and_project if self._beside else project_in)(rows, linears)
+
+    def _project_out(self, rows: Tensor, linear: nn.Linear) -> Tensor:
+        self._num_products += 1
+        return (self._shards.project_and_scatter if self._beside else project_out)(rows, linear)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], result: Tensor | None) -> Tensor | None:
+        beside, self._beside = self._beside, False
+        if result is None:  # stopped
+            return None
+        if not beside:
+            return self._shards.scatter(result)
+        assert self._num_products == 2, f"{type(module).__name__}: a forward without rows_at_once uses both products"
+        return None
+
+
+def _cut(name: str, size: tuple[int, ...], model: Llama, shards: ShardedRows) -> Cut:
     """Where a parameter is cut: by its rows (outputs), by its columns (inputs), or not at all."""
     if len(size) == 1 or name.endswith("router.weight"):
         return Cut(shape=size, replicas=shards.size, replica=shards.rank)
@@ -152,7 +195,7 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> None:
         owner.out_features, owner.in_features = owner.weight.shape
 
 
-def _begin_before(attention: nn.Module, shards: TokenShards) -> None:
+def _begin_before(attention: nn.Module, shards: ShardedRows) -> None:
     """Make every layer announce its number of tokens, because a recomputation may run between other micro-batches."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -162,7 +205,7 @@ def _begin_before(attention: nn.Module, shards: TokenShards) -> None:
     attention.register_forward_pre_hook(hook)
 
 
-def _gather_before(module: nn.Module, shards: TokenShards) -> None:
+def _gather_before(module: nn.Module, shards: ShardedRows) -> None:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = args
         return (shards.gather(hidden), *rest)
@@ -170,5 +213,5 @@ def _gather_before(module: nn.Module, shards: TokenShards) -> None:
     module.register_forward_pre_hook(hook)
 
 
-def _scatter_after(module: nn.Module, shards: TokenShards) -> None:
+def _scatter_after(module: nn.Module, shards: ShardedRows) -> None:
     module.register_forward_hook(lambda module, args, partial: shards.scatter(partial))

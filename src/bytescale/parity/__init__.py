@@ -1,4 +1,4 @@
-"""Floor 7: is a model under ``bytescale.HDP`` equal to itself in one process? Run it on your own model::
+"""Layer 7: is a model under ``bytescale.HDP`` equal to itself in one process? Run it on your own model::
 
     python -m bytescale.parity Qwen/Qwen3-0.6B      # a folder, a model of the hub, or a model type such as qwen3
 

@@ -52,7 +52,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepNumbers:
     """What one step gives: the loss, per document the log-probabilities of its labels, and all gradients."""
 
     loss: float
@@ -83,7 +83,7 @@ def random_documents(model: nn.Module, setup: Setup) -> list[Document]:
     return documents
 
 
-def plain_step(model: nn.Module, documents: list[Document]) -> Outcome:
+def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
     """The reference: every document alone, by the model as it is."""
     total = float(sum(document["weights"].sum() for document in documents))
     loss_sum, logprobs = 0.0, []
@@ -95,10 +95,10 @@ def plain_step(model: nn.Module, documents: list[Document]) -> Outcome:
         loss_sum += float(loss.detach())
         logprobs.append(-losses.detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Outcome(loss=loss_sum, logprobs=logprobs, gradients=gradients)
+    return StepNumbers(loss=loss_sum, logprobs=logprobs, gradients=gradients)
 
 
-def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> Outcome:
+def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> StepNumbers:
     """The same step by ``HDP``, on ranks that are threads of this process."""
     lengths = [len(document["tokens"]) for document in documents]
     plan = random_plan(lengths, setup.num_ranks, setup.seed, weighted=True) if setup.planner == "random" else None
@@ -128,7 +128,7 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> O
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
-    return Outcome(loss=sum(loss for loss, _, _ in results), logprobs=results[0][1], gradients=results[-1][2])
+    return StepNumbers(loss=sum(loss for loss, _, _ in results), logprobs=results[0][1], gradients=results[-1][2])
 
 
 def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: Plan | None) -> float:
@@ -144,7 +144,7 @@ def _planned_pass(hdp: HDP, model: nn.Module, documents: list[Document], plan: P
     return loss_sum
 
 
-def difference(reference: Outcome, ours: Outcome) -> Comparison:
+def difference(reference: StepNumbers, ours: StepNumbers) -> Comparison:
     """How far ``ours`` is from ``reference``."""
     largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
     missing = {name for name, gradient in ours.gradients.items() if name not in reference.gradients and gradient.any()}

@@ -1,4 +1,4 @@
-"""Floor 1: the plan, the one data structure in which planner, loader, runtime and simulator meet."""
+"""Layer 1: the plan, the one data structure in which planner, loader, runtime and simulator meet."""
 
 from bytescale.plan.layout import member_segments, member_tokens, segment_bounds
 from bytescale.plan.plan import Plan, Planner

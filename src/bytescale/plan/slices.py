@@ -12,7 +12,7 @@ from bytescale.plan.rank_plan import concatenated_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatchTokens:
+class PlanTokens:
     """Tokens of every micro-batch of a plan, ``[M]`` each."""
 
     held: IntArray
@@ -21,7 +21,7 @@ class MicroBatchTokens:
     row: IntArray  # of the slices of the other columns in a grid, as if all were as long as this rank's
 
 
-def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
+def micro_batch_tokens(plan: Plan) -> PlanTokens:
     """Tokens that each micro-batch holds, offloads and shares, exactly."""
     offsets, groups = plan.micro_batch_group_offsets, plan.micro_batch_groups
     shared = (plan.group_sizes > 1)[groups]
@@ -29,7 +29,7 @@ def micro_batch_tokens(plan: Plan) -> MicroBatchTokens:
     ranks = np.repeat(plan.micro_batch_ranks, np.diff(offsets))
     held[shared] = slice_tokens(plan, groups[shared], ranks[shared])
     moved = np.floor(held * plan.group_offload_ratio[groups] + 1e-9).astype(np.int64)
-    return MicroBatchTokens(
+    return PlanTokens(
         held=segment_sums(held, offsets),
         offloaded=segment_sums(moved, offsets),
         shared=segment_sums(np.where(shared, held, 0), offsets),

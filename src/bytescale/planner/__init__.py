@@ -1,4 +1,4 @@
-"""Floor 3: from lengths, a cluster and a cost model to a plan. Pure: no torch, no clock, no randomness, no I/O."""
+"""Layer 3: from lengths, a cluster and a cost model to a plan. Pure: no torch, no clock, no randomness, no I/O."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ __all__ = [
 
 
 def make_planner(
-    config: PlannerConfig, cluster: Cluster, cost: CostModel, *, context_length: int = 0, num_stages: int = 1
+    config: PlannerConfig,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    context_length: int = 0,
+    num_stages: int = 1,
+    step_seconds: Callable[[Plan], float] | None = None,
 ) -> Callable[[ArrayLike], Plan]:
     """The planner that ``config`` names, as a function of the batch's lengths alone.
 
@@ -45,6 +51,7 @@ def make_planner(
         cluster: the ranks.
         cost: tells the time of a group.
         context_length: the longest sequence that may occur; it sizes the static mesh when ``static_cp`` is not set.
+        step_seconds: the time of a plan's step, by which the adaptive planner compares plans (``adaptive_plan``).
         num_stages: pipeline stages; with more than one, plans are aligned, so that 1F1B cannot hang.
 
     Raises:
@@ -52,7 +59,7 @@ def make_planner(
     """
     pipeline = num_stages > 1
     planners: dict[str, Callable[..., Plan]] = {
-        "adaptive": partial(adaptive_plan, num_stages=num_stages),
+        "adaptive": partial(adaptive_plan, num_stages=num_stages, context=context_length, step_seconds=step_seconds),
         "paper": partial(paper_plan, pipeline=pipeline),
         "greedy": partial(greedy_plan, pipeline=pipeline),
         "naive": naive_plan,

@@ -44,7 +44,6 @@ class Outcome:
 
     end_seconds: float  # makespan: when the last rank ends
     rank_end_seconds: FloatArray  # [R] including the bubbles of a pipeline
-    rank_busy_seconds: FloatArray  # [R] own compute, exposed ring and g, without waiting
     micro_batch_start_seconds: FloatArray  # [M]
     micro_batch_end_seconds: FloatArray  # [M]
     ideal_seconds: float  # lower bound: all compute spread evenly over the ranks' speeds
@@ -60,9 +59,7 @@ class Outcome:
 def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Outcome:
     """The outcome of ``plan``, which has to pass ``verify``. ``cost`` tells the time of one pipeline stage."""
     own_seconds = _own_seconds(plan, cluster, cost)
-    first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
-    shared = plan.group_sizes[first_group] > 1
-    starts, ends = _run(plan, own_seconds, first_group, shared)
+    starts, ends = run_in_order(plan, own_seconds)
     last = plan.rank_micro_batch_offsets[1:] - 1
     rank_ends = np.where(np.diff(plan.rank_micro_batch_offsets) > 0, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
     rank_ends += (num_stages - 1) * segment_sums(_rises(plan, ends - starts), plan.rank_micro_batch_offsets)
@@ -70,7 +67,6 @@ def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int =
     return Outcome(
         end_seconds=float(rank_ends.max()),
         rank_end_seconds=rank_ends,
-        rank_busy_seconds=segment_sums(own_seconds, plan.rank_micro_batch_offsets),
         micro_batch_start_seconds=starts,
         micro_batch_end_seconds=ends,
         ideal_seconds=float(cost.work_seconds(plan.lengths).sum() / cluster.speeds.sum()),
@@ -116,16 +112,15 @@ def _member_places(plan: Plan, entry_ranks: IntArray) -> IntArray:
     return places
 
 
-def _run(
-    plan: Plan, own_seconds: FloatArray, first_group: IntArray, shared: NDArray[np.bool_]
-) -> tuple[FloatArray, FloatArray]:
-    """Start and end of every micro-batch ``[M]``.
+def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Start and end of every micro-batch ``[M]``, from the time of each if its rank never had to wait ``[M]``.
 
     Local micro-batches never wait. So only shared ones are run in waves; a wave consists of those that all members have
     reached. ``local[m]`` is the time of all local micro-batches before m on its rank, and ``delay`` is the time that
     the shared ones add.
     """
-    ranks = plan.micro_batch_ranks
+    ranks, first_group = plan.micro_batch_ranks, plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
+    shared = plan.group_sizes[first_group] > 1
     alone = np.where(shared, 0.0, own_seconds)
     local = _since_rank_start(alone, plan.rank_micro_batch_offsets)
     joint = np.flatnonzero(shared)  # the shared micro-batches, rank by rank in order

@@ -50,12 +50,26 @@ class VerifiedPlanner:
     """Chunks of layers on each stage."""
     context_length: int = 0
     """The longest sequence of the run, which sizes a static mesh; 0: that of each batch."""
+    step_times: Callable[[Cluster, CostModel], Callable[[Plan], float]] | None = None
+    """Gives, for ranks and costs, the seconds of a plan's step, by which the adaptive planner compares plans."""
 
     @cached_property
     def _plan(self) -> Callable[[ArrayLike], Plan]:
+        return self._planner(self.config)
+
+    def _planner(self, config: PlannerConfig) -> Callable[[ArrayLike], Plan]:
         return make_planner(
-            self.config, self.cluster, self.cost, context_length=self.context_length, num_stages=self.num_stages
+            config,
+            self.cluster,
+            self.cost,
+            context_length=self.context_length,
+            num_stages=self.num_stages,
+            step_seconds=self._step_seconds,
         )
+
+    @cached_property
+    def _step_seconds(self) -> Callable[[Plan], float] | None:
+        return None if self.step_times is None else self.step_times(self.cluster, self.cost)
 
     def __call__(self, lengths: ArrayLike) -> Plan:
         """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule."""
@@ -77,9 +91,11 @@ class VerifiedPlanner:
         narrow = narrowed(plan, limits)
         if narrow is plan:
             return plan
-        rings = make_planner(replace(self.config, grids=False), self.cluster, self.cost, num_stages=self.num_stages)
+        rings = self._planner(replace(self.config, grids=False))
 
         def end(plan: Plan) -> float:
+            if self._step_seconds is not None:
+                return self._step_seconds(plan)
             return evaluate(plan, cluster=self.cluster, cost=self.cost, num_stages=self.num_stages).end_seconds
 
         return min((narrow, rings(plan.lengths)), key=end)

@@ -12,7 +12,7 @@ from html import escape
 
 from bytescale.common.units import KIBI, format_bytes, format_count, format_seconds
 from bytescale.report.parts import waits_of
-from bytescale.simulator.step_trace import StepTrace, lane_place
+from bytescale.simulator.step_trace import StepTrace, track_place
 from bytescale.simulator.trace import Span, spread_evenly
 
 WIDTH, HEIGHT = 1000.0, 100.0  # of every drawing, in its own units
@@ -114,35 +114,34 @@ def ranks_over_time(trace: StepTrace, *, until: float | None = None) -> str:
 
     ``until``: seconds at which the axis ends; None: with the last span.
     """
-    ranks = sorted({lane.rank for lane in trace.measured})
+    ranks = sorted({track.rank for track in trace.measured})
     shown = {ranks[place] for place in spread_evenly(len(ranks), MAX_RANKS)}
-    lanes = [("measured", lane) for lane in trace.measured] + [("predicted", lane) for lane in trace.predicted]
-    lanes = [(kind, lane) for kind, lane in lanes if lane.rank in shown]
-    lanes.sort(key=lambda item: (*lane_place(item[1])[:2], item[0], item[1].name))
-    spans = [span for _, lane in lanes for span in lane.spans]
+    tracks = [("measured", track) for track in trace.measured] + [("predicted", track) for track in trace.predicted]
+    tracks = [(kind, track) for kind, track in tracks if track.rank in shown]
+    tracks.sort(key=lambda item: (*track_place(item[1])[:2], item[0], item[1].name))
+    spans = [span for _, track in tracks for span in track.spans]
     axis = _Axis(min(span.start for span in spans), max(span.end for span in spans) if until is None else until)
-    many_lanes = len(lanes) > 2 * len(shown)
+    many_tracks = len(tracks) > 2 * len(shown)
     rows = []
-    for kind, lane in lanes:
-        name = f"rank {lane.rank}" + (f", {lane.name}" if many_lanes else "")
+    for kind, track in tracks:
+        name = f"rank {track.rank}" + (f", {track.name}" if many_tracks else "")
         text = name if kind == "measured" else "predicted"
-        drawing = "".join(_span_rects(lane.spans, axis))
+        drawing = "".join(_span_rects(track.spans, axis))
         rows.append(
-            f'<div class="lane {kind}"><span>{escape(text)}</span>'
+            f'<div class="track {kind}"><span>{escape(text)}</span>'
             f'<svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" role="img" '
             f'aria-label="{escape(name)}, {kind}">{drawing}</svg></div>'
         )
     ticks = _ticks(axis.ticks(format_seconds), "left")
-    left_out = (
-        "" if len(shown) == trace.facts.num_ranks else f" {len(shown)} of {trace.facts.num_ranks} ranks are shown."
-    )
-    return f'<div class="lanes">{"".join(rows)}<div class="lane axis"><span></span><div>{ticks}</div></div></div>' + (
+    num_ranks = trace.metadata.num_ranks
+    left_out = "" if len(shown) == num_ranks else f" {len(shown)} of {num_ranks} ranks are shown."
+    return f'<div class="tracks">{"".join(rows)}<div class="track axis"><span></span><div>{ticks}</div></div></div>' + (
         f"<p class=note>{left_out}</p>" if left_out else ""
     )
 
 
 def _span_rects(spans: Sequence[Span], axis: _Axis) -> list[str]:
-    """Rectangles of a lane: first what the rank does, then the waits inside of forward and backward."""
+    """Rectangles of a track: first what the rank does, then the waits inside of forward and backward."""
     rects = []
     waits, tasks = waits_of(spans), [span for span in spans if span.category != "wait"]
     for inside, some in ((False, tasks), (True, waits)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from bytescale.report.runs import RunRecord
 from bytescale.simulator.step_trace import StepTrace
-from bytescale.simulator.trace import Lane, Span
+from bytescale.simulator.trace import Span, Track
 
 PARTS = ("compute", "waiting", "sync", "data", "other")
 """Compute: forward and backward. Waiting: for other ranks, inside these. Sync: from the last backward until gradients
@@ -74,12 +74,12 @@ def waits_of(spans: Sequence[Span]) -> list[Span]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """A lane of a traced step, added up. Seconds."""
+    """A track of a traced step, added up. Seconds."""
 
     rank: int
     name: str
     compute: float  # forward and backward without the waits inside
-    predicted_compute: float | None  # of the same lane; None if the trace has no such lane. Exposed ring time included
+    predicted_compute: float | None  # of the same track; None: the trace has none. Exposed ring time included
     ring: float  # waits for the ring
     other_waits: float  # waits for other ranks inside forward and backward, and between them for other stages
     sync: float
@@ -88,22 +88,22 @@ class RankTimes:
 
 
 def rank_times(trace: StepTrace) -> list[RankTimes]:
-    """One entry per measured lane."""
-    predicted = {(lane.rank, lane.name): lane for lane in trace.predicted}
-    return [_times_of(lane, predicted.get((lane.rank, lane.name.partition(", tp")[0]))) for lane in trace.measured]
+    """One entry per measured track."""
+    predicted = {(track.rank, track.name): track for track in trace.predicted}
+    return [_times_of(track, predicted.get((track.rank, track.name.partition(", tp")[0]))) for track in trace.measured]
 
 
-def _times_of(lane: Lane, predicted: Lane | None) -> RankTimes:
+def _times_of(track: Track, predicted: Track | None) -> RankTimes:
     def total(*categories: str) -> float:
-        return sum(span.seconds for span in lane.spans if span.category in categories)
+        return sum(span.seconds for span in track.spans if span.category in categories)
 
-    tasks = [span for span in lane.spans if span.category in ("forward", "backward")]
-    waits = waits_of(lane.spans)
+    tasks = [span for span in track.spans if span.category in ("forward", "backward")]
+    waits = waits_of(track.spans)
     inside = [wait for wait in waits if _is_inside(wait, tasks)]
     ring = sum(wait.seconds for wait in waits if wait.name == "wait: ring")
     return RankTimes(
-        rank=lane.rank,
-        name=lane.name,
+        rank=track.rank,
+        name=track.name,
         compute=total("forward", "backward") - sum(wait.seconds for wait in inside),
         predicted_compute=None
         if predicted is None
@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """The share of the step that was not foreseen. 0.5: it took twice the predicted time; below 0: it took less."""
+        """Return ``1 - predicted / measured``. 0.5: the step took twice the predicted time; below 0: it took less."""
         return 1.0 - self.predicted / self.measured
 
 
@@ -149,9 +149,9 @@ def forecasts(run: RunRecord) -> list[Forecast]:
     measured = {int(line["step"]): _without_data(line) for line in run.steps}
     return [
         Forecast(
-            step=trace.facts.step,
-            predicted=trace.facts.predicted_seconds,
-            measured=measured.get(trace.facts.step, trace.facts.measured_seconds),
+            step=trace.metadata.step,
+            predicted=trace.metadata.predicted_seconds,
+            measured=measured.get(trace.metadata.step, trace.metadata.measured_seconds),
         )
         for trace in run.traces
     ]

@@ -129,8 +129,8 @@ def traces_section(runs: Sequence[RunRecord]) -> str:
     blocks = [(run.name, _missing_traces(run)) for run in runs]
     if not any(run.traces for run in runs):
         return per_run(blocks)
-    ends = [span.end for run in runs for trace in run.traces for lane in trace.measured for span in lane.spans]
-    ends += [span.end for run in runs for trace in run.traces for lane in trace.predicted for span in lane.spans]
+    ends = [span.end for run in runs for trace in run.traces for track in trace.measured for span in track.spans]
+    ends += [span.end for run in runs for trace in run.traces for track in trace.predicted for span in track.spans]
     until = max(ends) if len(runs) > 1 else None  # runs are compared on equal axes
     drawn = ["".join(_one_trace(trace, until) for trace in run.traces) for run in runs]
     return legend(TRACE_KEYS) + per_run(
@@ -224,7 +224,7 @@ def settings_section(runs: Sequence[RunRecord]) -> str:
 
 def _missing_traces(run: RunRecord) -> str:
     """What became of the steps that should have been traced and were not."""
-    traced = {trace.facts.step for trace in run.traces}
+    traced = {trace.metadata.step for trace in run.traces}
     wanted = [int(step) for step in run.settings["trainer.trace_steps"]]
     last = run.step_numbers[-1] if run.steps else 0
     coming = [str(step) for step in wanted if step > last and step not in traced]
@@ -257,10 +257,10 @@ def _by_length(run: RunRecord) -> str:
 
 
 def _one_trace(trace: StepTrace, until: float | None) -> str:
-    facts = trace.facts
+    metadata = trace.metadata
     heading = (
-        f"<h4>Step {facts.step}: {format_seconds(facts.measured_seconds)}, predicted "
-        f"{format_seconds(facts.predicted_seconds)}</h4>"
+        f"<h4>Step {metadata.step}: {format_seconds(metadata.measured_seconds)}, predicted "
+        f"{format_seconds(metadata.predicted_seconds)}</h4>"
     )
     rows = []
     for one in rank_times(trace):
@@ -282,7 +282,7 @@ def _errors(run: RunRecord, found: list[Forecast]) -> str:
         [f"step {one.step}", format_seconds(one.predicted), format_seconds(one.measured), f"{one.error:+.0%}"]
         for one in found
     ]
-    content = table(["", "predicted", "measured", "not foreseen"], rows)
+    content = table(["", "predicted", "measured", "error"], rows)
     return note(text) + (content if len(rows) <= 8 else details("Step by step", content))
 
 

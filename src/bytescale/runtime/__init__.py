@@ -1,4 +1,4 @@
-"""Floor 4: executes a plan and never decides. The plan gives the shape and the partner of every message.
+"""Layer 4: executes a plan and never decides. The plan gives the shape and the partner of every message.
 
 The runtime works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imports ``models``.
 """
@@ -7,7 +7,7 @@ from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
 from bytescale.runtime.buckets import Chunk
 from bytescale.runtime.executor import Executor, ModelPart, StepResult, TrainableModel
-from bytescale.runtime.flat import DTYPES, FlatParameters
+from bytescale.runtime.flat import DTYPES, FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
@@ -15,7 +15,6 @@ from bytescale.runtime.mesh import Mesh, MeshShape
 from bytescale.runtime.replicas import TiedHead
 from bytescale.runtime.sharded_optimizer import ShardedOptimizer, Update
 from bytescale.runtime.token_shards import TokenShards
-from bytescale.runtime.zero import ShardedAdamW
 
 __all__ = [
     "DTYPES",
@@ -30,8 +29,8 @@ __all__ = [
     "Mesh",
     "MeshShape",
     "ModelPart",
+    "Range",
     "RankGroup",
-    "ShardedAdamW",
     "ShardedOptimizer",
     "StepResult",
     "TiedHead",
@@ -39,4 +38,5 @@ __all__ = [
     "TrainableModel",
     "Update",
     "linear_cross_entropy",
+    "values_of",
 ]

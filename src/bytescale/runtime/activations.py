@@ -52,7 +52,8 @@ class Activations:
             kind = "cpu" if device is None else device.type
             for module, method in row_wise:
                 apply_row_chunks(module, method, chunk_rows or ROWS_PER_CHUNK[kind])
-        self.attention_memory: KeptAttention | None = apply_checkpointing(layers, checkpointing)
+        self._undo = apply_checkpointing(layers, checkpointing, kept := KeptAttention())
+        self.attention_memory = kept if checkpointing == "attention" else None
         self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
         if self.attention_memory is not None and self.offload is not None:
             self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
@@ -69,17 +70,16 @@ class Activations:
                         f"the plan offloads {offloaded_tokens(micro_batch)} of {micro_batch.num_tokens} tokens of "
                         f"micro-batch {micro_batch.index}, but this run has no host memory for activations",
                         so="the micro-batch would not fit on the device",
-                        fix="set memory.host_gib, or plan without offloading",
+                        fix="give it some (memory.offload, or HDP(host_gib=...)), or plan without offloading",
                     )
                 )
 
-    def forward(self, index: int) -> AbstractContextManager[None]:
-        """Context manager that surrounds the forward of micro-batch ``index``."""
-        return nullcontext() if self.offload is None else self.offload.forward(index)
+    def remove(self) -> None:
+        """Give the layers back the forward that they had."""
+        self._undo()
+        if self.offload is not None:
+            self.offload.remove()
 
-    def backward(self, index: int) -> AbstractContextManager[None]:
-        """Context manager that surrounds the backward of micro-batch ``index``.
-
-        Forwards and backwards of different micro-batches may interleave.
-        """
-        return nullcontext() if self.offload is None else self.offload.backward(index)
+    def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Context manager that surrounds the forward of a micro-batch of the step; backward may come at any time."""
+        return nullcontext() if self.offload is None else self.offload.forward(micro_batch)

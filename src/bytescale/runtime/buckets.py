@@ -25,13 +25,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from bytescale.plan import RankPlan
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime.flat import Bucket, FlatParameters
 from bytescale.runtime.group import PendingCollective, RankGroup
+from bytescale.runtime.layers import layer_input
 
 
 class BucketCollectives:
@@ -78,7 +80,7 @@ class Chunk:
 
     model: nn.Module
     layers: Sequence[nn.Module]
-    """Each layer takes the hidden states as its first argument. All other modules run before or after the layers."""
+    """Each layer is given the hidden states (``runtime.layers``). All other modules run before or after the layers."""
 
 
 class Overlap:
@@ -128,7 +130,7 @@ class Overlap:
         for layer in chunk.layers:
             place = self.collectives.parameters.extent(layer)
             if place is not None:
-                layer.register_forward_pre_hook(self._finishing_hook(place[0]))
+                layer.register_forward_pre_hook(self._finishing_hook(place[0]), with_kwargs=True)
 
     def _count(self, *_: object) -> None:
         self._num_forwards += 1
@@ -144,8 +146,10 @@ class Overlap:
         the layer, and autograd accumulates a parameter's gradient before it runs any other operation that is ready.
         """
 
-        def forward(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if self._silent and self._num_forwards == self._num_micro_batches and args[0].requires_grad:
-                args[0].register_hook(lambda _: self.collectives.reduce_from(start))
+        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._silent and self._num_forwards == self._num_micro_batches:
+                stream = layer_input(args, kwargs)
+                if stream.requires_grad:
+                    stream.register_hook(lambda _: self.collectives.reduce_from(start))
 
         return forward

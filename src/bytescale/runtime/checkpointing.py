@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -75,19 +76,27 @@ class KeptAttention:
             self._writing, self._reading = before
 
 
-def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing) -> KeptAttention | None:
-    """Make every layer recompute in backward. Returns what attention has to be given in mode ``attention``, else None.
+def apply_checkpointing(layers: Sequence[nn.Module], mode: Checkpointing, kept: KeptAttention) -> Callable[[], None]:
+    """Make every layer recompute in backward. Returns a function that undoes it.
 
     A layer's arguments are kept unchanged (autograd keeps the tensors among them). The recomputation uses the weights
     as they are at the time of backward, so they must not change between forward and backward.
+
+    ``kept``: in mode ``attention``, what attention is given.
     """
-    if mode == "none":
-        return None
-    kept = KeptAttention() if mode == "attention" else None
-    extra = {} if kept is None else {"context_fn": kept.contexts}
-    for layer in layers:
-        layer.forward = _checkpointed(layer.forward, extra)
-    return kept
+    extra = {"context_fn": kept.contexts} if mode == "attention" else {}
+    before = [(layer, vars(layer).get("forward")) for layer in layers if mode != "none"]
+    for layer, _ in before:
+        layer.forward = _checkpointed(layer, extra)
+
+    def undo() -> None:
+        for layer, forward in before:
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+    return undo
 
 
 def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
@@ -104,30 +113,38 @@ def apply_row_chunks(owner: nn.Module, method: str, chunk_rows: int) -> None:
     def chunked(rows: Tensor) -> Tensor:
         if len(rows) <= chunk_rows:
             return function(rows)
-        kept: list[Any] = []
-        ticket = _Kept.apply(rows, kept)
-        result: Tensor = _RowChunks.apply(rows, ticket, kept, function, chunk_rows)
+        saved, ticket = save_now(rows)
+        result: Tensor = _RowChunks.apply(rows, ticket, saved, function, chunk_rows)
         return result
 
+    chunked.rows_at_once = chunk_rows  # type: ignore[attr-defined]  # tensor parallelism gathers more of them before
     setattr(owner, method, chunked)
 
 
-class _Kept(torch.autograd.Function):
-    """Saves the input of the chunked work before that work runs; the work itself would save it only afterwards.
+def save_now(*tensors: Tensor) -> tuple[Callable[[], tuple[Tensor, ...]], Tensor]:
+    """Save tensors for a backward before its forward runs; an ``autograd.Function`` saves them only afterwards.
 
     ``torch.utils.checkpoint`` ends a recomputation when it has seen as many saved tensors as forward saved, so work
     that follows the last saved tensor is not repeated.
+
+    Returns a function that gives the tensors in backward, and an empty tensor that the forward has to take.
     """
+    kept: list[Any] = []
+    ticket: Tensor = _Kept.apply(kept, *tensors)
+    return lambda: kept[0].saved_tensors, ticket
 
+
+class _Kept(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, kept: list[Any]) -> Tensor:
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, kept: list[Any], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.num_tensors = len(tensors)
         kept.append(ctx)
-        return rows.new_empty(0)
+        return tensors[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * (1 + ctx.num_tensors)
 
 
 class _RowChunks(torch.autograd.Function):
@@ -136,11 +153,11 @@ class _RowChunks(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         ticket: Tensor,
-        kept: list[Any],
+        saved: Callable[[], tuple[Tensor, ...]],
         function: Callable[[Tensor], Tensor],
         chunk_rows: int,
     ) -> Tensor:
-        ctx.kept, ctx.function, ctx.chunk_rows = kept, function, chunk_rows
+        ctx.saved, ctx.function, ctx.chunk_rows = saved, function, chunk_rows
         out = torch.empty_like(rows)
         for chunk, place in zip(rows.split(chunk_rows), out.split(chunk_rows), strict=True):
             place.copy_(function(chunk))
@@ -148,7 +165,7 @@ class _RowChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows,) = ctx.kept[0].saved_tensors
+        (rows,) = ctx.saved()
         total = torch.empty_like(rows)
         parts = (tensor.split(ctx.chunk_rows) for tensor in (rows, gradients[0], total))
         for chunk, gradient, place in zip(*parts, strict=True):
@@ -160,13 +177,18 @@ class _RowChunks(torch.autograd.Function):
         return total, None, None, None, None
 
 
-def _checkpointed(forward: Callable[..., Tensor], extra: dict[str, Any]) -> Callable[..., Tensor]:
-    def recomputing(*args: Any, **kwargs: Any) -> Tensor:
+def _checkpointed(layer: nn.Module, extra: dict[str, Any]) -> Callable[..., Tensor]:
+    """A method of ``layer``, so that a copy of the layer computes with its own weights."""
+    given: Any = layer.forward
+    own = getattr(given, "__self__", None) is layer
+    forward = given.__func__ if own else lambda _, *args, **kwargs: given(*args, **kwargs)
+
+    def recomputing(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         # States of random generators are kept, so that dropout drops the same numbers again.
-        result: Tensor = checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **extra)
+        result: Tensor = checkpoint(partial(forward, self, **kwargs), *args, use_reentrant=False, **extra)
         return result
 
-    return recomputing
+    return MethodType(recomputing, layer)
 
 
 def _as_it_is(tensor: Any) -> Any:

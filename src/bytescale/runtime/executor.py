@@ -207,7 +207,7 @@ class _Run:
         """Run one forward. Returns the input ``[t, C]`` of the next part; None on the last part, which has the loss."""
         _, chunk, index = action
         part = self.executor.parts[chunk]
-        with part.activations.forward(index):
+        with part.activations.forward(self.plan[index]):
             output = self.output(part, index, None if received is None else received.requires_grad_())
             if self.is_last(chunk):
                 output = self._loss(part, output, self.data[index])
@@ -230,8 +230,7 @@ class _Run:
         """Run one backward from the gradient of the output. Returns that of the input; None on the first part."""
         _, chunk, index = action
         inputs, output = self.held.pop((chunk, index))
-        with self.executor.parts[chunk].activations.backward(index):
-            output.backward(received)
+        output.backward(received)
         self.buffers.release()
         return None if inputs is None else inputs.grad
 

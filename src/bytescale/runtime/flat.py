@@ -18,7 +18,8 @@ Only the first bucket may be smaller than the others: it is reduced last, when n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -78,6 +79,27 @@ class Piece:
     entry: Entry
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """One state of neighbouring weights: ``values [n]`` are the optimizer's own memory.
+
+    ``start`` is where they begin in the flat buffers. A range ends where this rank's part of a bucket ends, or where a
+    parameter with other options begins. So what a rank has of a parameter in a bucket lies in one range.
+    """
+
+    start: int
+    values: Tensor
+
+
+def values_of(ranges: Sequence[Range], start: int, stop: int) -> Tensor:
+    """The elements ``start`` to ``stop`` of the flat buffers, a view of the one range in which they lie.
+
+    ``ranges``: in the order of the buffers.
+    """
+    found = ranges[bisect_right(ranges, start, key=lambda own: own.start) - 1]
+    return found.values[start - found.start : stop - found.start]
 
 
 class FlatParameters:

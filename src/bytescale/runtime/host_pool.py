@@ -63,7 +63,8 @@ class HostPool:
         self.page_bytes = page_bytes or (GPU_PAGE_BYTES if pinned else CPU_PAGE_BYTES)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # most that was ever in use
-        self._pinned, self._token_bytes = pinned, token_bytes
+        self.token_bytes = token_bytes
+        self._pinned = pinned
         self._free: list[Page] = []
         self._made = 0
 
@@ -82,7 +83,7 @@ class HostPool:
 
         Pinning memory waits for all streams of the device. During forward, that would be in the middle of rings.
         """
-        pages = math.ceil(num_tokens * self._token_bytes / self.page_bytes)
+        pages = math.ceil(num_tokens * self.token_bytes / self.page_bytes)
         wanted = min(pages + num_writers * (pages > 0), self.limit_bytes // self.page_bytes)
         while (missing := wanted - self._made) > 0:
             # CUDA rounds pinned memory up to powers of two, so pages are pinned by powers of two of them.

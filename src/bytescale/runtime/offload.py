@@ -8,17 +8,20 @@ back one layer before backward uses them (paper section 5.2). For layers 0 .. l-
     H2D stream                          .. | l-3   | l-4 | ..            copies of the layer before it
     backward                | l-1 | l-2  | l-3   | l-4 | ..              one layer ahead
 
-Micro-batches may interleave in any way: each has its own pass, which is selected by index for forward and for backward.
+Micro-batches may interleave in any way: each forward has its own pass.
 
-Which tensors move: saved tensors that are contiguous and have one row per token (or K rows per token, in a mixture of
-experts; or one row for each token of this tensor-parallel rank). Parameters and buffers do not move, nor do tensors
-that several layers are given (rotary angles), because the last layers keep those on the device anyway. A region of
-memory that is saved twice in a layer, even with another shape, moves once. A view moves only its own rows, never its
-base.
+Which tensors move: saved tensors one of whose dimensions counts tokens, wherever it stands: T of them, or K T in a
+mixture of experts, or the tokens of this tensor-parallel rank. Parameters and buffers do not move, nor do tensors that
+several layers are given (rotary angles), because the last layers keep those on the device anyway.
 
-Which rows move: the first ``n / T`` of a tensor's rows, with ``n`` the sum of floor(r_g n_g) over the micro-batch's
-groups. They are not the first rows of each group: which tokens move changes neither memory, traffic nor results, and
-one range needs one copy, where one range per group would need several.
+What moves of a tensor is its region of memory, as bytes. The region of a tensor without gaps, however its dimensions
+are permuted, is its own memory: a view does not move its base. A tensor with gaps, such as the queries in the output of
+one projection to queries, keys and values, keeps its whole base alive, and therefore the base moves. A region that is
+saved twice in a layer, by whatever views, moves once.
+
+Which bytes move: the first ``n / T`` of a region, with ``n`` the sum of floor(r_g n_g) over the micro-batch's groups.
+They are not the rows of certain tokens: which bytes move changes neither memory, traffic nor results, and one range
+needs one copy, where one range per group would need several.
 
 Why no memory is reused while a copy is in flight: a tensor is held here until the compute stream has been made to wait
 for its copy, and the next write to a page waits for the last read from it. So neither ``record_stream``, which would
@@ -38,12 +41,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from bytescale.cost.stage import movable_layers
 from bytescale.plan import MicroBatch
 from bytescale.runtime.copy_lane import CopyLane, Event, compute_mark, compute_waits
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import Extent, HostPool, PageWriter
+from bytescale.runtime.layers import shared_arguments
 from bytescale.runtime.token_shards import num_own_rows
 
 
@@ -58,8 +63,8 @@ class ActivationOffload:
     Use, for any order of forwards and backwards::
 
         offload.begin_step(micro_batches)
-        with offload.forward(index): hidden = model(...)
-        with offload.backward(index): loss.backward()
+        with offload.forward(micro_batch): hidden = model(...)
+        loss.backward()
     """
 
     def __init__(
@@ -68,8 +73,8 @@ class ActivationOffload:
         """Watch ``layers`` with hooks.
 
         Args:
-            layers: in the order of forward. The first argument of each is the residual stream; the others are shared by
-                all layers.
+            layers: in the order of forward. All that each is given except for the residual stream is shared by all
+                layers (``runtime.layers``).
             pool: host memory.
             device: the device that computes.
             tp: the tensor-parallel ranks that divide the rows outside of attention and feed-forward among them.
@@ -81,52 +86,35 @@ class ActivationOffload:
         self._to_host = CopyLane(device)
         self._to_device = CopyLane(device)
         self._num_offloaded_layers = movable_layers(len(layers))
-        self._passes: dict[int, _Pass] = {}
-        self._plan: list[tuple[int, int]] = []
         self._running: _Pass | None = None
         self._layers = list(layers)
         self._constant_storages: set[int] = set()
-        for index, layer in enumerate(layers):
-            self._watch(index, layer)
+        self._hooks = [hook for index, layer in enumerate(layers) for hook in self._watch(index, layer)]
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step with these micro-batches, which have their offload ratios."""
-        if self._passes:
-            raise RuntimeError(f"micro-batches {sorted(self._passes)} of the step before had no backward")
         constants = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         self._constant_storages = {tensor.untyped_storage().data_ptr() for tensor in constants}
-        self._plan = [(micro_batch.num_tokens, offloaded_tokens(micro_batch)) for micro_batch in micro_batches]
-        self.pool.prepare(max((moved for _, moved in self._plan), default=0), self._num_offloaded_layers)
+        self.pool.prepare(max(map(offloaded_tokens, micro_batches), default=0), self._num_offloaded_layers)
 
     @contextmanager
-    def forward(self, index: int) -> Iterator[None]:
-        """Context manager that surrounds the forward of micro-batch ``index``."""
-        num_tokens, num_moved = self._plan[index]
+    def forward(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Context manager that surrounds the forward of a micro-batch of the step.
+
+        What waits in host memory belongs to autograd's graph: it is given back as backward uses it, or with the graph.
+        """
+        num_moved = offloaded_tokens(micro_batch)
         if num_moved == 0 or self._num_offloaded_layers == 0:
             yield
             return
-        self._running = _Pass(self, index, num_tokens, num_moved)
-        self._passes[index] = self._running
+        own = self._running = _Pass(self, micro_batch.num_tokens, num_moved)
         try:
             yield
         except BaseException:
-            self._passes.pop(index).end()
+            own.end()
             raise
         finally:
             self._running = None
-
-    @contextmanager
-    def backward(self, index: int) -> Iterator[None]:
-        """Context manager that surrounds the backward of micro-batch ``index``.
-
-        After it, no activations of this micro-batch are left on the host.
-        """
-        try:
-            yield
-        finally:
-            ended = self._passes.pop(index, None)
-            if ended is not None:
-                ended.end()
 
     def pack(self, tensor: Tensor) -> object:
         """Returns what is saved in place of a tensor of the current layer. ``unpack`` takes it."""
@@ -137,25 +125,31 @@ class ActivationOffload:
         """Returns the tensor that ``pack`` took."""
         return packed if isinstance(packed, Tensor) else packed.unpack()
 
-    def _watch(self, index: int, layer: nn.Module) -> None:
+    def remove(self) -> None:
+        """Remove the hooks. What waits in host memory can still be fetched."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, index: int, layer: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._running is not None and torch.is_grad_enabled():
-                self._running.enter_layer(index, shared=(args[1:], kwargs))
+                self._running.enter_layer(index, shared_arguments(args, kwargs))
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             if self._running is not None:
                 self._running.leave_layer()
 
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
-        layer.register_forward_hook(leave, always_call=True)
+        return (
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave, always_call=True),
+        )
 
 
 class _Pass:
     """One micro-batch between the start of its forward and the end of its backward."""
 
-    def __init__(self, owner: ActivationOffload, index: int, num_tokens: int, num_moved: int) -> None:
+    def __init__(self, owner: ActivationOffload, num_tokens: int, num_moved: int) -> None:
         self.owner = owner
-        self.index = index
         self.num_tokens = num_tokens
         self.num_moved = num_moved
         self.num_own_rows = num_own_rows(num_tokens, owner.tp)
@@ -218,13 +212,20 @@ class _LayerPass:
 
     def pack(self, tensor: Tensor) -> object:
         if not self._moves or not self._may_move(tensor):
-            return _Resident(self, tensor)
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        region = (tensor.untyped_storage().data_ptr(), start, tensor.nbytes, tensor._version)
+            # Detached: an output that its own operation saves would keep that operation, and so itself, for ever.
+            return _Resident(self, tensor.detach())
+        start, stop = _region_of(tensor)
+        num_moved = (stop - start) * tensor.element_size() * self.of.num_moved // self.of.num_tokens
+        if num_moved == 0:
+            return _Resident(self, tensor.detach())
+        size = tensor.element_size()
+        region = (tensor.untyped_storage().data_ptr(), start * size, stop * size, tensor._version)
         block = self._seen.get(region)
         if block is None:
-            block = self._seen[region] = self._move(tensor)
-        return _Moved(self, block, tensor.shape, tensor.dtype)
+            elements = tensor.detach().as_strided((stop - start,), (1,), start)
+            block = self._seen[region] = self._move(elements.view(torch.uint8), num_moved)
+        offset = int(tensor.storage_offset()) - start
+        return _Moved(self, block, tensor.shape, tensor.stride(), offset, tensor.dtype)
 
     def let_go(self) -> None:
         """Make the compute stream wait for the copies to the host; after that the device memory may be reused."""
@@ -244,50 +245,42 @@ class _LayerPass:
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
-            tensor.dim() > 0
-            and (tensor.shape[0] % self.of.num_tokens == 0 or tensor.shape[0] == self.of.num_own_rows)
+            any(size % self.of.num_tokens == 0 or size == self.of.num_own_rows for size in tensor.shape)
             and tensor.numel() > 0
-            and self._num_moved(tensor) > 0
-            and tensor.is_contiguous()
             and tensor.device.type == self.of.owner.device.type  # an index may be left out: "cuda" is not "cuda:0"
             and tensor.untyped_storage().data_ptr() not in self._staying
         )
 
-    def _num_moved(self, tensor: Tensor) -> int:
-        """How many rows of ``tensor`` move to the host."""
-        return tensor.shape[0] * self.of.num_moved // self.of.num_tokens
-
-    def _move(self, tensor: Tensor) -> _Block:
+    def _move(self, region: Tensor, num_moved: int) -> _Block:
+        """Start to copy the first ``num_moved`` bytes of ``region [n]``, uint8, to the host."""
         owner = self.of.owner
-        rows = tensor.detach().reshape(tensor.shape[0], -1).view(torch.uint8)
-        num_moved = self._num_moved(tensor)
-        moved = rows[:num_moved].reshape(-1)
-        extents = self._writer.reserve(moved.numel())
+        moved = region[:num_moved]
+        extents = self._writer.reserve(num_moved)
         pieces = moved.split([extent.stop - extent.start for extent in extents])
         pairs = [(extent.data, piece) for extent, piece in zip(extents, pieces, strict=True)]
         rest = None
-        if num_moved < len(rows):
-            # Copied on the copy stream too: at 64K tokens of a 7B layer and r = 0.5 these rows are 5 GB, and copying
+        if num_moved < len(region):
+            # Copied on the copy stream too: at 64K tokens of a 7B layer and r = 0.5 these bytes are 5 GB, and copying
             # them on the compute stream would take over 1 % of the layer's time.
-            rest = torch.empty_like(rows[num_moved:])
-            pairs.append((rest, rows[num_moved:]))
+            rest = torch.empty_like(region[num_moved:])
+            pairs.append((rest, region[num_moved:]))
         after = [compute_mark(owner.device), *(extent.page.free_after for extent in extents)]
         self._copied = owner._to_host.copy(pairs, after=after)
-        owner.bytes_moved += moved.numel()
-        self._sources.append(tensor)
-        block = _Block(owner, rows.shape, extents, rest, self._copied)
+        owner.bytes_moved += num_moved
+        self._sources.append(region)
+        block = _Block(owner, len(region), extents, rest, self._copied)
         self.blocks.add(block)
         return block
 
 
 class _Block:
-    """One region of memory as bytes ``[T, row_bytes]``: its first rows on the host, the rest on the device."""
+    """One region of memory: its first bytes on the host, the rest on the device."""
 
     def __init__(
-        self, owner: ActivationOffload, shape: torch.Size, extents: list[Extent], rest: Tensor | None, copied: Event
+        self, owner: ActivationOffload, num_bytes: int, extents: list[Extent], rest: Tensor | None, copied: Event
     ) -> None:
         self._owner = owner
-        self._shape = shape
+        self._num_bytes = num_bytes
         self._extents = extents
         self._rest = rest
         self._copied = copied
@@ -301,9 +294,9 @@ class _Block:
         if not self._extents:
             raise RuntimeError("backward asked for activations of a micro-batch whose backward has ended")
         device = self._owner.device
-        self._restored = torch.empty(self._shape, dtype=torch.uint8, device=device)
-        num_moved = self._shape[0] - (0 if self._rest is None else self._rest.shape[0])
-        moved = self._restored[:num_moved].view(-1)
+        self._restored = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+        num_moved = self._num_bytes - (0 if self._rest is None else len(self._rest))
+        moved = self._restored[:num_moved]
         pieces = moved.split([extent.stop - extent.start for extent in self._extents])
         pairs = [(piece, extent.data) for extent, piece in zip(self._extents, pieces, strict=True)]
         if self._rest is not None:  # copied on the copy stream too; held until the compute stream has waited
@@ -311,7 +304,7 @@ class _Block:
         self._arrived = self._owner._to_device.copy(pairs, after=[compute_mark(device), self._copied])
 
     def bytes(self) -> Tensor:
-        """``[T, row_bytes]`` uint8 on the device, complete for all work that is launched from now on."""
+        """``[n]`` uint8 on the device, complete for all work that is launched from now on."""
         self.fetch()
         assert self._restored is not None, "fetch() has just made it"
         compute_waits(self._arrived, self._owner.device)
@@ -347,14 +340,27 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A saved tensor whose memory is a block."""
+    """A saved tensor whose memory lies in a block; ``stride`` and ``offset`` in elements of the block."""
 
     layer: _LayerPass
     block: _Block
     shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
 
     def unpack(self) -> Tensor:
         self.layer.fetch()
         self.layer.of.fetch(self.layer.index - 1)
-        return self.block.bytes().view(-1).view(self.dtype).view(self.shape)
+        return self.block.bytes().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+def _region_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory that ``tensor`` keeps alive begins and ends in its storage, in elements."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride != expected:  # it has gaps, or elements that stand for several
+            return 0, tensor.untyped_storage().nbytes() // tensor.element_size()
+        expected *= size
+    start = int(tensor.storage_offset())
+    return start, start + tensor.numel()

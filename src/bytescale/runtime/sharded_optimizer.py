@@ -2,7 +2,7 @@
 
 *Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion.
 Such an optimizer does the same to a flat shard as to the parameters themselves. Muon, LAMB or a factored Adafactor look
-at whole matrices; they are refused, after a trial on a few numbers.
+at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.common.errors import CheckpointError, ConfigError, problem
-from bytescale.runtime.flat import FlatParameters
+from bytescale.config import OptimizerConfig
+from bytescale.plan import RankPlan
+from bytescale.runtime.buckets import Chunk
+from bytescale.runtime.elementwise import require_elementwise
+from bytescale.runtime.flat import FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.zero import Shard, ZeroShards
+from bytescale.runtime.replicas import TiedHead
+from bytescale.runtime.zero import OptimizerShard, ZeroShards
 
 GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
 """From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
@@ -36,6 +41,8 @@ class Update:
 class ShardedOptimizer:
     """The trainable parameters of a model in flat memory, and an optimizer whose states are sharded over ranks.
 
+    The trainer and ``HDP`` alike update weights through this class.
+
     Attributes:
         torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
             by ``update`` alone.
@@ -44,19 +51,42 @@ class ShardedOptimizer:
 
     def __init__(
         self,
+        zeros: Sequence[ZeroShards],
+        cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        group_options: GroupOptions | None = None,
+    ) -> None:
+        """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
+
+        ``group_options``: options of single parameters; None: all parameters have the same.
+        """
+        self.zeros = list(zeros)
+        self.mesh = self.zeros[0].mesh
+        self.group = self.mesh.hdp
+        self._options = {
+            entry.name: {} if group_options is None else group_options(entry.name, parameter)
+            for zero in self.zeros
+            for entry, parameter in zip(zero.parameters.entries, zero.parameters.parameters, strict=True)
+        }
+        self._made_with = cls, options
+        self.torch_optimizer = cls(self._parameter_groups(), **options)
+        self.num_updates = 0
+        self._has_left = False
+
+    @staticmethod
+    def take_over(
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         group: RankGroup,
         cls: type[torch.optim.Optimizer],
         options: dict[str, Any],
         group_options: GroupOptions | None = None,
-    ) -> None:
-        """Take over all parameters that require a gradient.
+    ) -> ShardedOptimizer:
+        """Move all parameters that require a gradient into flat memory, one buffer for each dtype.
 
         Args:
             named_parameters: in the order in which a forward needs them.
             group: the ranks that share the states.
-            cls, options: the optimizer, called as ``cls(parameter groups, **options)``.
-            group_options: options of single parameters; None: all parameters have the same.
+            cls, options, group_options: as in ``__init__``.
 
         Raises:
             ConfigError: if nothing is trainable, or the optimizer is not elementwise.
@@ -69,17 +99,60 @@ class ShardedOptimizer:
             )  # fmt: skip
         require_elementwise(cls, options)
         mesh = Mesh.of_hdp(group)
-        self.group = group
-        self._options = {name: {} if group_options is None else group_options(name, p) for name, p in trainable}
         dtypes = sorted({p.dtype for _, p in trainable}, key=str)
-        self.zeros = [
-            ZeroShards(FlatParameters([item for item in trainable if item[1].dtype == dtype], group.size), mesh)
-            for dtype in dtypes
+        buffers = [
+            FlatParameters([item for item in trainable if item[1].dtype == dtype], group.size) for dtype in dtypes
         ]
-        self._made_with = cls, options
-        self.torch_optimizer = cls(self._parameter_groups(), **options)
-        self.num_updates = 0
-        self._has_left = False
+        return ShardedOptimizer([ZeroShards(flat, mesh) for flat in buffers], cls, options, group_options)
+
+    @staticmethod
+    def adamw(
+        parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
+    ) -> ShardedOptimizer:
+        """AdamW of the trainer: decoupled weight decay, on matrices alone."""
+        return ShardedOptimizer(
+            [ZeroShards(parameters, mesh, tied_head)],
+            torch.optim.AdamW,
+            {
+                "lr": config.lr,
+                "betas": (config.beta1, config.beta2),
+                "eps": config.eps,
+                "weight_decay": config.weight_decay,
+                "fused": True,
+            },
+            lambda name, parameter: {} if parameter.dim() >= 2 else {"weight_decay": 0.0},
+        )
+
+    @property
+    def parameters(self) -> FlatParameters:
+        """The parameters of a model that has a single dtype."""
+        (zero,) = self.zeros
+        return zero.parameters
+
+    @property
+    def tied_head(self) -> TiedHead | None:
+        """The embedding that the first and the last stage share, where there is one."""
+        return self.zeros[0].tied_head
+
+    def overlap_with(self, chunks: Sequence[Chunk]) -> None:
+        """Reduce during backward and gather during forward (``ZeroShards.overlap_with``)."""
+        for zero in self.zeros:
+            zero.overlap_with(chunks)
+
+    def begin_step(self, rank_plan: RankPlan) -> None:
+        """Set the gradients to zero. Called before the first forward of a step whose plan is known."""
+        for zero in self.zeros:
+            zero.begin_step(rank_plan)
+
+    def after_last_message(self) -> None:
+        """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
+        for zero in self.zeros:
+            zero.after_last_message()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
+        for zero in self.zeros:
+            zero.wait_for_parameters()
 
     def require_not_replaced(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if ``model`` has joined another optimizer, which has its weights now."""
@@ -141,13 +214,16 @@ class ShardedOptimizer:
             zero.parameters.zero_gradients()
 
     def reduce_gradients(self) -> float:
-        """Sum gradients over ranks. Returns the global norm, the same on all ranks."""
-        share = sum(zero.reduce_gradients() for zero in self.zeros)
-        (squares,) = self.group.sum_of([share])
-        return squares**0.5
+        """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
+        return sum(zero.reduce_gradients() for zero in self.zeros)
 
-    def update(self, grad_norm: float, largest_norm: float) -> Update:
-        """One update with gradients scaled so that their norm is at most ``largest_norm`` (0: any); zero gradients."""
+    def update(self, grad_norm: float, largest_norm: float, lr: float | None = None) -> Update:
+        """One update with gradients scaled so that their norm, now ``grad_norm``, is at most ``largest_norm`` (0: any).
+
+        ``lr``: of all parameters from now on; None: it stays. The gradients are still there afterwards.
+        """
+        for group in self.torch_optimizer.param_groups if lr is not None else ():
+            group["lr"] = lr
         for zero in self.zeros:
             zero.follow_changes()
             zero.clip(grad_norm, largest_norm)
@@ -156,7 +232,6 @@ class ShardedOptimizer:
         self.num_updates += 1
         for zero in self.zeros:
             zero.publish()
-        self.zero_grad()
         return Update(num_updates=self.num_updates, grad_norm=grad_norm)
 
     def whole_gradients(self) -> dict[str, Tensor]:
@@ -173,13 +248,11 @@ class ShardedOptimizer:
     def state(self) -> dict[str, Any]:
         """``{"num_updates", "numbers", "tensors": {parameter: {state: whole CPU tensor}}}``, the same on all ranks."""
         tensors: dict[str, dict[str, Tensor]] = {}
-        states = self.state_pieces()
         for zero in self.zeros:
-            for name in sorted(states):
+            for name, ranges in sorted(self.states(zero).items()):
                 whole = torch.zeros_like(zero.parameters.gradients)
-                for (own, place), (_, _, values) in zip(self._places, states[name], strict=True):
-                    if own is zero:
-                        whole[place] = values
+                for own in ranges:
+                    whole[own.start : own.start + len(own.values)] = own.values
                 self.group.all_reduce(whole)
                 for entry in zero.parameters.entries:
                     found = whole[entry.start : entry.stop].view(entry.shape)
@@ -196,33 +269,33 @@ class ShardedOptimizer:
         self._require_fitting(tensors)
         if state["num_updates"]:
             self.require_states()
-        states = self.state_pieces()
-        for number, (zero, place) in enumerate(self._places):
-            for part in zero.parameters.pieces(place):
-                own = slice(part.start - place.start, part.stop - place.start)
-                inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
-                for name, whole in tensors[part.entry.name].items():
-                    target = states[name][number][2]
-                    target[own] = whole.flatten()[inside].to(target)
+        for zero in self.zeros:
+            states = self.states(zero)
+            for place in zero.parameters.shards(self.group.rank):
+                for part in zero.parameters.pieces(place):
+                    inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
+                    for name, whole in tensors[part.entry.name].items():
+                        target = values_of(states[name], part.start, part.stop)
+                        target.copy_(whole.flatten()[inside])
         self.finish_restore(int(state["num_updates"]), state["numbers"])
 
-    def state_pieces(self) -> dict[str, list[tuple[int, slice, Tensor]]]:
-        """All states with one number per weight: ``master``, and what the optimizer has made.
+    def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
+        """All states with one number per weight: ``master``, and what the optimizer has made by its first update.
 
-        Each is a list over this rank's pieces: the number of the shard, the range inside the shard, and the values,
-        which are the optimizer's own memory. Weights that somebody else has written to are the new masters.
+        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of the only one. Weights
+        that somebody else has written to are the new masters.
         """
-        for zero in self.zeros:
-            zero.follow_changes()
+        zero = zero or self.zeros[0]
+        zero.follow_changes()
         names = ["master"]
         if self.num_updates:
             first = self.torch_optimizer.state[self._pieces[0]]
             names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
-        found: dict[str, list[tuple[int, slice, Tensor]]] = {name: [] for name in names}
-        for (number, own), piece in zip(self._in_shards, self._pieces, strict=True):
-            for name in names:
+        found: dict[str, list[Range]] = {name: [] for name in names}
+        for (own, start), piece in zip(self._places, self._pieces, strict=True):
+            for name in names if own is zero else ():
                 values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
-                found[name].append((number, own, values))
+                found[name].append(Range(start, values))
         return found
 
     def state_numbers(self) -> dict[str, float]:
@@ -241,7 +314,7 @@ class ShardedOptimizer:
             self.num_updates = 1
 
     def finish_restore(self, num_updates: int, numbers: dict[str, float]) -> None:
-        """After ``state_pieces`` were filled: set the single numbers, and give the weights to all ranks."""
+        """After ``states`` were filled: set the single numbers, and give the weights to all ranks."""
         if num_updates == 0:
             # The states are those of no update. Some optimizers have such states, most have none.
             cls, options = self._made_with
@@ -254,6 +327,7 @@ class ShardedOptimizer:
         self.num_updates = num_updates
         for zero in self.zeros:
             zero.publish()
+            zero.wait_for_parameters()
         self.zero_grad()
 
     def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -278,17 +352,15 @@ class ShardedOptimizer:
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """Pieces of the shards, put together by their options."""
         self._pieces: list[Tensor] = []
-        self._places: list[tuple[ZeroShards, slice]] = []  # in the flat buffers
-        self._in_shards: list[tuple[int, slice]] = []
+        self._places: list[tuple[ZeroShards, int]] = []  # where each piece begins in the flat buffers
         groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         for zero in self.zeros:
             places = zero.parameters.shards(self.group.rank)
-            for number, (shard, place) in enumerate(zip(zero.shards, places, strict=True)):
+            for shard, place in zip(zero.shards, places, strict=True):
                 for own, options in self._runs(zero.parameters, place):
                     piece = _piece(shard, own)
                     self._pieces.append(piece)
-                    self._in_shards.append((number, own))
-                    self._places.append((zero, slice(place.start + own.start, place.start + own.stop)))
+                    self._places.append((zero, place.start + own.start))
                     for known, members in groups:
                         if known == options:
                             members.append(piece)
@@ -310,7 +382,7 @@ class ShardedOptimizer:
         return runs or [(slice(0, place.stop - place.start), {})]
 
 
-def _piece(shard: Shard, own: slice) -> Tensor:
+def _piece(shard: OptimizerShard, own: slice) -> Tensor:
     """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
     assert shard.master.grad is not None, "set when the shard was made"
     piece = shard.master.detach()[own]
@@ -325,32 +397,3 @@ def _is_per_weight(value: Any, piece: Tensor) -> bool:
 def _like(old: Any, number: float) -> Any:
     """``number`` in the form in which the optimizer keeps it: a scalar tensor or a number."""
     return torch.full_like(old, number) if isinstance(old, Tensor) else type(old)(number)
-
-
-def require_elementwise(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` unless ``cls`` does the same to a matrix as to two halves of its numbers."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(4, 6, generator=generator) + 0.5
-    whole, halves = [values.clone()], [half.clone() for half in values.flatten().split(12)]
-    try:
-        optimizers = cls(whole, **options), cls(halves, **options)
-        for _ in range(3):
-            gradient = torch.randn(4, 6, generator=generator)
-            whole[0].grad = gradient.clone()
-            for half, part in zip(halves, gradient.flatten().split(12), strict=True):
-                half.grad = part.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            problem(f"{cls.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())}) does not run: {error}",
-                    fix="use an elementwise optimizer with valid options, such as torch.optim.AdamW")
-        ) from error  # fmt: skip
-    if not torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
-        raise ConfigError(
-            problem(
-                f"{cls.__name__} is not elementwise: the update of a number depends on other numbers of its matrix",
-                so="on this rank's shards of the parameters it would compute something else than on whole matrices",
-                fix="use an elementwise optimizer, such as torch.optim.AdamW",
-            )
-        )

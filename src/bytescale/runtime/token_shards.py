@@ -3,32 +3,48 @@
 Rank r of N has the rows ``[r n, (r + 1) n)`` of T, with ``n = ceil(T / N)``: the last ranks may have fewer, or none.
 Messages are padded to n rows a rank; the padding never reaches the model.
 
-The backward of products of gathered rows with weights (``project``) starts to sum the rows' gradient over ranks as soon
-as it exists, and computes the weights' gradients while it travels. Every product is whole, as in the slow twin, so both
-give the same bits. Products of some of the rows would also hide gathers, but libraries choose another order of sums for
-another number of rows (docs/LOG.md).
+What is multiplied with weights travels in slices: slice k holds some of the n rows of every rank. While one slice is
+multiplied, the next one is gathered (before q, k, v, gate and up), or the last one is summed over ranks (behind o and
+down). The gradients of weights are products of all rows, computed while the gradient of the rows travels.
+
+How many slices there are follows from T alone, so the slow twin, which waits for every message at once, has the same
+products and gives the same bits. Other numbers of slices differ by rounding, because libraries choose the order of sums
+by the number of rows.
+
+Shape letters: T tokens, N ranks, n rows of a rank, t of them not padding, m rows of a rank in one slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bytescale.runtime.checkpointing import save_now
 from bytescale.runtime.group import PendingCollective, RankGroup
+
+MOST_SLICES = 4
+"""A quarter of a message cannot be hidden then. More slices would make small products, and messages, slower."""
+ROWS_PER_SLICE = 256
 
 
 class TokenShards:
     """One rank's view. ``begin`` sets the number of tokens T for the calls that follow."""
 
-    def __init__(self, tp: RankGroup, *, overlap: bool = True) -> None:
-        """``overlap``: whether messages travel beside products. The slow twin, without overlap, gives the same bits."""
+    def __init__(self, tp: RankGroup, *, overlap: bool = True, rows_per_slice: int = ROWS_PER_SLICE) -> None:
+        """Make the view.
+
+        Args:
+            tp: the tensor-parallel ranks.
+            overlap: whether messages travel beside products. The slow twin, without overlap, gives the same bits.
+            rows_per_slice: the least number of rows, of all ranks together, that are worth a message of their own.
+        """
         self.tp = tp
         self.overlap = overlap
+        self.rows_per_slice = rows_per_slice
         self.num_tokens = 0
 
     @property
@@ -55,16 +71,92 @@ class TokenShards:
         """Reduce-scatter: sum ``[T, ...]`` over ranks ``-> [t, ...]``. In backward, the gradient is gathered."""
         return _Scatter.apply(partial, self.tp)
 
-    def project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """``rows [T, in]`` by each of ``linears``, which have no bias, ``-> [T, out]``.
+    def gather_and_project(self, rows: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """``gather(rows [t, in])`` by each of ``linears``, which have no bias, ``-> [T, out]``."""
+        if self.num_tokens == 0:
+            return [linear(rows) for linear in linears]
+        result: Sequence[Tensor] = _GatheredProducts.apply(rows, self._slices(), *(one.weight for one in linears))
+        return result
 
-        If ``rows`` come from ``gather``, backward sums their gradient over ranks while it computes the weights'.
+    def project_and_scatter(self, rows: Tensor, linear: nn.Linear) -> Tensor:
+        """``scatter`` of ``rows [T, in]`` by ``linear``, which has no bias, ``-> [t, out]``."""
+        if self.num_tokens == 0:
+            return linear(rows)
+        saved, ticket = save_now(rows, linear.weight)
+        return _ScatteredProduct.apply(rows, linear.weight, ticket, saved, self._slices())
+
+    def _slices(self) -> _Slices:
+        return _Slices(self.tp, self.num_tokens, self.overlap, self.rows_per_slice)
+
+
+class _Slices:
+    """How T rows travel: ``[N, n, ...]`` in slices ``[N, m, ...]``. T is at least 1."""
+
+    def __init__(self, tp: RankGroup, num_tokens: int, overlap: bool, rows_per_slice: int) -> None:
+        self.tp = tp
+        self.num_tokens = num_tokens
+        self.num_own = num_own_rows(num_tokens, tp)
+        self.count = -(-num_tokens // tp.size)  # n
+        self._overlap = overlap
+        rows = -(-self.count // max(1, min(MOST_SLICES, num_tokens // rows_per_slice)))  # m
+        self._places = [slice(first, min(first + rows, self.count)) for first in range(0, self.count, rows)]
+
+    def gathered(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The slices ``[N, m, ...]`` of all ranks' ``rows [t, ...]``, each with its place among a rank's rows.
+
+        The next slice is under way when one is handed out.
         """
-        gather = rows.grad_fn
-        if self.overlap and isinstance(gather, _Gather._backward_cls) and gather.partial_gradients:  # type: ignore
-            result: Sequence[Tensor] = _Products.apply(rows, gather, *(linear.weight for linear in linears))
-            return result
-        return [linear(rows) for linear in linears]
+        padded = _padded(rows, self.count)
+        full, pending = self._start_gather(padded[self._places[0]])
+        for place, following in zip(self._places, [*self._places[1:], None], strict=True):
+            pending.wait()
+            ready = full
+            if following is not None:
+                full, pending = self._start_gather(padded[following])
+            yield place, ready
+
+    def of(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The slices of ``rows [T, ...]``."""
+        by_rank = self.by_rank(rows)
+        return ((place, by_rank[:, place]) for place in self._places)
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """``[T, ...] -> [N, n, ...]``."""
+        return _padded(rows, self.count * self.tp.size).unflatten(0, (self.tp.size, self.count))
+
+    def start_sum(self, partial: Tensor) -> PendingCollective:
+        """Start to sum ``partial [N, m, ...]`` over ranks: afterwards this rank's ``partial[r]`` holds the sum."""
+        return self._started(self.tp.start_reduce_scatter(partial.view(-1)))
+
+    def _start_gather(self, rows: Tensor) -> tuple[Tensor, PendingCollective]:
+        full = rows.new_empty(self.tp.size, *rows.shape)
+        full[self.tp.rank] = rows
+        return full, self._started(self.tp.start_all_gather(full.view(-1)))
+
+    def _started(self, pending: PendingCollective) -> PendingCollective:
+        if not self._overlap:
+            pending.wait()
+        return pending
+
+
+class _Collected:
+    """Slices ``[N, m, ...]`` put together: ``[T, ...]``. A single slice is not copied."""
+
+    def __init__(self, slices: _Slices) -> None:
+        self._slices = slices
+        self._rows: Tensor | None = None
+
+    def put(self, place: slice, part: Tensor) -> None:
+        if part.shape[1] == self._slices.count:
+            self._rows = part
+            return
+        if self._rows is None:
+            self._rows = part.new_empty(len(part), self._slices.count, *part.shape[2:])
+        self._rows[:, place] = part
+
+    def rows(self) -> Tensor:
+        assert self._rows is not None, "there is at least one slice"
+        return self._rows.flatten(0, 1)[: self._slices.num_tokens]
 
 
 def own_rows(num_tokens: int, rank: int, size: int) -> slice:
@@ -83,19 +175,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tp: RankGroup, num_tokens: int, partial_gradients: bool) -> Tensor:
         ctx.tp, ctx.partial_gradients = tp, partial_gradients
-        ctx.started = None  # a _PendingSum, from the backward of _Products
-        ctx.set_materialize_grads(False)
         return _all_rows(rows, tp, num_tokens)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        (gradient,), started = gradients, ctx.started
-        ctx.started = None
-        if started is not None:
-            assert gradient is None, "rows that _Products takes have no other use, whose gradient would be left out"
-            return started.wait(), None, None, None
-        if gradient is None:
-            return None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
         if ctx.partial_gradients:
             return _sum_own_rows(gradient, ctx.tp), None, None, None
         return gradient[own_rows(len(gradient), ctx.tp.rank, ctx.tp.size)], None, None, None
@@ -112,52 +196,71 @@ class _Scatter(torch.autograd.Function):
         return _all_rows(gradients[0], ctx.tp, ctx.num_tokens), None
 
 
-class _Products(torch.autograd.Function):
-    """Products of gathered rows with weights. Its backward leaves the rows' gradient with ``gather``, on its way."""
+class _GatheredProducts(torch.autograd.Function):
+    """All ranks' rows by each of some weights ``[out, in]``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gather: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(rows, *weights)
-        ctx.gather = gather
-        return tuple(F.linear(rows, weight) for weight in weights)
+    def forward(ctx: Any, rows: Tensor, slices: _Slices, *weights: Tensor) -> tuple[Tensor, ...]:
+        everyone, products = _Collected(slices), [_Collected(slices) for _ in weights]
+        for place, part in slices.gathered(rows):
+            everyone.put(place, part)
+            for product, weight in zip(products, weights, strict=True):
+                product.put(place, F.linear(part, weight))
+        ctx.save_for_backward(everyone.rows(), *weights)
+        ctx.slices = slices
+        return tuple(product.rows() for product in products)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        slices: _Slices = ctx.slices
         rows, *weights = ctx.saved_tensors
-        # 1. The gradient of rows is summed in autograd's order, which begins with the last product.
+        # 1. The gradient of rows is summed in the order of plain autograd, which begins with the last product.
         total: Tensor | None = None
         for gradient, weight in zip(reversed(gradients), reversed(weights), strict=True):
             part = gradient.mm(weight)
             total = part if total is None else total.add_(part)
         assert total is not None, "there are weights"
-        ctx.gather.started = _start_sum(total, ctx.gather.tp)
+        total = slices.by_rank(total)
+        pending = slices.start_sum(total)
         # 2. While it travels: the gradients of weights, each in one product of all rows.
         needed = ctx.needs_input_grad[2:]
-        own = (gradient.t().mm(rows) if need else None for gradient, need in zip(gradients, needed, strict=True))
-        return None, None, *own
+        own = [gradient.t().mm(rows) if need else None for gradient, need in zip(gradients, needed, strict=True)]
+        pending.wait()
+        return total[slices.tp.rank, : slices.num_own], None, *own
 
 
-@dataclass
-class _PendingSum:
-    """A sum over ranks that has been started; nobody may touch ``full [count * size, ...]`` before ``wait``."""
+class _ScatteredProduct(torch.autograd.Function):
+    """This rank's rows of a sum over ranks: each rank's rows by its weight ``[out, in]``."""
 
-    full: Tensor
-    own: slice
-    pending: PendingCollective
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ticket: Tensor, saved: Any, slices: _Slices) -> Tensor:
+        ctx.saved, ctx.slices = saved, slices
+        result = rows.new_empty(slices.count, len(weight))
+        sent: list[tuple[slice, Tensor, PendingCollective]] = []
+        for place, part in slices.of(rows):
+            partial = F.linear(part, weight).contiguous()
+            sent.append((place, partial, slices.start_sum(partial)))
+            if len(sent) == 2:
+                _arrive(sent.pop(0), slices.tp.rank, result)
+        _arrive(sent.pop(), slices.tp.rank, result)
+        return result[: slices.num_own]
 
-    def wait(self) -> Tensor:
-        """This rank's rows of the sum, ``[t, ...]``."""
-        self.pending.wait()
-        return self.full[self.own]
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        slices: _Slices = ctx.slices
+        rows, weight = ctx.saved()
+        everyone, d_rows = _Collected(slices), _Collected(slices)
+        for place, part in slices.gathered(gradients[0]):
+            everyone.put(place, part)
+            d_rows.put(place, part @ weight)
+        d_weight = everyone.rows().t().mm(rows) if ctx.needs_input_grad[1] else None
+        return d_rows.rows(), d_weight, None, None, None
 
 
-def _start_sum(partial: Tensor, tp: RankGroup) -> _PendingSum:
-    """Start ``_sum_own_rows``, in ``partial`` itself if it needs no padding."""
-    count = -(-len(partial) // tp.size)
-    full = _padded(partial, count * tp.size)
-    first = tp.rank * count
-    pending = tp.start_reduce_scatter(full.view(-1)) if count else PendingCollective(tp, None)
-    return _PendingSum(full, slice(first, first + num_own_rows(len(partial), tp)), pending)
+def _arrive(message: tuple[slice, Tensor, PendingCollective], rank: int, result: Tensor) -> None:
+    place, partial, pending = message
+    pending.wait()
+    result[place] = partial[rank]
 
 
 def _all_rows(rows: Tensor, tp: RankGroup, num_tokens: int) -> Tensor:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.buckets import BucketCollectives, Chunk, Overlap
 from bytescale.runtime.flat import Bucket, FlatParameters
@@ -27,34 +26,30 @@ _SQUARES_AT_A_TIME = 2**22
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """This rank's part of one bucket.
 
     Attributes:
         master: ``[n]`` weights in at least fp32, with the reduced gradient ``[n]`` as ``master.grad``.
         value: ``[n]`` of the parameters' buffer; the same tensor as ``master`` if the dtypes are the same.
-        decayed: the ranges of the shard that weight decay applies to (matrices).
         counted: ranges of the shard, each with the number of ranks that hold the same parameters.
     """
 
     master: Tensor
     value: Tensor
-    decayed: Sequence[slice]
     counted: Sequence[tuple[slice, int]]
 
     @staticmethod
-    def of(parameters: FlatParameters, place: slice) -> Shard:
+    def of(parameters: FlatParameters, place: slice) -> OptimizerShard:
         """The shard at the range ``place`` of the flat buffers."""
         value = parameters.values[place]
         master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
         master.grad = parameters.gradients[place]  # reduced in place
-        decayed: list[tuple[slice, int]] = []
         counted: list[tuple[slice, int]] = []
         for piece in parameters.pieces(place):
             own = slice(piece.start - place.start, piece.stop - place.start)
-            _extend(decayed, own, int(len(piece.entry.shape) >= 2))
             _extend(counted, own, piece.entry.cut.replicas)
-        return Shard(master, value, [own for own, decays in decayed if decays], counted)
+        return OptimizerShard(master, value, counted)
 
     def add_squares(self, total: Tensor) -> None:
         """Add the gradient's sum of squares to ``total`` (fp64).
@@ -81,8 +76,8 @@ class ZeroShards:
         self.tied_head = tied_head
         self.collectives = BucketCollectives(parameters, mesh.gradients)
         self._overlap: Overlap | None = None
-        self.shards = [Shard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
-        self._shard_of: dict[Bucket, Shard] = dict(zip(parameters.buckets, self.shards, strict=True))
+        self.shards = [OptimizerShard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
+        self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
     def overlap_with(self, chunks: Sequence[Chunk]) -> None:
         """Begin to reduce during backward and to gather during forward. ``chunks`` are the parts of the model."""
@@ -148,62 +143,6 @@ class ZeroShards:
         if self.tied_head is not None:
             self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
             self.tied_head.lend()
-
-
-class ShardedAdamW(ZeroShards):
-    """AdamW (decoupled weight decay on matrices) whose states and master weights are sharded over the HDP group."""
-
-    def __init__(
-        self, parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
-    ) -> None:
-        """``tied_head``: the embedding that is shared by the first and the last stage; None if there is none."""
-        super().__init__(parameters, mesh, tied_head)
-        self.config = config
-        self._adam = torch.optim.AdamW(
-            [shard.master for shard in self.shards],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=0.0,  # applied in `update`, to matrices only
-            fused=True,
-        )
-
-    def update(self, learning_rate: float, grad_norm: float) -> None:
-        """One AdamW update with gradients scaled so that their global norm is at most ``clip_grad_norm``."""
-        self.clip(grad_norm, self.config.clip_grad_norm)
-        for shard in self.shards:
-            with torch.no_grad():
-                for matrices in shard.decayed:
-                    shard.master[matrices].mul_(1.0 - learning_rate * self.config.weight_decay)
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate
-        self._adam.step()
-        self.publish()
-
-    def states(self) -> dict[str, list[Tensor]]:
-        """Master weights and both moments, to be read or filled in place.
-
-        Each is a list of this rank's parts, in the order of ``parameters.shards``.
-        """
-        states = [self._adam.state[shard.master] for shard in self.shards]
-        for state, shard in zip(states, self.shards, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.master.device)
-                state["exp_avg"] = torch.zeros_like(shard.master)
-                state["exp_avg_sq"] = torch.zeros_like(shard.master)
-        return {
-            "master": [shard.master.data for shard in self.shards],
-            "exp_avg": [state["exp_avg"] for state in states],
-            "exp_avg_sq": [state["exp_avg_sq"] for state in states],
-        }
-
-    def restore(self, num_updates: int) -> None:
-        """Set the number of updates and publish the parameters. Call it after ``states()`` were filled in place."""
-        self.states()
-        for shard in self.shards:
-            self._adam.state[shard.master]["step"].fill_(num_updates)
-        self.publish()
-        self.wait_for_parameters()
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_activation_bytes, stage_times
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
+from bytescale.planner.evaluate import run_in_order
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
 from bytescale.simulator.events import Events, events_of
@@ -66,24 +67,49 @@ def simulate(
     _check(plan, profile, cluster, schedule)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
     parts = _times_of_parts(profile, cluster, events, recompute)
-    seconds = np.stack([events.longest_member(times.total) for times in parts])
-    hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
-    transfer = events.longest_member(hop + profile.links.ring_latency_seconds(True))
     used: Schedule = "1f1b" if schedule == "auto" else schedule
-    run = partial(run_events, events, seconds, transfer, num_stages=cluster.pp, progress=progress)
+    run = partial(run_events, events, *_seconds_of_events(profile, events, parts), num_stages=cluster.pp)
     try:
-        timeline = run(schedule=used)
+        timeline = run(schedule=used, progress=progress)
     except PlanError:
         if schedule != "auto" or cluster.virtual_stages > 1:
             raise
         used = "aligned"
-        timeline = run(schedule=used)
+        timeline = run(schedule=used, progress=progress)
     done = _Executed(plan, profile, cluster, events, timeline)
     return _account(done, parts, schedule=used, num_forwards=2 if recompute else 1)
 
 
+def step_seconds(
+    plan: Plan,
+    profile: Profile,
+    cluster: ClusterConfig,
+    *,
+    speeds: FloatArray | None = None,
+    recompute: bool = False,
+) -> float:
+    """Return ``simulate(...).step_seconds``, without a pipeline some ten times as fast: planners compare plans by it.
+
+    Arguments and errors are those of ``simulate``.
+    """
+    if cluster.pp > 1:
+        return simulate(plan, profile, cluster, speeds=speeds, recompute=recompute).step_seconds
+    _check(plan, profile, cluster, "1f1b")
+    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
+    seconds, _ = _seconds_of_events(profile, events, _times_of_parts(profile, cluster, events, recompute))
+    event = events.micro_batch_events
+    forward, backward = seconds[0]
+    _, ends = run_in_order(plan, (forward + backward)[event])
+    end = np.empty((events.num_events, 1, 2))
+    end[event, 0, 1] = ends
+    end[:, 0, 0] = end[:, 0, 1] - backward
+    start = end - seconds[0].T[:, None]
+    sync = _visible_sync(_Executed(plan, profile, cluster, events, Timeline(arrival=start, start=start, end=end)), 0)
+    return float(ends.max()) + sync
+
+
 def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> FloatArray:
-    """Execute ``plan`` event by event, forward only, on ranks without a pipeline, as scoring and prefill run it.
+    """Execute ``plan``, forward only, on ranks without a pipeline, as scoring and prefill run it.
 
     Arguments and errors are those of ``simulate``; ``cluster.pp`` must be 1.
 
@@ -94,12 +120,10 @@ def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> Fl
     assert cluster.pp == 1, "only ranks without a pipeline run forward alone"
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, windows=profile.windows)
     (times,) = _times_of_parts(profile, cluster, events, recompute=False)
-    seconds = events.longest_member(times.total)[None]
-    seconds[:, 1] = 0.0  # no backward
-    timeline = run_events(events, seconds, np.zeros(events.num_events), num_stages=1, schedule="1f1b")
+    forward, _ = events.longest_member(times.total)
+    _, ended = run_in_order(plan, forward[events.micro_batch_events])
     ends = np.zeros(plan.num_groups)
-    counts = np.diff(plan.micro_batch_group_offsets)
-    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(timeline.end[events.micro_batch_events, 0, 0], counts))
+    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(ended, np.diff(plan.micro_batch_group_offsets)))
     of_sequences = np.empty(plan.num_sequences)
     of_sequences[plan.group_sequences] = np.repeat(ends, np.diff(plan.group_sequence_offsets))
     return of_sequences
@@ -112,6 +136,13 @@ def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, re
         stage_times(profile, events.loads, num_layers=len(own), has_head=part == last, recompute=recompute)
         for part, own in enumerate(layers)
     ]
+
+
+def _seconds_of_events(profile: Profile, events: Events, parts: list[StageTimes]) -> tuple[FloatArray, FloatArray]:
+    """``[parts, 2, E]`` duration of every task, and ``[E]`` time to send its result to the next part."""
+    seconds = np.stack([events.longest_member(times.total) for times in parts])
+    hop = profile.hidden_bytes_per_token * events.loads.tokens / profile.links.inter_node_bytes_per_second
+    return seconds, events.longest_member(hop + profile.links.ring_latency_seconds(True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from typing import Any
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import ConfigError, problem
 from bytescale.common.parsing import parse_json
-from bytescale.simulator.trace import MICRO, Lane, Span, entries_of
+from bytescale.simulator.trace import MICRO, Span, Track, entries_of
 
 _MEASURED, _PREDICTED = ", measured", ", predicted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceFacts:
+class TraceMetadata:
     """What a trace says about its step as a whole."""
 
     step: int
@@ -40,24 +40,24 @@ class TraceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """A step as it was and as it was predicted. The lanes of a rank follow each other; ranks rise."""
+    """A step as it was and as it was predicted. The tracks of a rank follow each other; ranks rise."""
 
-    facts: TraceFacts
-    measured: list[Lane]
-    predicted: list[Lane]
+    metadata: TraceMetadata
+    measured: list[Track]
+    predicted: list[Track]
 
 
 def save_step_trace(trace: StepTrace, path: Path) -> None:
     """Write ``trace`` to ``path`` atomically."""
-    spans = [span for lane in trace.measured + trace.predicted for span in lane.spans]
+    spans = [span for track in trace.measured + trace.predicted for span in track.spans]
     shift = max(0.0, -min((span.start for span in spans), default=0.0))
-    lanes = [_renamed(lane, _MEASURED) for lane in trace.measured]
-    lanes += [_renamed(lane, _PREDICTED) for lane in trace.predicted]
-    lanes.sort(key=lane_place)
+    tracks = [_renamed(track, _MEASURED) for track in trace.measured]
+    tracks += [_renamed(track, _PREDICTED) for track in trace.predicted]
+    tracks.sort(key=track_place)
     content = {
-        "traceEvents": entries_of(lanes, shift_seconds=shift),
+        "traceEvents": entries_of(tracks, shift_seconds=shift),
         "displayTimeUnit": "ms",
-        "otherData": {**asdict(trace.facts), "shift_seconds": shift},
+        "otherData": {**asdict(trace.metadata), "shift_seconds": shift},
     }
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(content), encoding="utf-8")
@@ -69,9 +69,9 @@ def load_step_trace(path: Path) -> StepTrace:
         content = parse_json(path.read_text(encoding="utf-8"))
         about = dict(content["otherData"])
         shift = float(about.pop("shift_seconds"))
-        lanes = _lanes(content["traceEvents"], shift)
-        facts = TraceFacts(**about)
-        if not any(lane.spans for lane in lanes):
+        tracks = _tracks(content["traceEvents"], shift)
+        metadata = TraceMetadata(**about)
+        if not any(track.spans for track in tracks):
             raise ValueError("it holds nothing that was measured")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -81,28 +81,28 @@ def load_step_trace(path: Path) -> StepTrace:
             )
         ) from error
     return StepTrace(
-        facts=facts,
-        measured=[_renamed(lane, _MEASURED, back=True) for lane in lanes if lane.name.endswith(_MEASURED)],
-        predicted=[_renamed(lane, _PREDICTED, back=True) for lane in lanes if lane.name.endswith(_PREDICTED)],
+        metadata=metadata,
+        measured=[_renamed(track, _MEASURED, back=True) for track in tracks if track.name.endswith(_MEASURED)],
+        predicted=[_renamed(track, _PREDICTED, back=True) for track in tracks if track.name.endswith(_PREDICTED)],
     )
 
 
-def lane_place(lane: Lane) -> tuple[int, int, str]:
-    """Sorts lanes by rank, by stage as a number, then by what follows in the name."""
-    stage, _, rest = lane.name.partition(", ")
-    return lane.rank, int(stage.removeprefix("stage ")), rest
+def track_place(track: Track) -> tuple[int, int, str]:
+    """Sorts tracks by rank, by stage as a number, then by what follows in the name."""
+    stage, _, rest = track.name.partition(", ")
+    return track.rank, int(stage.removeprefix("stage ")), rest
 
 
-def _renamed(lane: Lane, suffix: str, *, back: bool = False) -> Lane:
-    name = lane.name.removesuffix(suffix) if back else lane.name + suffix
-    return Lane(rank=lane.rank, name=name, spans=lane.spans)
+def _renamed(track: Track, suffix: str, *, back: bool = False) -> Track:
+    name = track.name.removesuffix(suffix) if back else track.name + suffix
+    return Track(rank=track.rank, name=name, spans=track.spans)
 
 
-def _lanes(entries: list[dict[str, Any]], shift: float) -> list[Lane]:
+def _tracks(entries: list[dict[str, Any]], shift: float) -> list[Track]:
     def place(entry: dict[str, Any]) -> tuple[int, int]:
         return entry["pid"], entry.get("tid", -1)
 
-    lanes = []
+    tracks = []
     for (rank, thread), found in groupby(sorted(entries, key=place), key=place):
         if thread < 0:
             continue  # the name of the process
@@ -119,5 +119,5 @@ def _lanes(entries: list[dict[str, Any]], shift: float) -> list[Lane]:
             for entry in own
             if entry["ph"] == "X"
         ]
-        lanes.append(Lane(rank=rank, name=name, spans=spans))
-    return lanes
+        tracks.append(Track(rank=rank, name=name, spans=spans))
+    return tracks

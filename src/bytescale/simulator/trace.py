@@ -1,6 +1,6 @@
 """Writes a simulated step as Chrome trace JSON, to be opened in https://ui.perfetto.dev or chrome://tracing.
 
-A trace has one process per rank and one thread per lane. ``simulator.step_trace`` writes measured steps the same way.
+A trace has one process per rank and one thread per track. ``simulator.step_trace`` writes measured steps the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class Track:
     """A row of a trace: what one stage of one rank did over time."""
 
     rank: int
@@ -60,15 +60,15 @@ def spread_evenly(num_ranks: int, max_ranks: int) -> list[int]:
 
 def trace_events(step: SimulatedStep, ranks: list[int]) -> list[dict[str, Any]]:
     """Return the entries of ``ranks``, as dictionaries in Chrome's trace event format."""
-    return entries_of([lane for rank in ranks for lane in simulated_lanes(step, rank)])
+    return entries_of([track for rank in ranks for track in simulated_tracks(step, rank)])
 
 
-def simulated_lanes(step: SimulatedStep, rank: int) -> list[Lane]:
-    """What a rank does in a simulated step, one lane per stage. Time 0 is the start of the step's first micro-batch."""
+def simulated_tracks(step: SimulatedStep, rank: int) -> list[Track]:
+    """A rank in a simulated step, one track per stage. Time 0 is the start of the step's first micro-batch."""
     events, timeline = step.events, step.timeline
     num_stages, num_parts = step.num_stages, timeline.start.shape[1]
     micro_batches = np.flatnonzero(events.micro_batch_ranks == rank)
-    lanes = []
+    tracks = []
     for stage in range(num_stages):
         spans = []
         for part in range(stage, num_parts, num_stages):
@@ -78,24 +78,26 @@ def simulated_lanes(step: SimulatedStep, rank: int) -> list[Lane]:
         if sync > 0:
             start = float(timeline.end[:, stage::num_stages].max())
             spans.append(Span(name="gradient sync", category="sync", start=start, seconds=sync))
-        lanes.append(Lane(rank=rank, name=f"stage {stage}", spans=spans))
-    return lanes
+        tracks.append(Track(rank=rank, name=f"stage {stage}", spans=spans))
+    return tracks
 
 
-def entries_of(lanes: list[Lane], *, shift_seconds: float = 0.0) -> list[dict[str, Any]]:
-    """The lanes in Chrome's trace event format. A lane's thread is its place among the lanes of its rank.
+def entries_of(tracks: list[Track], *, shift_seconds: float = 0.0) -> list[dict[str, Any]]:
+    """The tracks in Chrome's trace event format. A track's thread is its place among the tracks of its rank.
 
     ``shift_seconds`` is added to all times. Some viewers do not show times below 0.
     """
     entries: list[dict[str, Any]] = []
-    num_lanes: dict[int, int] = {}
-    for lane in lanes:
-        place = {"pid": lane.rank, "tid": num_lanes.get(lane.rank, 0)}
+    num_tracks: dict[int, int] = {}
+    for track in tracks:
+        place = {"pid": track.rank, "tid": num_tracks.get(track.rank, 0)}
         if place["tid"] == 0:
-            entries.append({"name": "process_name", "ph": "M", "pid": lane.rank, "args": {"name": f"rank {lane.rank}"}})
-        num_lanes[lane.rank] = place["tid"] + 1
-        entries.append({"name": "thread_name", "ph": "M", **place, "args": {"name": lane.name}})
-        for span in lane.spans:
+            entries.append(
+                {"name": "process_name", "ph": "M", "pid": track.rank, "args": {"name": f"rank {track.rank}"}}
+            )
+        num_tracks[track.rank] = place["tid"] + 1
+        entries.append({"name": "thread_name", "ph": "M", **place, "args": {"name": track.name}})
+        for span in track.spans:
             times = {"ts": (span.start + shift_seconds) * MICRO, "dur": span.seconds * MICRO}
             entries.append({"name": span.name, "cat": span.category, "ph": "X", **place, **times, "args": span.about})
     return entries

@@ -1,4 +1,4 @@
-"""Floor 7: the trainer, its run folder and its metrics.
+"""Layer 7: the trainer, its run folder and its metrics.
 
 ``train`` is imported when it is first used: the run folder's paths are also read where torch is not installed.
 """

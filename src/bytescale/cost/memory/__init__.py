@@ -14,7 +14,7 @@ from bytescale.cost.memory.device_kernels import (
     LOGITS_PER_CHUNK,
     ROWS_PER_CHUNK,
     DeviceKind,
-    Kernels,
+    KernelMemory,
     is_row_wise,
     loss_chunk_tokens,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "ROWS_PER_CHUNK",
     "Checkpointing",
     "DeviceKind",
-    "Kernels",
+    "KernelMemory",
     "MeasuredMemory",
     "MeasuredRows",
     "MemoryModel",

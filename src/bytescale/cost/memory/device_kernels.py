@@ -25,7 +25,7 @@ ROWS_PER_CHUNK = {"cpu": 2**15, "cuda": 2**15}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class KernelMemory:
     """The kernels of a device. The defaults compute everything at once with plain PyTorch."""
 
     fused_norm: bool = False
@@ -44,10 +44,10 @@ class Kernels:
     @staticmethod
     def of_device(
         kind: DeviceKind, architecture: Architecture, *, element_bytes: int, tensor_parallel: int, attention: str
-    ) -> Kernels:
+    ) -> KernelMemory:
         """Return what ``runtime`` uses on a device of this ``kind``. ``attention``: as ``trainer.attention``."""
         on_gpu = kind == "cuda"
-        return Kernels(
+        return KernelMemory(
             fused_norm=on_gpu,
             fused_attention=on_gpu and attention != "math",
             fused_loss=on_gpu and element_bytes == 2,

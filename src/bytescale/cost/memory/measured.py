@@ -22,11 +22,15 @@ class MeasuredRows:
         saved_per_token: of all layers, from forward to backward.
         peak_per_token: at the highest point of forward and backward, ``saved_per_token`` included.
         fixed: at that point, however many rows there are.
+        movable_per_token: of ``saved_per_token``, what left the device when all of it that may move was offloaded.
+        moved_per_token: what host memory held then. More than the former where something else keeps memory alive.
     """
 
     saved_per_token: float
     peak_per_token: float
     fixed: float
+    movable_per_token: float = 0.0
+    moved_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,6 @@ class MeasuredMemory:
 
     head_groups: int = 1
     most_head_groups: int = 1
-    movable_bytes_per_token: int = 0
-    layer_saved_bytes_per_token: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -100,6 +102,11 @@ class MeasuredMemory:
         """What all layers keep of a token, from forward to backward."""
         return self.rows.saved_per_token
 
+    @property
+    def movable_bytes_per_token(self) -> float:
+        """The part of it that may wait in host memory."""
+        return self.rows.movable_per_token
+
     def phases(self) -> tuple[Phase, ...]:
         """What comes on top of states and saved activations."""
         beside = max(0.0, self.rows.peak_per_token - self.rows.saved_per_token) + self.kernel_bytes_per_token
@@ -111,7 +118,7 @@ class MeasuredMemory:
         return MemoryLimits(
             states_bytes=self.states_bytes + self.nccl_bytes,
             saved_bytes_per_token=self.saved_bytes_per_token,
-            movable_bytes_per_token=0.0,
+            movable_bytes_per_token=self.movable_bytes_per_token,
             phases=self.phases(),
             device_bytes=device_bytes,
             host_bytes=host_bytes,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from bytescale.config import RingGradients
-from bytescale.cost.memory.device_kernels import DeviceKind, Kernels
+from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory
 from bytescale.cost.memory.nccl import nccl_reserve_bytes
 from bytescale.cost.memory.phases import Phases
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
@@ -32,7 +32,7 @@ class MemoryModel:
     """2 for bf16, 4 for fp32, 8 for fp64. Sums are in fp32 or wider."""
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
-    kernels: Kernels = field(default_factory=Kernels)
+    kernels: KernelMemory = field(default_factory=KernelMemory)
     checkpointing: Checkpointing = "none"
     head_groups: int = 1
     """Groups of heads that attention and its projections take one after the other, under checkpointing."""
@@ -61,7 +61,7 @@ class MemoryModel:
             share=share,
             element_bytes=element_bytes,
             num_ranks=num_ranks,
-            kernels=Kernels.of_device(
+            kernels=KernelMemory.of_device(
                 kind,
                 share.architecture,
                 element_bytes=element_bytes,

@@ -2,7 +2,7 @@
 
     loss       gradients of hidden states and of the head, one chunk of logits
     layer      backward of one layer's feed-forward part (after the layer was recomputed, with checkpointing)
-    attention  backward of CUDA's flash attention, which sums in fp32 (``Kernels.fused_attention``)
+    attention  backward of CUDA's flash attention, which sums in fp32 (``KernelMemory.fused_attention``)
     ring       backward of attention over a shared group: a block's gradients, sums in fp32
 
 A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.messages``). A
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from bytescale.config import RingGradients
 from bytescale.cost import flops
-from bytescale.cost.memory.device_kernels import Kernels
+from bytescale.cost.memory.device_kernels import KernelMemory
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
 from bytescale.plan.limits import Phase
@@ -27,7 +27,7 @@ class Phases:
     """The phases of one device. All results are in bytes."""
 
     share: ModelShare
-    kernels: Kernels
+    kernels: KernelMemory
     rows: RowBytes
     element_bytes: int
     checkpointing: Checkpointing

@@ -7,7 +7,7 @@ from typing import Literal
 
 from bytescale.config import Architecture
 from bytescale.cost import flops
-from bytescale.cost.memory.device_kernels import Kernels
+from bytescale.cost.memory.device_kernels import KernelMemory
 from bytescale.cost.memory.share import ModelShare
 
 Checkpointing = Literal["none", "full", "attention"]
@@ -46,7 +46,7 @@ class RowBytes:
     """The input and the output of the final norm. It is 0 on stages before the last."""
 
     @staticmethod
-    def of(share: ModelShare, kernels: Kernels, *, element_bytes: int, checkpointing: Checkpointing) -> RowBytes:
+    def of(share: ModelShare, kernels: KernelMemory, *, element_bytes: int, checkpointing: Checkpointing) -> RowBytes:
         """Count the rows of a device with this share of the model."""
         shape, parts, wide = share.architecture, share.tensor_parallel, max(4, element_bytes)
         hidden = shape.hidden_size * element_bytes
@@ -92,7 +92,7 @@ class RowBytes:
         return self.norm + attention - self.kept
 
 
-def _unfused_norm(share: ModelShare, kernels: Kernels, element_bytes: int) -> int:
+def _unfused_norm(share: ModelShare, kernels: KernelMemory, element_bytes: int) -> int:
     """What an RMSNorm of several kernels saves in addition: normalised rows, in fp32 and in the compute dtype."""
     if kernels.fused_norm:
         return 0

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,33 +22,31 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import ConfigError, problem
-from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_content
+from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
 from bytescale.data.order.pieces import PieceTable
 from bytescale.data.sources.expand import expand_sources
-from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile
 from bytescale.data.tokens.bpe import cached_bpe
-from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
-from bytescale.data.tokens.indexed import Tokens
-from bytescale.data.tokens.open_parts import MOST_OPEN, OpenParts
+from bytescale.data.tokens.fields import WEIGHTS
+from bytescale.data.tokens.open_parts import OpenParts, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.shards import Shard, ShardReader, fingerprint_shards, remote_parts
 from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from bytescale.plan.rank_plan import RankPlan
+from bytescale.storage.retry import with_retries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """Memory-mapped tokens, and the samples that they are cut into."""
 
-    parts: OpenParts | Sequence[Tokens]
-    """Tokens of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
+    parts: OpenParts
+    """Tokens and fields of each shard of text, then of each ``.bin`` source; memory-mapped, 1-D."""
     index: CorpusIndex
-    fields: Callable[[int], Mapping[str, Tokens]] = lambda part: {}
-    """Function from the number of a part to its fields, by name (``data.tokens.fields``)."""
     further_fields: tuple[str, ...] = ()
     """Fields that every part has: those of ``data.fields``."""
     tokenizer: Tokenizer | None
@@ -72,77 +70,23 @@ class Corpus:
         return self.index.has_weights
 
     @property
-    def loaded_fields(self) -> tuple[str, ...]:
-        """The fields that a loader reads beside tokens and labels."""
-        return (WEIGHTS, *self.further_fields) if self.has_weights else self.further_fields
-
-    @property
     def fingerprint(self) -> str:
         """See ``CorpusIndex.fingerprint``."""
         return self.index.fingerprint
 
-    def read(self, pieces: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Read the tokens and labels of ranges of samples, one range after the other. Nothing else is read.
-
-        Args:
-            pieces: ``[N]`` names of the samples (``CorpusIndex.pieces_of``).
-            starts: ``[N]`` first token of each range, counted inside its sample.
-            stops: ``[N]`` one past the last token of each range.
-
-        Returns:
-            tokens and labels, each int64 ``[sum of stops - starts]``. The label of a token without a target is
-            ``IGNORE_INDEX``.
-        """
-        # 1. Find where each range starts in its part, and how many of its tokens have a label.
-        part, place = self.index.locate(pieces, starts)
-        counts = stops - starts
-        num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
-        if isinstance(self.parts, OpenParts):
-            self.parts.fetch(part, place, counts)
-        # 2. Copy range by range. 33M tokens of 8,500 documents take 0.2 s this way, and 0.5 s gathered by index.
-        ends = np.cumsum(counts)
-        num_tokens = int(ends[-1]) if len(ends) else 0
-        tokens = np.empty(num_tokens, dtype=np.int64)
-        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
-        columns = (part, place, ends - counts, counts, num_labels)
-        for number, first, at, count, with_label in zip(*(column.tolist() for column in columns), strict=True):
-            source = self.parts[number]
-            tokens[at : at + count] = source[first : first + count]
-            targets = self.fields(number).get(LABELS, source) if self.index.has_labels else source
-            labels[at : at + with_label] = targets[first + 1 : first + 1 + with_label]
-        return tokens, labels
-
-    def read_fields(
-        self, pieces: IntArray, starts: IntArray, stops: IntArray, names: Sequence[str]
-    ) -> dict[str, NDArray]:
-        """Read fields of the labels in ranges of samples. The arguments are those of ``read``.
-
-        Returns:
-            by name, fp32 ``[sum of stops - starts]``: a number for the token that each label stands for, and 0 where
-            there is no label. Weights that a part does not have are 1.
-        """
-        part, place = self.index.locate(pieces, starts)
-        counts = stops - starts
-        num_labels = np.clip(self.pieces.num_targets[self.index.rows(pieces)] - starts, 0, counts)
-        found = {name: np.zeros(int(counts.sum()), field_dtype(name)) for name in names}
-        columns = (part, place, np.cumsum(counts) - counts, num_labels)
-        for number, first, at, with_label in zip(*(column.tolist() for column in columns), strict=True):
-            held = self.fields(number)
-            for name, values in found.items():
-                source = held.get(name)
-                own = 1 if source is None else source[first + 1 : first + 1 + with_label]
-                values[at : at + with_label] = own
-        return found
+    def micro_batches(self, rank_plan: RankPlan, segments: Segments) -> tuple[MicroBatchData, ...]:
+        """Read the ``segments`` of ``rank_plan``. Nothing else is read."""
+        return assemble(rank_plan, segments, self._slices(segments), self.further_fields)
 
     def documents(self, batch: GlobalBatch, fields: Sequence[str] = (WEIGHTS,)) -> list[dict[str, NDArray]]:
         """Return the sequences of a batch as ``bytescale.HDP.plan`` takes them.
 
-        Each has ``tokens`` and ``labels`` (int64 ``[length]``, as ``read`` returns them) and the named ``fields`` (fp32
-        ``[length]``, as ``read_fields`` does).
+        Each has ``tokens`` and ``labels`` (int64 ``[length]``) and the named ``fields`` (fp32 ``[length]``), as
+        ``assemble.labelled`` returns them.
         """
-        whole = batch.pieces, np.zeros_like(batch.lengths), batch.lengths
-        tokens, labels = self.read(*whole)
-        columns: dict[str, NDArray] = {"tokens": tokens, "labels": labels, **self.read_fields(*whole, names=fields)}
+        segments = Segments.whole(batch)
+        tokens, labels, found = labelled(segments, self._slices(segments), fields)
+        columns: dict[str, NDArray] = {"tokens": tokens, "labels": labels, **found}
         bounds = np.cumsum(batch.lengths)[:-1]
         parts = {name: np.split(values, bounds) for name, values in columns.items()}
         return [{name: own[number] for name, own in parts.items()} for number in range(batch.num_sequences)]
@@ -150,8 +94,11 @@ class Corpus:
     def piece_tokens(self, piece: int) -> NDArray[np.integer]:
         """Return the tokens of one sample, ``[length]``, a view into the file."""
         name = np.array([piece])
-        part, start = (int(found[0]) for found in self.index.locate(name, np.zeros(1, dtype=np.int64)))
+        part, start = (int(found[0]) for found in self.index.locate(name))
         return self.parts[part][start : start + int(self.pieces.length[self.index.rows(name)[0]])]
+
+    def _slices(self, segments: Segments) -> list[Slice]:
+        return self.parts.slices(segments.parts, segments.places, segments.ranges)
 
     @property
     def all_pieces(self) -> IntArray:
@@ -180,12 +127,10 @@ def prepare_corpus(
         DataError: a file is broken, the corpus is empty, or a ``.bin`` was made with another tokenizer.
     """
     shards, reader = plan_shards(config, progress)
-    open_fields = lru_cache(MOST_OPEN // 4)(lambda part: reader.open_fields(shards[part]))
     finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
-        parts=OpenParts(lambda part: reader.open_tokens(shards[part]), remote_parts(shards)),
+        parts=OpenParts(lambda part: reader.open_part(shards[part]), remote_parts(shards)),
         index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
-        fields=open_fields,
         further_fields=config.fields,
         tokenizer=reader.tokenizer,
         close=finder.close,

@@ -1,52 +1,23 @@
-"""The local loader. It draws global batches, plans them and reads this rank's slices, some steps ahead of training."""
+"""Steps of one rank, made some steps ahead of training, and the loader that reads all of them in this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bytescale.common.arrays import IntArray
 from bytescale.config.schema import DataConfig, LossPer
-from bytescale.data.loading.corpus import IGNORE_INDEX, Corpus
+from bytescale.data.loading.assemble import MicroBatchData, Segments
+from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.prefetch import Prefetcher
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts
-from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.plan.plan import Plan, Planner, costs_of_step, plan_with_costs
-from bytescale.plan.rank_plan import MicroBatch, RankPlan
+from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
-
-__all__ = [
-    "IGNORE_INDEX",
-    "Feed",
-    "Loader",
-    "LocalFeed",
-    "LocalLoader",
-    "MicroBatchData",
-    "Reader",
-    "StepData",
-    "read_micro_batch",
-    "weighted_labels",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchData:
-    """The tokens of one micro-batch of one rank, in the order of its segments. Letters: T tokens, P segments."""
-
-    tokens: IntArray  # [T] token ids
-    labels: IntArray  # [T] next token of the same document, or what its record names; or IGNORE_INDEX
-    position_ids: IntArray  # [T] place inside the sequence
-    segment_pieces: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.pieces_of)
-    weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
-    fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """``[T]`` by name, those of ``data.fields``: the number of the token that each label stands for, 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,51 +75,137 @@ class Reader:
     """Replaces the items of a list by those of the first process. Every process calls it."""
 
 
-class Loader(Protocol):
-    """Iterates over the steps of one rank, in a ``with`` block."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A global batch with its plan, of which every rank gets its part."""
 
-    def __enter__(self) -> Iterator[StepData]: ...
+    batch: GlobalBatch
+    plan: Plan
+    digest: int
+    """Fingerprint of the plan."""
+    summary: PlanSummary
+    loss_per: LossPer
+    state_after: SamplerState
+    planning_seconds: float
+
+    @staticmethod
+    def draw(sampler: BatchSampler, planner: Planner, costs: Any, loss_per: LossPer) -> PlannedStep:
+        """Draw the next batch and plan it. ``costs``: what the planner needs of this step (``costs_of_step``)."""
+        batch = sampler.next_batch()
+        started = time.perf_counter()
+        plan = plan_with_costs(planner, batch.lengths, costs)
+        return PlannedStep(
+            batch=batch,
+            plan=plan,
+            digest=plan.digest(),
+            summary=PlanSummary.of(plan),
+            loss_per=loss_per,
+            state_after=sampler.state_dict(),
+            planning_seconds=time.perf_counter() - started,
+        )
+
+    def part_of(self, rank: int) -> tuple[StepData, Segments]:
+        """Return what ``rank`` needs of the step, without its tokens, and where these lie in the corpus.
+
+        Cutting the part of one rank of 16,384 takes 0.1 ms.
+        """
+        rank_plan = RankPlan.of(self.plan, rank, digest=self.digest)
+        data = StepData(
+            step=self.batch.step,
+            num_targets=self.batch.total_targets,
+            loss_divisor=self.batch.scaling(self.loss_per).divisor,
+            summary=self.summary,
+            plan=self.plan,
+            rank_plan=rank_plan,
+            micro_batches=(),
+            sampler_state_after=self.state_after,
+            times=LoaderTimes(planning_seconds=self.planning_seconds, reading_seconds=0.0),
+        )
+        return data, Segments.of(self.batch, rank_plan, self.loss_per)
+
+
+class PrefetchedSteps(Prefetcher[StepData]):
+    """Iterates over the steps of one rank. A thread makes them ahead of training. Use it in a ``with`` block.
+
+    Steps that were made ahead and are dropped lose nothing: no state counts them.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[StepData],
+        depth: int,
+        name: str,
+        write: Callable[[StepData], None] | None = None,
+    ) -> None:
+        """Start the thread ``name``. ``write`` is called with every step that is handed out, before that."""
+        super().__init__(steps, depth, name)
+        self._write = write
+
+    def __next__(self) -> StepData:
+        """Return the next step. An error of the thread is raised when the turn of its step comes."""
+        started, ready = time.perf_counter(), self.num_ready
+        data = super().__next__()
+        waited = time.perf_counter() - started
+        if self._write is not None:
+            self._write(data)
+        return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
-class Feed(Protocol):
+class Feed(ABC):
     """A corpus and a position in its order, from which steps can be loaded. The trainer knows no more of the data."""
 
+    record: Callable[[], Callable[[StepData], None] | None] | None = None
+    """Called by ``open``: makes the function that writes down every step before it is handed out."""
+
+    def __init__(self, prefetch_steps: int) -> None:
+        """``prefetch_steps``: finished steps that may wait, at least 1."""
+        self._prefetch_steps = prefetch_steps
+
     @property
+    @abstractmethod
     def facts(self) -> CorpusFacts:
-        """Summary of the corpus."""
-        ...
+        """Summary of the parts of the corpus that have been read so far."""
 
+    @abstractmethod
     def state_dict(self) -> SamplerState:
-        """Where the first step of ``open`` starts."""
-        ...
+        """Return where the first step of ``open`` starts."""
 
+    @abstractmethod
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go to ``state``. Raises ``CheckpointError`` when it belongs to other data."""
-        ...
+        """Go to ``state``, of whichever loader. Raises ``CheckpointError`` when it belongs to other data."""
 
-    def open(self, planner: Planner, stop_step: int | None) -> Loader:
-        """Load steps from the current position on, up to the one before ``stop_step``; None: without an end."""
-        ...
+    @abstractmethod
+    def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
+        """Make steps from the current position on, up to the one before ``stop_step``; None: without an end."""
 
+    @abstractmethod
     def close(self) -> None:
         """End the threads or actors that the feed started."""
-        ...
+
+    def open(self, planner: Planner, stop_step: int | None) -> PrefetchedSteps:
+        """Load the ``steps`` in a thread, ahead of training."""
+        write = None if self.record is None else self.record()
+        return PrefetchedSteps(self.steps(planner, stop_step), self._prefetch_steps, "bytescale-loader", write)
 
 
-class LocalFeed:
+class LocalFeed(Feed):
     """Reads the corpus in this process."""
 
     def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
         """Start at the first batch."""
+        super().__init__(config.prefetch_steps)
         self._corpus = corpus
         self._config = config
         self._sampler: BatchSampler | None = None  # made when it is first needed
         self._rank = rank
-        self._prefetch_steps = config.prefetch_steps
 
     @property
     def facts(self) -> CorpusFacts:
@@ -160,15 +217,9 @@ class LocalFeed:
     def load_state_dict(self, state: SamplerState) -> None:
         self._sampler = make_sampler(self._corpus.index, self._config, state)
 
-    def open(self, planner: Planner, stop_step: int | None) -> LocalLoader:
-        return LocalLoader(
-            self._corpus,
-            self._started(),
-            planner,
-            self._rank,
-            self._prefetch_steps,
-            stop_step=stop_step,
-            loss_per=self._config.loss_per,
+    def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
+        return local_steps(
+            self._corpus, self._started(), planner, self._rank, stop_step=stop_step, loss_per=self._config.loss_per
         )
 
     def _started(self) -> BatchSampler:
@@ -181,150 +232,34 @@ class LocalFeed:
         self._corpus.close()
 
 
-def read_micro_batch(
-    corpus: Corpus, batch: GlobalBatch, micro_batch: MicroBatch, loss_per: LossPer = "token"
-) -> MicroBatchData:
-    """Read the segments of ``micro_batch``, and the one token behind each, which is its last label."""
-    sequences = micro_batch.segment_sequences
-    ranges = (batch.pieces[sequences], micro_batch.segment_starts, micro_batch.segment_stops)
-    tokens, labels = corpus.read(*ranges)
-    fields = corpus.read_fields(*ranges, names=corpus.loaded_fields)
-    scales, counts = batch.scaling(loss_per).scales[sequences], micro_batch.segment_stops - micro_batch.segment_starts
-    labels, weights = weighted_labels(labels, fields.pop(WEIGHTS, None), scales, counts)
-    return MicroBatchData(
-        tokens=tokens,
-        labels=labels,
-        position_ids=micro_batch.position_ids(),
-        segment_pieces=ranges[0],
-        weights=weights,
-        fields=fields,
-    )
-
-
-def weighted_labels(
-    labels: IntArray, weights: NDArray[np.float32] | None, scales: NDArray[np.float64], counts: IntArray
-) -> tuple[IntArray, NDArray[np.float64] | None]:
-    """Return the labels without those of weight 0, and the weights of their losses; None if all are 1.
+def local_steps(
+    corpus: Corpus,
+    sampler: BatchSampler,
+    planner: Planner,
+    rank: int,
+    *,
+    stop_step: int | None = None,
+    loss_per: LossPer = "token",
+) -> Iterator[StepData]:
+    """Yield the steps of one rank. Every rank draws and plans the same batches, and reads its own slices.
 
     Args:
-        labels: ``[T]`` next tokens, or ``IGNORE_INDEX``.
-        weights: ``[T]`` of each label; None: all are 1.
-        scales: ``[P]`` factor of each segment's weights (``LossScaling``).
-        counts: ``[P]`` tokens of each segment.
+        corpus: the corpus that the sampler draws from.
+        sampler: the sampler, positioned at the first step wanted. Nobody else may use it.
+        planner: the same on every rank.
+        rank: HDP rank whose slices are read.
+        stop_step: the iteration ends before the step of this number; None: it has no end.
+        loss_per: see ``data.loss_per``.
     """
-    if weights is None and (scales == 1).all():
-        return labels, None
-    if weights is None:
-        return labels, np.repeat(scales, counts)
-    scaled = weights.astype(np.float64) * np.repeat(scales, counts)
-    return np.where(weights == 0, IGNORE_INDEX, labels), scaled
-
-
-class PrefetchedSteps:
-    """Iterates over the steps of one rank. A thread makes them, up to ``prefetch_steps`` steps ahead of training.
-
-    Use it in a ``with`` block, or call ``close``.
-    """
-
-    def __init__(self, steps: Iterator[StepData], prefetch_steps: int, name: str) -> None:
-        """Start the thread ``name``, which runs ``steps``. ``prefetch_steps``: steps that may wait, at least 1."""
-        self._steps = Prefetcher(steps, prefetch_steps, name=name)
-
-    def __iter__(self) -> Iterator[StepData]:
-        return self
-
-    def __next__(self) -> StepData:
-        """Return the next step. An error of the thread is raised when the turn of its step comes."""
-        started, ready = time.perf_counter(), self._steps.num_ready
-        data = next(self._steps)
-        waited = time.perf_counter() - started
-        return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
-
-    def close(self) -> None:
-        """End the thread. Steps that were made ahead are dropped, which loses nothing: no state counts them."""
-        self._steps.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class LocalLoader(PrefetchedSteps):
-    """Reads the steps of one rank. Every rank draws and plans the same batches and reads its own slices.
-
-    Nobody else may use the sampler. The state for a checkpoint is the ``state_dict`` of the loader: it counts the steps
-    that were consumed, not those that were read ahead.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        sampler: BatchSampler,
-        planner: Planner,
-        rank: int,
-        prefetch_steps: int,
-        *,
-        stop_step: int | None = None,
-        loss_per: LossPer = "token",
-    ) -> None:
-        """Start reading at the sampler's state.
-
-        Args:
-            corpus: the corpus that the sampler draws from.
-            sampler: the sampler, positioned at the first step wanted.
-            planner: the same on every rank.
-            rank: HDP rank whose slices are read.
-            prefetch_steps: finished steps that may wait, at least 1.
-            stop_step: the iteration ends before the step of this number; None: it has no end.
-            loss_per: see ``data.loss_per``.
-        """
-        self._corpus = corpus
-        self._loss_per = loss_per
-        self._sampler = sampler
-        self._planner = planner
-        self._rank = rank
-        self._stop_step = stop_step
-        self._state = sampler.state_dict()
-        self._token_bytes = corpus.index.token_bytes
-        super().__init__(self._read_steps(), prefetch_steps, name="bytescale-loader")
-
-    def __next__(self) -> StepData:
-        data = super().__next__()
-        self._state = data.sampler_state_after
-        return data
-
-    def state_dict(self) -> SamplerState:
-        """Return where the step after the last consumed one starts, for ``BatchSampler.load_state_dict``."""
-        return dict(self._state)
-
-    def _read_steps(self) -> Iterator[StepData]:
-        while self._stop_step is None or self._sampler.next_step < self._stop_step:
-            batch = self._sampler.next_batch()
-            started = time.perf_counter()
-            plan = plan_with_costs(self._planner, batch.lengths, costs_of_step(self._planner, batch.step))
-            rank_plan = RankPlan.of(plan, self._rank)
-            planned = time.perf_counter()
-            micro_batches = tuple(
-                read_micro_batch(self._corpus, batch, micro_batch, self._loss_per)
-                for micro_batch in rank_plan.micro_batches
-            )
-            num_tokens = sum(len(micro_batch.tokens) for micro_batch in micro_batches)
-            yield StepData(
-                step=batch.step,
-                num_targets=batch.total_targets,
-                loss_divisor=batch.scaling(self._loss_per).divisor,
-                summary=PlanSummary.of(plan),
-                plan=plan,
-                rank_plan=rank_plan,
-                micro_batches=micro_batches,
-                sampler_state_after=self._sampler.state_dict(),
-                times=LoaderTimes(
-                    planning_seconds=planned - started,
-                    reading_seconds=time.perf_counter() - planned,
-                    bytes_read=num_tokens * self._token_bytes,
-                ),
-            )
+    token_bytes = corpus.index.token_bytes
+    while stop_step is None or sampler.next_step < stop_step:
+        planned = PlannedStep.draw(sampler, planner, costs_of_step(planner, sampler.next_step), loss_per)
+        started = time.perf_counter()
+        data, segments = planned.part_of(rank)
+        micro_batches = corpus.micro_batches(data.rank_plan, segments)
+        times = replace(
+            data.times,
+            reading_seconds=time.perf_counter() - started,
+            bytes_read=int(segments.counts.sum()) * token_bytes,
+        )
+        yield replace(data, micro_batches=micro_batches, times=times)

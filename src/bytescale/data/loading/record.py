@@ -10,89 +10,44 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.loading.loader import Feed, Loader, StepData
+from bytescale.data.loading.loader import StepData
 from bytescale.data.order.batches import SamplerState, make_sampler
-from bytescale.data.order.index import CorpusFacts
-from bytescale.plan import Planner
 
 _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
 
-class RecordingFeed:
-    """A feed that records the token ranges of every step that it hands out."""
+def recorder(folder: Path | None, rank: int, about: dict[str, int]) -> Callable[[StepData], None] | None:
+    """Return a function that writes down the token ranges of a step: ``Feed.record`` of HDP rank ``rank``.
 
-    def __init__(self, feed: Feed, rank: int, about: dict[str, int], new_folder: Callable[[], Path | None]) -> None:
-        """Write nothing yet.
+    Args:
+        folder: of this attempt, the same on all ranks; None in a process that records nothing, because another process
+            of the same HDP rank (of its tensor-parallel group or pipeline) does.
+        rank: HDP rank of this process.
+        about: what stands in every line: ``num_ranks``, the number of HDP ranks, and ``batch_tokens``, which a resumed
+            run may change.
+    """
+    if folder is None:
+        return None
+    path = folder / f"rank-{rank:05d}.jsonl"
 
-        Args:
-            feed: the feed whose steps are recorded.
-            rank: HDP rank of this process.
-            about: what stands in every line: ``num_ranks``, the number of HDP ranks, and ``batch_tokens``, which a
-                resumed run may change.
-            new_folder: makes or names the folder of this attempt, which is the same on all ranks. It returns None in a
-                process that records nothing, because another process of the same HDP rank (of its tensor-parallel group
-                or pipeline) does.
-        """
-        self._feed = feed
-        self._rank = rank
-        self._about = about
-        self._new_folder = new_folder
+    def write(data: StepData) -> None:
+        line = {"step": data.step, **about, "segments": segments_of(data).tolist()}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
-    @property
-    def facts(self) -> CorpusFacts:
-        return self._feed.facts
-
-    def state_dict(self) -> SamplerState:
-        return self._feed.state_dict()
-
-    def load_state_dict(self, state: SamplerState) -> None:
-        self._feed.load_state_dict(state)
-
-    def open(self, planner: Planner, stop_step: int | None) -> Loader:
-        folder, loader = self._new_folder(), self._feed.open(planner, stop_step)
-        if folder is None:
-            return loader
-        return _RecordingLoader(loader, folder / f"rank-{self._rank:05d}.jsonl", self._about)
-
-    def close(self) -> None:
-        self._feed.close()
-
-
-class _RecordingLoader:
-    """Writes the line of a step before it hands the step out, so every step that was trained on has its line."""
-
-    def __init__(self, loader: Loader, path: Path, about: dict[str, int]) -> None:
-        self._loader = loader
-        self._path = path
-        self._about = about
-
-    def __enter__(self) -> Iterator[StepData]:
-        return self._steps(self._loader.__enter__())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._loader.__exit__(kind, error, trace)
-
-    def _steps(self, steps: Iterator[StepData]) -> Iterator[StepData]:
-        with self._path.open("w", encoding="utf-8") as file:
-            for data in steps:
-                line = {"step": data.step, **self._about, "segments": segments_of(data).tolist()}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                yield data
+    return write
 
 
 def segments_of(data: StepData) -> IntArray:
@@ -190,10 +145,9 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
             raise _wrong(
                 step, f"its ranks were given {count} tokens, which are not exactly the {batch_tokens} of its batch"
             )
-        tokens, _ = corpus.read(pieces, starts, stops)
-        ends = np.cumsum(stops - starts)
-        for row, (end, count) in enumerate(zip(ends.tolist(), (stops - starts).tolist(), strict=True)):
-            if _checksum(tokens[end - count : end]) != checksums[row]:
+        parts, places = corpus.index.locate(pieces)
+        for row, (tokens, _) in enumerate(corpus.parts.slices(parts, places + starts, stops - starts)):
+            if _checksum(tokens) != checksums[row]:
                 document = int(corpus.pieces.document[rows[row]])
                 raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a sample of document {document} differ")
         num_tokens += batch.num_tokens
@@ -212,7 +166,7 @@ def _coverage(starts: IntArray, stops: IntArray) -> IntArray:
     return np.stack([places[changes != 0], changes[changes != 0]])
 
 
-def _checksum(tokens: IntArray) -> int:
+def _checksum(tokens: NDArray[np.integer]) -> int:
     return zlib.crc32(np.ascontiguousarray(tokens, dtype="<i8").data)
 
 

@@ -50,6 +50,8 @@ class GlobalBatch:
     epoch: int
     """Epoch of the first sequence."""
     pieces: IntArray  # [S] names of the samples in the corpus (CorpusIndex.pieces_of)
+    parts: IntArray  # [S] part of the corpus that holds each
+    places: IntArray  # [S] its first token inside the part
     lengths: IntArray  # [S] tokens
     num_targets: IntArray  # [S] tokens with a label
     ends_epoch: bool
@@ -61,10 +63,13 @@ class GlobalBatch:
     def of(index: CorpusIndex, pieces: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
         """Return the batch of ``pieces``, whose parts must have been read."""
         rows = index.rows(pieces)
+        parts, places = index.locate(pieces)
         return GlobalBatch(
             step=step,
             epoch=epoch,
             pieces=pieces,
+            parts=parts,
+            places=places,
             lengths=index.pieces.length[rows],
             num_targets=index.pieces.num_targets[rows],
             ends_epoch=ends_epoch,

@@ -202,13 +202,10 @@ class CorpusIndex:
         """``[P]`` row in ``self.pieces`` of each of the samples named ``pieces``."""
         return self._first_row[pieces >> _PART_SHIFT] + (pieces & ((1 << _PART_SHIFT) - 1))
 
-    def locate(self, pieces: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the part that holds token ``starts[i]`` of sample ``pieces[i]``, and the token's place in that part.
-
-        Both arrays are int64 ``[N]``.
-        """
+    def locate(self, pieces: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the part that holds each of ``pieces``, and the place of its first token there; both int64 ``[P]``."""
         part = pieces >> _PART_SHIFT
-        return part, self.pieces.start[self.rows(pieces)] + starts - self._first_token[part]
+        return part, self.pieces.start[self.rows(pieces)] - self._first_token[part]
 
     def content_hash(self, parts: Iterable[int]) -> str:
         """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""

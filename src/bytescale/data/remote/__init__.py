@@ -1,15 +1,15 @@
-"""The remote loader (paper section 7). Servers read and tokenise, one planner plans, and ranks fetch only their slices.
+"""The remote loader (paper section 7).
+
+Servers read and tokenise, a planner on each node plans, and ranks fetch only their slices.
 
 ==========  ==========================================================================================================
 who         what it does, and how it recovers after ``kill -9``
 ==========  ==========================================================================================================
 server      It tokenises its share of the shards, reports document lengths and sends token ranges. After a restart it
             finds its finished work in the cache.
-planner     It draws, plans and verifies global batches ahead of the ranks, and publishes each batch once. After a
-            restart it asks the servers for the lengths again. Every request says where its step starts, and with which
-            costs it is planned.
-relay       It exists if there are several nodes. It asks the planner once for all ranks of its node, and cuts the part
-            of each rank from the answer. After a restart it asks again.
+planner     One on every node. It draws, plans and verifies global batches ahead of the ranks of its node. After a
+            restart it asks the servers for the lengths again. Every request says where its step starts, how to plan,
+            and with which costs.
 client      It lives in a training rank. It gets the rank's part of the plan, and fetches the token ranges of that part,
             some steps ahead of training.
 ==========  ==========================================================================================================

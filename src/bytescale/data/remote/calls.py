@@ -1,13 +1,30 @@
-"""Calls to actors, with a time limit and with errors that a user can act on."""
+"""Calls to actors, with a time limit and with errors that a user can act on, and what actors share."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 import ray.exceptions
 
 from bytescale.common.errors import BytescaleError, LoaderFailure, problem
+
+Content = TypeVar("Content")
+
+
+class Shared(Generic[Content]):
+    """An object of which Ray's memory keeps one copy as long as somebody holds this handle of it.
+
+    Ray's reference is hidden inside on purpose. If it were a plain argument of an actor, Ray would not keep the object
+    until the actor is restarted.
+    """
+
+    def __init__(self, content: Content) -> None:
+        self._reference = ray.put(content)
+
+    def get(self) -> Content:
+        """Return the object."""
+        return ray.get(self._reference)
 
 
 def wait_for(reference: Any, who: str, timeout_seconds: float | None) -> Any:

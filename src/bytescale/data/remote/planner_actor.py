@@ -1,84 +1,79 @@
-"""The planner actor. It draws, plans and verifies global batches ahead of the ranks, and publishes each of them once.
+"""The planner actor of a node. It draws, plans and verifies global batches ahead of the ranks of its node.
 
 Planning a step is a pure function of the state in which the step starts, and of its costs if ranks refine these while
-they train. Every request carries both. So a planner that was killed goes on from whatever its clients ask for. The
-planner keeps finished steps only to answer faster. It plans steps that nobody has asked for only if all steps have the
-same costs.
-
-A planned step is one object in Ray's memory, of which every node pulls one copy. The relay of the node bundles the
-requests of its ranks, and cuts their parts from that copy (``relay``). So the planner's own work hardly depends on the
-number of ranks.
+they train. So every node plans for itself, and gets the plans of the others. Every request carries the state, the costs
+and how to plan. So a planner that was killed goes on from whatever its ranks ask for. The planner keeps finished steps
+only to answer faster. It plans steps that nobody has asked for only if all steps have the same costs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import time
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
+import ray.exceptions
 
 from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
+from bytescale.data.loading.assemble import Segments
+from bytescale.data.loading.loader import PlannedStep, StepData
 from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
 from bytescale.data.order.index import CorpusFacts, CorpusIndex
-from bytescale.data.remote.calls import wait_for
-from bytescale.data.remote.messages import PartOwners, PlannedStep, StepReference, StillReading
-from bytescale.data.remote.relay import Answer, RankAnswer, part_of
-from bytescale.data.remote.server import SharedWork, owners_of
+from bytescale.data.remote.calls import Shared, wait_for
+from bytescale.data.remote.server import PartOwners, SharedWork
 from bytescale.data.tokens.shards import PartContent
 from bytescale.plan import Planner
-from bytescale.plan.plan import plan_with_costs
 
 _LOOK_AGAIN_SECONDS = 1.0
 
-Result = TypeVar("Result")
+HowToPlan = Shared[tuple[Planner, int | None]]
+"""The planner, and the step before which planning ahead ends."""
 
 
 class PlannerActor:
-    """An asynchronous actor: many requests wait at the same time for one thread that plans."""
+    """Many requests wait at the same time for one thread that plans: only that thread uses index and sampler."""
 
-    def __init__(self, config: DataConfig, work: SharedWork, servers: Sequence[Any], relays: dict[str, Any]) -> None:
+    def __init__(self, config: DataConfig, work: SharedWork, servers: Sequence[Any], nodes: Sequence[str]) -> None:
         """Ask nobody for anything yet.
 
         Args:
             config: the ``[data]`` section.
-            work: the shards of the corpus.
-            servers: handles of the ``DataServer`` actors, in order.
-            relays: handles of the ``Relay`` actors by node.
+            work: the shards of the corpus and their reader.
+            servers: handles of the ``DataServer`` actors of all nodes, in order.
+            nodes: ids of the nodes that have a planner, in the order of the planners' names.
         """
         self._config = config
         self._shards, self._reader = work.get()
         self._servers = servers
-        self._relays = relays
-        self._owners = owners_of(self._shards, len(servers))
+        self._nodes = nodes
+        self._owners = PartOwners.of(self._shards, len(servers))
         self._finder = AskServers(servers, self._owners)
         self._life = uuid.uuid4().hex
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescale-planner")
-        self._indexing: asyncio.Future[CorpusIndex] | None = None
-        self._sampler: BatchSampler | None = None
-        self._checked: dict[str, asyncio.Future[SamplerState]] = {}  # the last state that was checked
-        self._planner: Planner | None = None
-        self._stop_step: int | None = None
-        self._steps: dict[int, asyncio.Future[StepReference]] = {}
+        self._lock = threading.Lock()  # of what follows, up to _latest
+        self._checked: tuple[str, Future[SamplerState]] | None = None  # the last state that was checked
+        self._how: tuple[Planner, int | None] | None = None
+        self._steps: dict[int, tuple[SamplerState, Any, Future[PlannedStep]]] = {}  # with state before, and costs
         self._latest = -1  # the latest step that anybody has asked for
-        self._running_ahead: asyncio.Task[None] | None = None
+        self._made_index: CorpusIndex | None = None
+        self._sampler: BatchSampler | None = None
 
-    async def facts(self) -> CorpusFacts:
+    def facts(self) -> CorpusFacts:
         """Return the summary of the parts of the corpus that have been read so far.
 
         Raises:
             DataError: a part that has to be read first is broken.
         """
-        return (await self._indexed()).facts
+        return self._thread.submit(lambda: self._index().facts).result()
 
-    async def check_state(self, state: SamplerState | None) -> SamplerState:
+    def check_state(self, state: SamplerState | None) -> SamplerState:
         """Check that a step can start at ``state`` and return it. For None, return where the first step starts.
 
         The call returns once the texts of that step are tokenised.
@@ -87,123 +82,94 @@ class PlannerActor:
             CheckpointError: ``state`` belongs to other data.
             DataError: a part that the step needs is broken.
         """
-        index = await self._indexed()
         key = json.dumps(state, sort_keys=True)
-        if key not in self._checked or _failed(self._checked[key]):  # every rank asks about the same state
-            self._checked = {key: self._in_thread(lambda: make_sampler(index, self._config, state).state_dict())}
-        return await asyncio.shield(self._checked[key])
+        with self._lock:  # every rank asks about the same state
+            if self._checked is None or self._checked[0] != key or _failed(self._checked[1]):
+                made = self._thread.submit(lambda: make_sampler(self._index(), self._config, state).state_dict())
+                self._checked = key, made
+            checked = self._checked[1]
+        return checked.result()
 
-    async def num_waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Return the number of parts of text that servers tokenise while somebody waits for them."""
         return self._finder.num_waiting
 
-    async def configure(self, planner: Planner, stop_step: int | None) -> None:
-        """Set how to plan, and the step before which planning ahead ends. Every rank sends the same."""
-        self._planner = planner
-        self._stop_step = stop_step
+    def part(self, rank: int, state: SamplerState, costs: Any, how: HowToPlan) -> tuple[StepData, Segments, str]:
+        """Return the part of ``rank`` in the step that starts at ``state``, where its tokens are, and this life's id.
 
-    async def plan(self, state: SamplerState, costs: Any = None, lost: str = "") -> Answer:
-        """Return the step that starts at ``state``, or None if the planner was not configured yet.
-
-        Servers may need hours to tokenise the texts of a step. In that case the answer is ``StillReading``.
+        The id changes when the planner is restarted. The first rank gets the whole plan, too.
 
         Args:
+            rank: HDP rank.
             state: where the step starts.
             costs: what the step is planned with (``plan.plan.costs_of_step``).
-            lost: the life of the planner whose object of this step could not be fetched; empty if none was lost.
+            how: how to plan. Every rank sends the same.
 
         Raises:
-            PlanError, CheckpointError: the step cannot be planned.
+            PlanError, CheckpointError, DataError: the step cannot be drawn or planned.
         """
-        if self._planner is None:
-            return None
-        step = int(state["step"])
-        if lost == self._life:
-            self._steps.pop(step, None)
-        planning = asyncio.ensure_future(self._step(state, costs))
-        while not planning.done():
-            await asyncio.wait([planning], timeout=self._config.answer_seconds / 4)
-            if not planning.done() and self._finder.num_waiting:
-                planning.cancel()  # ends only this request's wait: planning the step goes on
-                return StillReading(self._finder.num_waiting)
-        found = planning.result()
-        self._latest = max(self._latest, step)
-        for old in [old for old in self._steps if old < self._latest - kept_steps(self._config)]:
-            del self._steps[old]
-        if costs is None and (self._running_ahead is None or self._running_ahead.done()):
-            self._running_ahead = asyncio.create_task(self._run_ahead(found.state_after))
-        ahead = sum(other > step and future.done() for other, future in self._steps.items())
-        return replace(found, steps_planned=ahead)
+        with self._lock:
+            self._how = self._how or how.get()
+            self._latest = max(self._latest, int(state["step"]))
+            for old in [old for old in self._steps if old < self._latest - self._config.prefetch_steps - 4]:
+                del self._steps[old]  # no rank lags behind that far; if one does, the step is planned again
+            asked = self._step(state, costs)
+        planned = asked.result()
+        self._run_ahead(planned.state_after, costs)
+        data, segments = planned.part_of(rank)
+        ahead = sum(other > data.step and step[2].done() for other, step in list(self._steps.items()))
+        times = replace(data.times, steps_planned=ahead)
+        return replace(data, plan=data.plan if rank == 0 else None, times=times), segments, self._life
 
-    async def part(self, rank: int, state: SamplerState, costs: Any = None) -> RankAnswer:
-        """Return the part of ``rank`` in the step that starts at ``state``: its plan, and where its tokens are.
+    def others(self) -> tuple[list[Any], list[str], PartOwners]:
+        """Return the handles of the servers, the nodes that have a planner, and which server reads what."""
+        return list(self._servers), list(self._nodes), self._owners
 
-        Returns None if the planner was not configured yet. Arguments and errors as ``plan``.
-        """
-        return await part_of(self.plan, rank, state, costs)
-
-    async def others(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return the handles of the servers, in order, and of the relays by node."""
-        return list(self._servers), self._relays
-
-    async def pid(self) -> int:
+    def pid(self) -> int:
         """Return the id of the process that the planner lives in."""
         return os.getpid()
 
-    async def _indexed(self) -> CorpusIndex:
-        if self._indexing is None or _failed(self._indexing):
-            self._indexing = self._in_thread(self._index)
-        return await asyncio.shield(self._indexing)
-
     def _index(self) -> CorpusIndex:
-        return CorpusIndex(self._config, self._shards, self._reader.tokenizer, self._finder, text_later=True)
+        """Return the index, made now if this is the first call. For the planning thread."""
+        if self._made_index is None:
+            made = CorpusIndex(self._config, self._shards, self._reader.tokenizer, self._finder, text_later=True)
+            self._made_index = made
+        return self._made_index
 
-    def _in_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Run ``work``, which takes time, in the planner's one thread. Only that thread uses index and sampler."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+    def _step(self, state: SamplerState, costs: Any) -> Future[PlannedStep]:
+        """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way.
 
-    async def _step(self, state: SamplerState, costs: Any) -> StepReference:
-        """Return the step that starts at ``state``. It is planned now, unless it is planned already or under way."""
+        What failed is planned again, because the reason may be gone. The caller holds the lock.
+        """
         step = int(state["step"])
-        if step not in self._steps or _failed(self._steps[step]):
-            index = await self._indexed()
-        if step not in self._steps or _failed(self._steps[step]):  # nobody else began the step during the await
-            self._steps[step] = self._in_thread(lambda: self._plan(index, state, costs))
-        found = await asyncio.shield(self._steps[step])
-        if found.answers(state, costs):
-            return found
-        self._steps.pop(step, None)  # the feed was moved to another state, which no run does
-        return await self._step(state, costs)
+        known = self._steps.get(step)
+        if known is None or known[:2] != (state, costs) or _failed(known[2]):
+            known = self._steps[step] = state, costs, self._thread.submit(self._plan, state, costs)
+        return known[2]
 
-    def _plan(self, index: CorpusIndex, state: SamplerState, costs: Any) -> StepReference:
-        assert self._planner is not None, "requests wait until the planner is configured"
-        sampler = self._sampler or make_sampler(index, self._config, state)
+    def _plan(self, state: SamplerState, costs: Any) -> PlannedStep:
+        assert self._how is not None, "a request says how to plan"
+        sampler = self._sampler or make_sampler(self._index(), self._config, state)
         self._sampler = None  # after an error it is not used again: half a batch may have been drawn from it
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)
-        batch = sampler.next_batch()
+        planned = PlannedStep.draw(sampler, self._how[0], costs, self._config.loss_per)
         self._sampler = sampler
-        started = time.perf_counter()
-        plan = plan_with_costs(self._planner, batch.lengths, costs)
-        after = sampler.state_dict()
-        seconds = time.perf_counter() - started
-        planned = PlannedStep.of(batch, plan, index, self._owners, after, seconds, self._config.loss_per)
-        return StepReference(
-            planned=ray.put(planned), state_before=state, state_after=after, life=self._life, costs=costs
-        )
+        self._run_ahead(planned.state_after, costs)
+        return planned
 
-    async def _run_ahead(self, state: SamplerState) -> None:
+    def _run_ahead(self, state: SamplerState, costs: Any) -> None:
         """Plan the steps from ``state`` on, up to ``prefetch_steps`` beyond what anybody has asked for."""
-        while self._wants(int(state["step"])):
-            try:
-                state = (await self._step(state, None)).state_after
-            except Exception:  # a request for this step plans it again, and gets the error if that fails too
-                return
-
-    def _wants(self, step: int) -> bool:
-        if self._stop_step is not None and step >= self._stop_step:
-            return False
-        return step <= self._latest + self._config.prefetch_steps
+        with self._lock:
+            assert self._how is not None, "a request says how to plan"
+            stop, last = self._how[1], self._latest + self._config.prefetch_steps
+            step = int(state["step"])
+            while costs is None and step <= last and (stop is None or step < stop):
+                planned = self._step(state, None)
+                if not planned.done() or _failed(planned):  # the thread goes on from there, or a request does
+                    return
+                state = planned.result().state_after
+                step = int(state["step"])
 
 
 class AskServers:
@@ -236,8 +202,11 @@ class AskServers:
                 done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_AGAIN_SECONDS)
                 for reference in done:
                     part = pending.pop(reference)
+                    who = f"the data server of part {part}"
                     try:
-                        found[part] = wait_for(reference, f"the data server of part {part}", None)
+                        found[part] = ray.get(wait_for(reference, who, None)[0])
+                    except ray.exceptions.ObjectLostError:  # it was lost with the server, which is restarted
+                        pending[self._ask(part)] = part
                     except BytescaleError:
                         if part not in early:
                             raise
@@ -251,14 +220,5 @@ class AskServers:
         return self._servers[self._owners.server_of(part)].content.remote(part)
 
 
-def _failed(future: asyncio.Future[Any]) -> bool:
-    """Return whether the work failed. It is then tried again, because the reason may be gone."""
+def _failed(future: Future[Any]) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None)
-
-
-def kept_steps(config: DataConfig) -> int:
-    """Return how many steps behind the latest one are kept: as many as a rank may lag behind, and some more.
-
-    Older steps would be planned again.
-    """
-    return config.prefetch_steps + 4

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bytescale.common.errors import LoaderFailure, problem
 from bytescale.config.schema import DataConfig
+from bytescale.data.loading.assemble import Segments, assemble
 from bytescale.data.loading.corpus import plan_shards
+from bytescale.data.loading.loader import Feed, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.data.order.index import CorpusFacts
-from bytescale.data.remote.calls import wait_for
-from bytescale.data.remote.client import DataService, RemoteLoader
-from bytescale.data.remote.planner_actor import PlannerActor, kept_steps
+from bytescale.data.remote.calls import Shared, no_answer, wait_for
+from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
-from bytescale.data.remote.relay import Relay, above
-from bytescale.data.remote.server import SharedWork, server_actor
+from bytescale.data.remote.server import ServerSlices, SharedWork, server_actor
+from bytescale.data.tokens.open_parts import Slice
 from bytescale.plan import Planner
+from bytescale.plan.plan import StepPlanner, costs_of_step
+
+logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 0.05
 _SAY_SECONDS = 5.0
@@ -31,9 +36,10 @@ _START_SECONDS = 3600.0
 
 Before it starts them, the first rank lists the sources and may train a tokenizer. If it dies, all ranks end anyway.
 """
+_WHO = "the planner actor"
 
 
-class RemoteFeed:
+class RemoteFeed(Feed):
     """One rank's connection to the actors of one attempt at a run.
 
     The process must have joined Ray before it makes the feed, and leaves Ray after it has closed the feed.
@@ -63,100 +69,154 @@ class RemoteFeed:
         Raises:
             ConfigError, DataError: as ``prepare_corpus``.
         """
+        super().__init__(config.prefetch_steps)
         self._config = config
         self._rank = rank
         self._say = say
+        self._actors: Actors | None = None
         self._is_owner = rank == 0 if is_owner is None else is_owner
         if self._is_owner:
             self._actors = start_actors(config, session, num_ranks)
-        else:
-            planner = _find(f"{session}-planner", max(config.answer_seconds, _START_SECONDS))
-            servers, relays = wait_for(planner.others.remote(), "the planner actor", config.answer_seconds)
-            self._actors = Actors(planner=planner, servers=servers, relays=relays)
+        first = _find(f"{session}-planner-0", max(config.answer_seconds, _START_SECONDS))
+        # No time limit where this process has just started the actors: Ray may have to start workers first.
+        found = wait_for(first.others.remote(), _WHO, None if self._is_owner else config.answer_seconds)
+        self._servers, nodes, self._owners = found
+        # A node that joined Ray after the actors were started has no planner. Its ranks ask those of other nodes.
+        own = ray.get_runtime_context().get_node_id()
+        number = nodes.index(own) if own in nodes else rank % len(nodes)
+        self.planner = _find(f"{session}-planner-{number}", config.answer_seconds)
+        """The planner of this rank's node."""
         self._state: SamplerState | None = None  # None: where the first step starts
+        self._lives: dict[str, set[str]] = {}  # of the actors that have answered, to count their restarts
 
     @property
     def facts(self) -> CorpusFacts:
-        """Summary of the parts of the corpus that have been read so far."""
-        return wait_for(self._actors.planner.facts.remote(), "the planner actor", None)
+        return wait_for(self.planner.facts.remote(), _WHO, None)
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the planner, then of the servers, then of the relays, to watch or to kill them."""
-        return [self._actors.planner, *self._actors.servers, *self._actors.relays.values()]
+        """Handles of a planner, then of the servers, then of the planners of further nodes, to watch or to kill them.
+
+        Only the process that started them has any.
+        """
+        if self._actors is None:
+            return []
+        first, *further = self._actors.planners
+        return [first, *self._actors.servers, *further]
 
     def state_dict(self) -> SamplerState:
-        """Return where the first step of ``open`` starts."""
         if self._state is None:
             self._state = self._checked(None)
         return dict(self._state)
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go to ``state``, which the local or the remote loader made. Raises ``CheckpointError`` if its data differ."""
         self._state = self._checked(state)
 
-    def open(self, planner: Planner, stop_step: int | None) -> RemoteLoader:
-        """Fetch steps from the current position on, up to the one before ``stop_step``; None: without an end.
+    def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
+        return self._steps(planner, stop_step, self.state_dict())
 
-        ``planner`` is sent to the planner actor.
-        """
-        return RemoteLoader(
-            DataService(
-                relay=self.relay,
-                servers=self._actors.servers,
-                further_fields=self._config.fields,
-                answer_seconds=self._config.answer_seconds,
-            ),
-            planner=planner,
-            rank=self._rank,
-            state=self.state_dict(),
-            stop_step=stop_step,
-            prefetch_steps=self._config.prefetch_steps,
-        )
+    def _steps(self, planner: Planner, stop_step: int | None, state: SamplerState) -> Iterator[StepData]:
+        how: HowToPlan = Shared((planner, stop_step))
+
+        def wants(state: SamplerState) -> bool:
+            return stop_step is None or state["step"] < stop_step
+
+        def ask(state: SamplerState) -> Any:
+            return self.planner.part.remote(self._rank, state, costs_of_step(planner, state["step"]), how)
+
+        asked = None
+        while wants(state):
+            # 1. Get this rank's part of the plan, and ask for the next one if its costs are known.
+            asked = asked or ask(state)
+            data, segments = self._part(asked, state)
+            started = time.perf_counter()
+            state = data.sampler_state_after
+            is_known = not isinstance(planner, StepPlanner) or planner.knows(state["step"])
+            asked = ask(state) if wants(state) and is_known else None
+            # 2. Call each server that has tokens of this part once, all servers at the same time.
+            slices, num_bytes = self._fetch(segments)
+            times = replace(
+                data.times,
+                reading_seconds=time.perf_counter() - started,
+                bytes_read=num_bytes,
+                bytes_received=num_bytes + _num_bytes([segments, *data.rank_plan.micro_batches]),
+                restarts=sum(len(lives) - 1 for lives in self._lives.values()),
+            )
+            micro_batches = assemble(data.rank_plan, segments, slices, self._config.fields)
+            yield replace(data, micro_batches=micro_batches, times=times)
 
     def close(self) -> None:
         """End the actors, if this rank started them."""
-        if self._is_owner:
-            for actor in self.actors:
-                ray.kill(actor)
+        for actor in self.actors:
+            ray.kill(actor)
 
-    @property
-    def relay(self) -> Any:
-        """The actor that this rank asks for plans: the relay of its node, or the planner if there are no relays.
+    def _part(self, asked: Any, state: SamplerState) -> tuple[StepData, Segments]:
+        """Wait for this rank's part of a step: as long as servers tokenise, and else for ``data.answer_seconds``."""
+        deadline = time.monotonic() + self._config.answer_seconds
+        while not ray.wait([asked], timeout=self._config.answer_seconds / 4)[0]:
+            waiting = wait_for(self.planner.num_waiting.remote(), _WHO, self._config.answer_seconds)
+            if waiting:
+                deadline = time.monotonic() + self._config.answer_seconds
+            elif time.monotonic() > deadline:
+                raise no_answer(_WHO, self._config.answer_seconds)
+            if waiting and self._rank == 0:
+                logger.warning(
+                    "step %d waits for data servers to tokenise %d more shards of text; more servers (data.servers) "
+                    "would be faster",
+                    state["step"] + 1,
+                    waiting,
+                )
+        data, segments, life = wait_for(asked, _WHO, self._config.answer_seconds)
+        self._alive("planner", life)
+        return data, segments
 
-        A node that joined Ray after the relays were started has no relay. Its ranks ask the relays of other nodes.
-        """
-        relays = list(self._actors.relays.values())
-        if not relays:
-            return self._actors.planner
-        return self._actors.relays.get(ray.get_runtime_context().get_node_id(), relays[self._rank % len(relays)])
+    def _fetch(self, segments: Segments) -> tuple[list[Slice], int]:
+        """Return the slice of each segment, and how many bytes the servers have sent."""
+        ranges = segments.ranges
+        servers = self._owners.servers_of(segments.parts, segments.places)
+        wanted = {}
+        for server in np.unique(servers[ranges > 0]).tolist():
+            own = np.flatnonzero((servers == server) & (ranges > 0))
+            arguments = segments.parts[own], segments.places[own], ranges[own]
+            wanted[server] = own, self._servers[server].read.remote(*arguments)
+        nothing = np.zeros(0, dtype=np.int64)
+        slices: list[Slice] = [(nothing, {})] * len(ranges)
+        num_bytes = 0
+        for server, (own, reference) in wanted.items():
+            answer: ServerSlices = wait_for(reference, f"data server {server}", self._config.answer_seconds)
+            self._alive(f"server {server}", answer.server_life)
+            num_bytes += answer.num_bytes
+            for segment, found in zip(own.tolist(), answer.split(ranges[own]), strict=True):
+                slices[segment] = found
+        return slices, num_bytes
+
+    def _alive(self, actor: str, life: str) -> None:
+        self._lives.setdefault(actor, set()).add(life)
 
     def _checked(self, state: SamplerState | None) -> SamplerState:
-        asked, said = self._actors.planner.check_state.remote(state), 0
+        asked, said = self.planner.check_state.remote(state), 0
         while self._is_owner and not ray.wait([asked], timeout=_SAY_SECONDS)[0]:
-            left = wait_for(self._actors.planner.num_waiting.remote(), "the planner actor", None)
+            left = wait_for(self.planner.num_waiting.remote(), _WHO, None)
             if left not in (0, said):
                 self._say(f"data    servers are tokenising; shards of text to go before the next step: {left}")
             said = left
         # No time limit: tokenising what the state needs may take long, and the wait ends if the actors end.
-        return wait_for(asked, "the planner actor", None)
+        return wait_for(asked, _WHO, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
     """Handles of the actors, which keep them alive, and the data that they need when they are restarted."""
 
-    planner: Any
+    planners: list[Any]
+    """One for each node."""
     servers: list[Any]
-    relays: dict[str, Any]
-    """Relays by the id of their node. Empty if there is only one node."""
-    work: SharedWork | None = None
-    """The shards and their reader. Only the rank that started the actors holds them."""
+    work: SharedWork
 
 
 def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
-    """Start planner, servers and relays. They live as long as this process; Ray restarts an actor that dies earlier."""
-    work = SharedWork(*plan_shards(config))
+    """Start planners and servers. They live as long as this process; Ray restarts an actor that dies earlier."""
+    work = Shared(plan_shards(config))
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     # Ray 2.60 ignores the node affinity of an actor that needs no resource, so each actor asks for one byte of memory.
     lasting = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_task_retries": -1}
@@ -169,25 +229,14 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
     servers = [
         server_actor().options(**on(node, f"server-{number}")).remote(work) for number, node in enumerate(places)
     ]
-    relays = {
-        node: ray.remote(Relay).options(**on(node, f"relay-{number}")).remote(*_relay_settings(config, session, number))
-        for number, node in enumerate(nodes if len(nodes) > 1 else [])
-    }
-    # Ray allows 1000 calls at the same time by default. At the start every rank asks the planner for the facts, and on
-    # a single node every rank asks it for plans.
-    planner = (
-        ray.remote(PlannerActor)
-        .options(**lasting, name=f"{session}-planner", max_concurrency=4 * num_ranks + 16)
-        .remote(config, work, servers, relays)
-    )
-    return Actors(planner=planner, servers=servers, relays=relays, work=work)
-
-
-def _relay_settings(config: DataConfig, session: str, node: int) -> tuple[Callable[[], Any], int]:
-    """Return a function that finds the actor whom the relay of ``node`` asks, and how many answers the relay keeps."""
-    asked = above(node)
-    name = f"{session}-planner" if asked is None else f"{session}-relay-{asked}"
-    return partial(_find, name, config.answer_seconds), kept_steps(config)
+    actor: Any = ray.remote(PlannerActor)
+    # A call takes a thread of the actor while it waits, and only ranks of the node make calls that wait.
+    settings = {"max_concurrency": 4 * -(-num_ranks // len(nodes)) + 16}
+    planners = [
+        actor.options(**on(node, f"planner-{number}"), **settings).remote(config, work, servers, nodes)
+        for number, node in enumerate(nodes)
+    ]
+    return Actors(planners=planners, servers=servers, work=work)
 
 
 def _find(name: str, timeout_seconds: float) -> Any:
@@ -205,3 +254,10 @@ def _find(name: str, timeout_seconds: float) -> Any:
             fix="look for an error of the first rank, or find out why it takes so long to list its sources",
         )
     )
+
+
+def _num_bytes(tables: list[Any]) -> int:
+    """Return the bytes of all arrays in dataclasses."""
+    assert all(map(is_dataclass, tables)), "tables of arrays"
+    arrays = [getattr(table, spec.name) for table in tables for spec in fields(table)]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

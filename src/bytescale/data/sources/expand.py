@@ -7,21 +7,23 @@ documents in the tokenised corpus. It is the same on every machine that has the 
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import cast, get_args
+from pathlib import Path, PurePosixPath
+from typing import Any, cast, get_args
 
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.common.labels import OWN_FIELDS
-from bytescale.data.sources.filesystems import credentials_hint
-from bytescale.data.sources.retry import UnreadableError
-from bytescale.data.sources.source_file import FileFormat, SourceFile, SourcePath
-from bytescale.data.sources.urls import expand_url
+from bytescale.data.sources.source_file import FileFormat, SourceFile
+from bytescale.storage.filesystems import credentials_hint, guarded, open_filesystem
+from bytescale.storage.place import Place, Url, has_no_folders
+from bytescale.storage.retry import UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
     """
     if not sources:
         raise ConfigError(problem("data.sources is empty", so="there is no text", fix="name a folder, file or glob"))
-    files: dict[SourcePath, SourceFile] = {}
+    files: dict[Place, SourceFile] = {}
     for number, source in enumerate(sources):
         found = 0
         of_source = _remote_files if "://" in source else _local_files
@@ -84,7 +86,7 @@ def _local_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iter
 def _remote_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
     """Yield the files of a URL, as ``_local_files``. An ``.idx`` is left out: its ``.bin`` stands for the pair."""
     try:
-        for path, named, listed in expand_url(source):
+        for path, named, listed in _expand_url(source):
             kind = _format_of(path.suffix, file_format)
             if path.suffix == ".idx" and file_format in ("auto", "bin"):
                 if not named:
@@ -102,6 +104,62 @@ def _remote_files(source: str, file_format: str, beside: tuple[str, ...]) -> Ite
                 fix="check the URL, the network and the credentials" + credentials_hint(source),
             )
         ) from error
+
+
+def _expand_url(source: str) -> Iterator[tuple[Url, bool, Mapping[str, Any] | None]]:
+    """Yield the files of a URL (a file, a folder or a glob), sorted.
+
+    Each item is the file, whether ``source`` names this very file, and the file's entry in a listing if there was one.
+
+    Raises:
+        ConfigError: there is no file system for the URL, or the file system would misread a ``?`` in it.
+        OSError: the URL cannot be reached, or nothing has that name.
+    """
+    system, path = open_filesystem(source)
+    if has_no_folders(source):
+        yield Url(source), True, None
+        return
+    if "?" in source and "?" not in path:
+        raise ConfigError(
+            problem(
+                f"data source {source!r}: its file system reads everything behind ? as options",
+                so="the whole folder would be read",
+                fix="use * or [abc] instead of ?",
+            )
+        )
+    guarded(source, system.invalidate_cache)  # an earlier listing may be out of date
+    if glob.has_magic(path):
+        found = guarded(source, lambda: system.glob(path, detail=True))
+        folder = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+        files = {name: info for name, info in found.items() if info["type"] == "file" and not _is_hidden(name, folder)}
+    else:
+        info = guarded(source, lambda: system.info(path))
+        if info["type"] == "file":
+            yield Url(source), True, info
+            return
+        found = guarded(source, lambda: system.find(path, detail=True))
+        files = {name: info for name, info in found.items() if not _is_hidden(name, path)}
+        if not found:
+            raise FileNotFoundError(errno.ENOENT, "no such file or folder", source)
+    yield from ((Url(_url_of(name, system, source, path)), False, files[name]) for name in sorted(files))
+
+
+def _url_of(name: str, system: Any, source: str, path: str) -> str:
+    """Return the URL of ``name``, a path from a listing of ``source``. The file system calls ``source`` ``path``.
+
+    Some file systems (webhdfs, hdfs, sftp) leave the host out of their paths, so ``unstrip_protocol`` cannot restore
+    it. The host is then taken from ``source``.
+    """
+    scheme, _, rest = source.partition("://")
+    host, _, behind = rest.partition("/")
+    if "::" in source or not host or path.strip("/") != behind.strip("/"):
+        return str(system.unstrip_protocol(name))
+    return f"{scheme}://{host}/{name.lstrip('/')}"
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    inside = name.strip("/").removeprefix(folder.strip("/"))
+    return any(part.startswith(".") for part in PurePosixPath(inside).parts)
 
 
 def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:

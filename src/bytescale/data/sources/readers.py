@@ -20,8 +20,9 @@ from typing import Any
 
 from bytescale.common.errors import DataError, problem
 from bytescale.common.parsing import parse_json
-from bytescale.data.sources.retry import unreadable
-from bytescale.data.sources.source_file import SourceFile, SourcePath
+from bytescale.data.sources.source_file import SourceFile
+from bytescale.storage.place import Place
+from bytescale.storage.retry import unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ def jsonl_lines(unit: WorkUnit) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def object_of_line(line: bytes, path: SourcePath, offset: int) -> dict[str, Any]:
+def object_of_line(line: bytes, path: Place, offset: int) -> dict[str, Any]:
     """Return the object of one JSONL line. Raises ``DataError``; the line number is counted only for an error."""
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8))
@@ -248,7 +249,7 @@ def object_of_line(line: bytes, path: SourcePath, offset: int) -> dict[str, Any]
     )
 
 
-def _text_of_line(line: bytes, text_key: str, path: SourcePath, offset: int) -> str:
+def _text_of_line(line: bytes, text_key: str, path: Place, offset: int) -> str:
     """Return the text of one JSONL line. ``null`` counts as empty."""
     record = object_of_line(line, path, offset)
     text = record.get(text_key, _MISSING)
@@ -279,7 +280,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def line_place(path: SourcePath, offset: int) -> str:
+def line_place(path: Place, offset: int) -> str:
     """Return ``path:line`` of the line that starts at byte ``offset``. The file is read up to there."""
     number = 1
     with path.open("rb") as file:
@@ -307,7 +308,7 @@ def _key_hint(text_key: str, known: Sequence[str] | dict[str, Any]) -> str:
 # other formats.
 
 
-def open_parquet(path: SourcePath) -> Any:
+def open_parquet(path: Place) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -340,7 +341,7 @@ def row_group_units(file: SourceFile, opened: Any, unit_bytes: int) -> Iterator[
             start, num_bytes = group + 1, 0
 
 
-def _check_text_column(opened: Any, text_key: str, path: SourcePath) -> None:
+def _check_text_column(opened: Any, text_key: str, path: Place) -> None:
     import pyarrow.types
 
     schema = opened.schema_arrow

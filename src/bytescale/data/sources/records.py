@@ -24,8 +24,9 @@ from bytescale.data.sources.readers import (
     parquet_rows,
     row_group_units,
 )
-from bytescale.data.sources.retry import unreadable
-from bytescale.data.sources.source_file import SourceFile, SourcePath
+from bytescale.data.sources.source_file import SourceFile
+from bytescale.storage.place import Place
+from bytescale.storage.retry import unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Record:
     """One record: its values by key (a key without a value is left out), and where it is."""
 
     values: dict[str, Any]
-    path: SourcePath
+    path: Place
     at: int
     """Byte at which the line starts (JSONL), or the number of the row, from 1 (Parquet)."""
     is_row: bool = False

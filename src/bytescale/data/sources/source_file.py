@@ -6,32 +6,20 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import Literal
 
 from bytescale.common.errors import ConfigError, problem
+from bytescale.storage.place import Place
 
 FileFormat = Literal["text", "python", "jsonl", "parquet", "bin"]
 """python: source code that is cut into definitions (``data.sources.readers``). Only ``python:functions`` has it."""
-
-
-class SourcePath(Protocol):
-    """Where a file is: a ``Path`` on this machine, or a ``data.sources.urls.UrlPath`` on another."""
-
-    @property
-    def suffix(self) -> str: ...
-
-    def with_suffix(self, suffix: str) -> SourcePath: ...
-
-    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
-
-    def read_bytes(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """One file of the corpus as it was when the sources were listed."""
 
-    path: SourcePath
+    path: Place
     format: FileFormat
     num_bytes: int
     mtime_ns: int

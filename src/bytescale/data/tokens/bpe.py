@@ -15,10 +15,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from bytescale.common.atomic import file_lock, write_atomically
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, iter_documents, plan_units
-from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile, fingerprint_files
 from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import JsonTokenizer
+from bytescale.storage.retry import with_retries
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ White space that a template writes behind the end of a turn (a line feed behind 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 from bytescale.common.errors import ConfigError, DataError, problem
 from bytescale.common.parsing import parse_json
 
-_START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
+_MARKS = _START, _STOP = "\ufdd0", "\ufdd1"  # two characters that Unicode promises never to use
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Span = tuple[int, int, int]
@@ -81,8 +80,11 @@ class ChatTemplate:
     def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         import jinja2
 
+        from bytescale.data.tokens.template_sandbox import compiled
+
         try:
-            return _compiled(self.source).render(
+            return compiled(self.source, _MARKS).render(
+                _rounds=[0],
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -206,8 +208,10 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
 def _checked(template: ChatTemplate) -> ChatTemplate:
     import jinja2
 
+    from bytescale.data.tokens.template_sandbox import compiled
+
     try:
-        _compiled(template.source)
+        compiled(template.source, _MARKS)
     except jinja2.TemplateError as error:
         raise DataError(problem(f"{template.name} is not a Jinja template ({error})", fix="mend it")) from error
     return template
@@ -229,38 +233,6 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 def _token_text(entry: Any) -> str | None:
     found = entry.get("content") if isinstance(entry, dict) else entry
     return found if isinstance(found, str) else None
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
-    """Compile a template as transformers does, with ``{% generation %}`` as marks around its block."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{_START}{caller()}{_STOP}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(source)
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError, problem
 from bytescale.common.labels import OWN_FIELDS
-from bytescale.data.sources.source_file import SourcePath
 from bytescale.data.tokens.fields import field_prefix
+from bytescale.storage.place import Place
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -135,7 +135,7 @@ def _open_field(prefix: Path, index: TokenIndex) -> NDArray:
     return _map(bin_path, own.dtype)
 
 
-def check_size(bin_path: SourcePath, index: TokenIndex, num_bytes: int) -> None:
+def check_size(bin_path: Place, index: TokenIndex, num_bytes: int) -> None:
     """Raise ``DataError`` if ``index`` cannot belong to a ``.bin`` of ``num_bytes`` bytes."""
     expected = index.num_tokens * index.dtype.itemsize
     if expected != num_bytes:

@@ -7,8 +7,12 @@ and a local loader fetches the blocks that hold its rank's slices.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,21 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.atomic import remove_stale_temporaries, whole_file
+from bytescale.common.atomic import file_lock, remove_stale_temporaries, whole_file
 from bytescale.common.errors import DataError, problem
-from bytescale.data.sources.retry import unreadable, with_retries
-from bytescale.data.sources.urls import UrlPath
+from bytescale.data.sources.source_file import SourceFile
+from bytescale.storage.place import Url
+from bytescale.storage.retry import unreadable, with_retries
 
 BLOCK_TOKENS = 1 << 20
 """Tokens of a block, which is fetched in one request: 2 MiB of uint16 or 4 MiB of int32."""
 _BLOCKS_PER_FOLDER = 1024
 _FETCHED_AT_ONCE = 8
+_COPY_BYTES = 8 * 1024**2
 
 
 class RemoteTokens:
     """Offers what readers need of a memory map: ``dtype`` and ``tokens[first:stop]``. No file stays open."""
 
-    def __init__(self, url: UrlPath, dtype: np.dtype, num_tokens: int, folder: Path, read_retries: int) -> None:
+    def __init__(self, url: Url, dtype: np.dtype, num_tokens: int, folder: Path, read_retries: int) -> None:
         """Fetch nothing yet.
 
         Args:
@@ -100,10 +106,71 @@ class RemoteTokens:
         size = self.dtype.itemsize
         first, stop = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, self._num_tokens)
         try:
-            content = self._url.read_range(first * size, stop * size)
+            content = self._url.read(first * size, stop * size)
             if len(content) != (stop - first) * size:
                 reason = f"{len(content)} bytes came for {(stop - first) * size}"
                 raise OSError(errno.EIO, reason, str(self._url))
         except OSError as error:
             raise unreadable(error, self._url) from error
         return content
+
+
+def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> SourceFile:
+    """Return ``file`` if it is local, else a copy of the remote ``.bin/.idx`` pair in the cache. Raises ``OSError``."""
+    if not isinstance(file.path, Url):
+        return file
+    copy = local_index(file, cache_dir, fields)
+    with file_lock(copy.with_suffix(".lock")):
+        if not copy.exists():
+            _fetch(file.path, copy)
+    return replace(file, path=copy)
+
+
+def local_index(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> Path:
+    """Copy the ``.idx`` of a remote ``.bin`` into the cache, and its ``.meta.json`` if there is one.
+
+    Those pairs ``PREFIX.FIELD.bin/.idx`` that exist are copied as a whole. Returns the path that the copy of the
+    ``.bin`` has or would have. Raises ``OSError``.
+    """
+    path = file.path
+    assert isinstance(path, Url), f"{path} is here"
+    described = "\0".join(
+        [str(path), str(file.num_bytes), str(file.mtime_ns), *fields, *_versions_beside(path, fields)]
+    )
+    key = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+    copy = cache_dir / "fetched" / f"{key}.bin"
+    with file_lock(copy.with_suffix(".lock")):
+        if not copy.with_suffix(".idx").exists():
+            # The .meta.json says how the pair was made. Few pairs have one, and S3 answers 403 for a missing file if
+            # listing is forbidden.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                _fetch(path.with_suffix(".meta.json"), copy.with_suffix(".meta.json"))
+            for name in fields:
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    _fetch(path.with_suffix(f".{name}.bin"), copy.with_suffix(f".{name}.bin"))
+                    _fetch(path.with_suffix(f".{name}.idx"), copy.with_suffix(f".{name}.idx"))
+            _fetch(path.with_suffix(".idx"), copy.with_suffix(".idx"))
+    return copy
+
+
+def _versions_beside(path: Url, fields: Sequence[str]) -> list[str]:
+    """Sizes and versions of what belongs to a ``.bin``: other weights may have the same tokens. Raises ``OSError``."""
+    found = []
+    for ending in (".idx", *(f".{name}{part}" for name in fields for part in (".bin", ".idx"))):
+        try:
+            found.append(str(path.with_suffix(ending).describe()))
+        except (FileNotFoundError, PermissionError):
+            found.append("none")
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the server does not tell the size
+                raise
+            found.append("unknown")
+    return found
+
+
+def _fetch(source: Url, target: Path) -> None:
+    """Copy a file. The caller holds the lock of the pair."""
+    remove_stale_temporaries(target, locked=True)
+    with whole_file(target) as temporary, source.open() as remote, temporary.open("wb") as local:
+        while block := remote.read(_COPY_BYTES):
+            local.write(block)

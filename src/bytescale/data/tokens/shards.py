@@ -24,18 +24,18 @@ from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, iter_documents, too_many_corrupt_records
 from bytescale.data.sources.records import iter_records, kind_of
-from bytescale.data.sources.retry import unreadable, with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
-from bytescale.data.sources.urls import UrlPath, local_index, local_pair
 from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.examples import ExampleEncoder
 from bytescale.data.tokens.facts import TokenFacts, facts_of, is_as_written, load_facts
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
-from bytescale.data.tokens.remote_tokens import RemoteTokens
+from bytescale.data.tokens.remote_tokens import RemoteTokens, local_index, local_pair
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.storage.place import Url
+from bytescale.storage.retry import unreadable, with_retries
 
 logger = logging.getLogger(__name__)
 
@@ -193,21 +193,19 @@ class ShardReader:
             )
         return opened
 
-    def open_tokens(self, shard: Shard) -> Tokens:
-        """Return the tokens of a shard that has been opened before. The index of the pair is not read again."""
-        if shard.file is None:
-            return map_tokens(self._prefix(shard))
-        if isinstance(shard.file.path, UrlPath):
-            return self.open(shard).dataset.tokens
-        return map_tokens(local_path(shard.file))
+    def open_part(self, shard: Shard) -> tuple[Tokens, Mapping[str, Tokens]]:
+        """Return the tokens of a shard that has been opened before, and its fields by name.
 
-    def open_fields(self, shard: Shard) -> Mapping[str, Tokens]:
-        """Return the fields of a shard that has been opened before, by name. ``OWN_FIELDS`` may be missing."""
-        if shard.file is not None and isinstance(shard.file.path, UrlPath):
-            return self.open(shard).dataset.fields
+        ``OWN_FIELDS`` may be missing. The index of a pair on this machine is not read again.
+        """
+        if shard.file is not None and isinstance(shard.file.path, Url):
+            dataset = self.open(shard).dataset
+            return dataset.tokens, dataset.fields
         prefix = self._prefix(shard) if shard.file is None else pair_paths(local_path(shard.file))[0].with_suffix("")
         paths = {name: field_prefix(prefix, name) for name in self.field_names}
-        return {name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()}
+        return map_tokens(prefix), {
+            name: map_tokens(path) for name, path in paths.items() if pair_paths(path)[1].exists()
+        }
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
@@ -239,10 +237,10 @@ class ShardReader:
         because no facts lie beside it, or because its server sends whole files only.
         """
         url = file.path
-        if not isinstance(url, UrlPath):
+        if not isinstance(url, Url):
             return None
 
-        def look(url: UrlPath = url) -> tuple[Path, bool]:
+        def look(url: Url = url) -> tuple[Path, bool]:
             try:
                 return local_index(file, self.cache_dir, self.field_names), url.has_ranges()
             except OSError as error:
@@ -321,7 +319,7 @@ def example_encoder(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder 
 
 def remote_parts(shards: Sequence[Shard]) -> list[int]:
     """Return the numbers of the shards that are remote ``.bin`` files."""
-    return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, UrlPath)]
+    return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, Url)]
 
 
 def fingerprint_shards(shards: Iterable[Shard]) -> str:

@@ -29,7 +29,6 @@ from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit, iter_documents, plan_units
 from bytescale.data.sources.records import iter_records, plan_record_units
-from bytescale.data.sources.retry import with_retries
 from bytescale.data.sources.source_file import SourceFile, local_path
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.facts import FactsGatherer, TokenFacts
@@ -38,6 +37,7 @@ from bytescale.data.tokens.indexed import IndexedDataset, pair_paths
 from bytescale.data.tokens.indexed_writer import IndexedWriter, token_dtype
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.storage.retry import with_retries
 
 _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""

@@ -73,6 +73,7 @@ class DegreeGrid:
 
     def __init__(self, cost: CostModel, num_ranks: int) -> None:
         self.cost, self.num_ranks = cost, num_ranks
+        self.exposed: dict[tuple[int, int, bool], float] = {}  # length, ranks, leaves a node: seconds (``unequal``)
         self._kept: dict[int, tuple[FloatArray, IntArray]] = {}  # length: minus the seconds, rising, and the degrees
 
     def within(self, lengths: IntArray, fewest: IntArray, seconds: float) -> tuple[IntArray, FloatArray]:

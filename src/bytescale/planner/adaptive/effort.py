@@ -1,4 +1,4 @@
-"""How long the adaptive planner searches, and when it is content: what each constant buys, by docs/LOG.md."""
+"""How long the adaptive planner searches, and when it is content (docs/decisions/planner.md has what it buys)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ LOW = 1.5
 github on 16,384 ranks ends at 1.019 instead of 1.009 of its bound."""
 ROUND_RATIO = 0.5
 """Whole sequences are dealt in one round if their times differ by less. 0.8 is no better and 2.3 times slower."""
+MORE_ABLE = 1.15
+"""On ranks that differ in capacity, a round ends where this many times as many ranks can hold the next sequence."""
 
 # What is tried in a pipeline.
 LEVELS = 32
@@ -48,6 +50,9 @@ REFINED, AIMS = 3, 3
 """Longest blocks that are tried with each of them, and makespans to aim at for each snap."""
 LEAST_TRIALS, SEQUENCES_TRIED = 16, 150_000
 """Trials for each size of packs: at least so many, and so many times sequences."""
+TIMED, SIMULATED = 8, 12_000
+"""Trials of a pipeline whose steps are simulated (where the caller can), and the forwards and backwards in all of them.
+A pipeline's makespan is an estimate."""
 MIN_PACK = 8192
 """Tokens; packs of whole sequences are halved down to this size."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.planner.adaptive.effort import ROUND_RATIO
+from bytescale.planner.adaptive.effort import MORE_ABLE, ROUND_RATIO
 from bytescale.planner.order import rising
 
 
@@ -51,6 +52,11 @@ def deal(
         if lengths is not None and capacity is not None:
             able = np.flatnonzero(capacity >= lengths[start])
             heights, widths = ends[able], speeds[able]
+            # The round ends where sequences begin that many more ranks hold.
+            more = math.ceil(MORE_ABLE * len(able))
+            if more < len(capacity):
+                held = int(np.partition(capacity, len(capacity) - more)[len(capacity) - more])
+                stop = min(stop, max(start + 1, int((-lengths).searchsorted(-held))))
         poured = seconds[start:stop]
         places = _pour(poured, heights, widths)
         heights = heights + np.bincount(places, weights=poured, minlength=len(able)) / widths
@@ -78,9 +84,10 @@ def _pour(seconds: FloatArray, heights: FloatArray, speeds: FloatArray) -> IntAr
 
 
 def _surface(volume: float, heights: FloatArray, speeds: FloatArray) -> float:
-    """The level at which ``volume`` comes to rest when poured over vessels of width ``speeds`` and floors ``heights``.
+    """Return when all ranks end that take a share of ``volume`` seconds of work.
 
-    Computed for all vessels, then without those whose floors are above the result, until there are none.
+    Rank ``i`` is free from ``heights[i]`` on and works at ``speeds[i]``. Ranks that become free after the
+    result take no share. The result is computed for all ranks, then without those, until there are none.
     """
     weights = heights * speeds
     while True:

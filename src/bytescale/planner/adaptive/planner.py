@@ -10,6 +10,9 @@
     6. Rings     a plan with grids is replaced by one that has rings alone, if that is better
     7. Rivals    a plan that is not good enough is replaced by the best plan of the baselines, if that is better
 
+Plans are compared by the caller's ``step_seconds``, such as the simulator's, which also counts the reduction of
+gradients and the gathering of parameters. Without it, they are compared by their makespans (``evaluate``).
+
 In a pipeline of equal ranks, the longest block costs most. Many are tried, and several sizes of packs. Ranks that
 differ in speed or capacity take the same steps with shares of their own (``unequal``), but nothing is reserved. In a
 pipeline, they take the plan without one if it cannot hang, or a rival (``_in_unequal_pipelines``).
@@ -38,36 +41,50 @@ from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
 from bytescale.planner.baselines.greedy import greedy_plan
+from bytescale.planner.baselines.naive import naive_plan
 from bytescale.planner.baselines.paper import paper_plan
 from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.batch import checked_lengths, longest_first
-from bytescale.planner.evaluate import evaluate
 
 
-def adaptive_plan(lengths: ArrayLike, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Plan:
+def adaptive_plan(
+    lengths: ArrayLike,
+    *,
+    cluster: Cluster,
+    cost: CostModel,
+    num_stages: int = 1,
+    context: int = 0,
+    step_seconds: Callable[[Plan], float] | None = None,
+) -> Plan:
     """Plan one global batch so that all ranks end as early as possible, with little traffic.
+
+    With ``step_seconds``, no plan of up to ``effort.FEW`` sequences has a longer step than a baseline's plan, unless
+    communication is free (``_best_of_rivals``).
 
     Args:
         lengths: ``[S]`` tokens per sequence.
         cluster: the ranks.
         cost: tells the time of a group.
         num_stages: pipeline stages; with more than one, the plan cannot hang under 1F1B (``aligned``).
+        context: longest sequence that a static mesh has to hold, if it is longer than the batch's longest.
+        step_seconds: the time of a plan's step in seconds. Large pipelines do without (``effort.SIMULATED``).
 
     Raises:
         PlanError: for an empty batch, lengths below 1, or a sequence that the whole cluster cannot hold.
     """
     lengths = checked_lengths(lengths, cluster=cluster)
     order = longest_first(lengths)
-    flat = Batch.of(lengths[order], cluster, cost)
+    flat = replace(Batch.of(lengths[order], cluster, cost), context=context, step_seconds=step_seconds)
     planned = partial(trial_plan, order=order, lengths=lengths, planner="adaptive")
     if num_stages == 1:
         return _without_pipeline(flat, partial(planned, flat))
     piped = replace(flat, num_stages=num_stages)
+    piped = piped if piped.num_timed else replace(piped, step_seconds=None)
     if not cluster.is_uniform:
         return _in_unequal_pipelines(piped, planned)
     plan = _in_pipeline(piped, planned)
-    if piped.rings is not None and _end(piped, plan) > num_stages * piped.rings.fastest:
-        plan = min((plan, _in_pipeline(piped.rings, planned)), key=partial(_end, piped))
+    if piped.rings is not None and piped.makespan(plan) > num_stages * piped.rings.fastest:
+        plan = min((plan, _in_pipeline(piped.rings, planned)), key=piped.step)
     return _best_of_rivals(plan, piped)
 
 
@@ -77,21 +94,24 @@ def _in_pipeline(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
     for size in pack_sizes(piped.pack_tokens):
         trials += tried_in_pipeline(replace(piped, pack_tokens=size))
     # Where rings cost more than bubbles, the best plan is one that was made as if there were no pipeline.
-    plans = planned(piped, best(trials)), align(planned(flat, search(flat)), cluster=flat.cluster, cost=flat.cost)
-    return min(plans, key=partial(_end, piped))
+    plans = [align(planned(flat, search(flat)), cluster=flat.cluster, cost=flat.cost)]
+    plans += [planned(piped, trial) for trial in contenders(trials, piped.num_timed)]
+    return min(plans, key=piped.step)
 
 
 def _in_unequal_pipelines(piped: Batch, planned: Callable[[Batch, Trial], Plan]) -> Plan:
-    """Steps 2 to 7 in pipelines that differ. The best plan of these is returned, with grids and with rings alone: the
-    plan without a pipeline, if it cannot hang, and one rival, if equal shares can hold the sequences."""
-    plans, flat = list[Plan](), replace(piped, num_stages=1)
-    for batch in filter(None, (flat, flat.rings)):
-        ours = planned(batch, search(batch))
-        plans += filter(is_aligned, [ours])
-        if not plans or int(ours.lengths.max()) <= batch.cluster.largest_sequence:
-            rival = greedy_plan(ours.lengths, cluster=batch.cluster, cost=batch.cost, num_buckets=1)
-            plans.append(align(rival, cluster=batch.cluster, cost=batch.cost))
-    return min(plans, key=partial(_end, piped))
+    """Plan (steps 2 to 7) pipelines whose ranks differ in speed or memory.
+
+    Candidates are searched as if there were no pipeline, with grids and with rings alone, and kept if they cannot hang.
+    The best of them and of the rivals is returned.
+    """
+    flat = replace(piped, num_stages=1)
+    ours = [planned(batch, search(batch)) for batch in (flat, flat.rings) if batch is not None]
+    plans = [plan for plan in ours if is_aligned(plan)]
+    if not plans:
+        rival = greedy_plan(ours[0].lengths, cluster=piped.cluster, cost=piped.cost, num_buckets=1)
+        plans.append(align(rival, cluster=piped.cluster, cost=piped.cost))
+    return _best_of_rivals(min(plans, key=piped.step), piped)
 
 
 def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
@@ -107,9 +127,9 @@ def _without_pipeline(flat: Batch, planned: Callable[[Trial], Plan]) -> Plan:
     trial = search(no_grids or flat)
     plan = planned(trial)
     if (rings and not no_grids) and (
-        _end(flat, plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
+        flat.makespan(plan) > rings.fastest if is_uniform else flat.cluster.num_ranks >= WIDE
     ):
-        plan = min((plan, planned(search(rings))), key=partial(_end, flat))
+        plan = min((plan, planned(search(rings))), key=flat.step)
     if plan.num_sequences > effort.FEW and trial.end <= _good_enough(flat):
         return plan  # evaluating it would take as long as planning
     return _best_of_rivals(plan, flat)
@@ -180,6 +200,13 @@ def best(trials: list[Trial]) -> Trial:
     return min((trial for trial in trials if trial.end <= latest), key=lambda trial: trial.traffic_tokens)
 
 
+def contenders(trials: list[Trial], most: int) -> list[Trial]:
+    """The ``best`` trial, and then others that end differently, first those that end first: ``most`` trials in all."""
+    first = best(trials)
+    others = {trial.end: trial for trial in trials if trial.end != first.end}
+    return [first, *(others[end] for end in sorted(others)[: most - 1])]
+
+
 def _trials(batch: Batch) -> Iterator[Trial]:
     """Trials of steps 2 to 4, roughly in the order of their traffic and of the time that they take."""
     first, later, enough = (factor * batch.target for factor in (effort.FIRST, effort.LATER, effort.GOOD_ENOUGH))
@@ -195,16 +222,21 @@ def _trials(batch: Batch) -> Iterator[Trial]:
     reserves = is_flat and batch.cluster.num_ranks <= effort.MOST_RESERVED
     if reserves:
         yield _reserved(batch, later)
+    longer = np.inf  # end of the trial with longer blocks, without snapping
     for part in _parts(batch):
         blocks = _blocks(batch, later / part)
-        ends = []
+        ends = list[float]()
         for snap in effort.SNAPS:
             trial = _stacked(batch, blocks, later, snap)
+            if trial.end == longer and not (ends or is_flat):
+                break  # the ranks need longer blocks to hold the sequences, so these trials are those of longer blocks
             ends.append(trial.end)
             yield trial
-        if min(ends) > late and len(batch.lengths) > effort.FEW:
+        if not ends:
+            continue
+        if min(ends) > late and (not is_flat or len(batch.lengths) > effort.FEW):
             break  # shorter blocks would take even more ranks and time
-        late = min(late, *ends)
+        late, longer = min(late, *ends), ends[0]
     if reserves or not is_flat:
         attempt = partial(_reserved if reserves else _stacked_within, batch)
         yield from bisected(attempt, later, late, math.sqrt(later * late), effort.BISECTIONS)
@@ -256,7 +288,7 @@ def _blocks(batch: Batch, longest: float) -> Rectangles:
     lengths, fewest = batch.lengths[:count], batch.fewest[:count]
     if cluster.is_uniform:
         return equal_blocks(batch.tried, lengths, fewest, longest)
-    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest)
+    return unequal_blocks(lengths, fewest, cluster, batch.cost, longest, batch.tried.exposed)
 
 
 def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
@@ -287,12 +319,11 @@ def _filled(batch: Batch, blocks: Rectangles, placed: Placement) -> Trial:
     )
 
 
-def _end(batch: Batch, plan: Plan) -> float:
-    return evaluate(plan, cluster=batch.cluster, cost=batch.cost, num_stages=batch.num_stages).end_seconds
-
-
 def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     """Step 7: the best of ``plan`` and the baselines' plans, until one is good enough.
+
+    So a plan is never later than a baseline's, in the time by which plans are compared, with two exceptions: with free
+    communication, and of more than ``effort.FEW`` sequences, a plan is good enough from ``effort.GOOD_ENOUGH`` on.
 
     With free communication, a static mesh balances every batch at no cost, at the latest one of all ranks. A plan close
     to the target is then good enough, and so it is for a batch of many sequences, which takes longer to plan. Otherwise
@@ -305,18 +336,25 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     is_free = is_ideal(batch.cost)
     enough = effort.GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
     cluster, cost = batch.cluster, batch.cost
-    end = _end(batch, plan)
-    mesh_holds = int(plan.lengths.max()) <= cluster.num_ranks * int(cluster.capacity_tokens.min())
-    paper = partial(paper_plan, pipeline=batch.num_stages > 1)
-    rivals: list[Callable[..., Plan]] = [partial(greedy_plan, num_buckets=1), greedy_plan, paper]
-    meshes: list[Callable[..., Plan]] = [static_plan] + [partial(static_plan, cp=cluster.num_ranks)] * is_free
-    for planner in rivals + meshes * mesh_holds:  # a mesh does not offload
+    end, longest, is_piped = batch.step(plan), int(plan.lengths.max()), batch.num_stages > 1
+    mesh_holds = longest <= cluster.num_ranks * int(cluster.capacity_tokens.min())  # a mesh does not offload
+    rivals: tuple[tuple[bool, Callable[..., Plan]], ...] = (
+        (True, partial(greedy_plan, num_buckets=1)),
+        (True, greedy_plan),
+        (is_piped, partial(greedy_plan, pipeline=True)),
+        (True, partial(paper_plan, pipeline=is_piped)),
+        (batch.step_seconds is not None, naive_plan),  # depends on the order of the batch
+        (mesh_holds, static_plan),
+        (mesh_holds and batch.context > longest, partial(static_plan, context=batch.context)),
+        (mesh_holds and is_free, partial(static_plan, cp=cluster.num_ranks)),
+    )
+    for planner in (planner for asked, planner in rivals if asked):
         if end <= enough:
             break
         rival = planner(plan.lengths, cluster=cluster, cost=cost)
-        if batch.num_stages > 1:
+        if is_piped:
             rival = align(rival, cluster=cluster, cost=cost)
-        rival_end = _end(batch, rival)
+        rival_end = batch.step(rival)
         if rival_end < end:
             plan, end = rival, rival_end
     return plan

@@ -6,6 +6,7 @@ Shape letters: S sequences, longest first; L of them may have to be shared; R ra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
+from bytescale.plan import Plan
 from bytescale.planner.adaptive.degrees import (
     DegreeGrid,
     Rectangles,
@@ -21,7 +23,8 @@ from bytescale.planner.adaptive.degrees import (
     fastest_seconds,
     is_ideal,
 )
-from bytescale.planner.adaptive.effort import LEVELS, PRECISION
+from bytescale.planner.adaptive.effort import LEVELS, PRECISION, SIMULATED, TIMED
+from bytescale.planner.evaluate import evaluate
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +37,8 @@ class Batch:
     num_stages: int
     pack_tokens: int  # most tokens of whole sequences in one micro-batch
     tried: DegreeGrid  # of this cost model, on as many ranks
+    context: int = 0  # tokens that a static mesh has to hold
+    step_seconds: Callable[[Plan], float] | None = None  # the time of a plan's step; None: its makespan
 
     @staticmethod
     def of(lengths: IntArray, cluster: Cluster, cost: CostModel) -> Batch:
@@ -41,6 +46,22 @@ class Batch:
         capacity = int(cluster.capacity_tokens.min() if cluster.is_uniform else cluster.capacity_tokens.max())
         tried = DegreeGrid(cost, cluster.num_ranks)
         return Batch(lengths=lengths, cluster=cluster, cost=cost, num_stages=1, pack_tokens=capacity, tried=tried)
+
+    def makespan(self, plan: Plan) -> float:
+        """Seconds of the plan, without the reduction of gradients and the gathering of parameters."""
+        return evaluate(plan, cluster=self.cluster, cost=self.cost, num_stages=self.num_stages).end_seconds
+
+    def step(self, plan: Plan) -> float:
+        """Seconds by which plans are compared."""
+        return self.makespan(plan) if self.step_seconds is None else self.step_seconds(plan)
+
+    @property
+    def num_timed(self) -> int:
+        """Trials of a pipeline that are worth the time of ``step``; 0 if not even baselines are."""
+        if self.step_seconds is None:
+            return 1
+        micro_batches = int(self.lengths.sum()) // self.pack_tokens + self.cluster.num_ranks
+        return min(TIMED, SIMULATED // (2 * self.num_stages * micro_batches))
 
     @cached_property
     def rings(self) -> Batch | None:
@@ -114,8 +135,27 @@ class Batch:
 
     def num_shared(self, limit: float) -> int:
         """Number of the longest sequences that no rank can hold, or that no rank ends within ``limit`` seconds."""
-        too_long = np.searchsorted(-self.fewest, -1)
-        return max(int(too_long), int(np.searchsorted(-self.local_seconds, -limit)))
+        too_long = int(np.searchsorted(-self.fewest, -1)) if self.cluster.is_uniform else self.num_crowded
+        return max(too_long, int(np.searchsorted(-self.local_seconds, -limit)))
+
+    @cached_property
+    def num_crowded(self) -> int:
+        """Number of the longest sequences that ranks which differ have to share because too few ranks hold them.
+
+        It is the smallest n for which the sequences after the n-th take no more time than those ranks have that hold
+        them. Shared sequences are taken to lie evenly on all ranks, so whole ones may fill the same part of each rank::
+
+            C_i - C_n <= v_i (C - C_n)  for all i > n        C_i: work of the i longest sequences, C of all
+                                                             v_i: share of all speeds of the ranks that hold the i-th
+        """
+        by_capacity = np.argsort(-self.cluster.capacity_tokens, kind="stable")
+        speeds = np.concatenate(([0.0], np.cumsum(self.cluster.speeds[by_capacity])))
+        holding = np.searchsorted(-self.cluster.capacity_tokens[by_capacity], -self.kept, side="right")
+        share, work = speeds[holding] / speeds[-1], np.cumsum(self.work_seconds)
+        is_limited = holding < len(speeds) - 1
+        needed = (work - share * work[-1]) * is_limited / np.where(is_limited, 1.0 - share, 1.0)
+        most_needed = np.maximum.accumulate(needed[::-1])[::-1]
+        return int(np.argmax(np.append(work - self.work_seconds >= most_needed, True)))
 
     def longest_blocks(self) -> list[float]:
         """Longest blocks that are tried in a pipeline, in seconds: ``LEVELS``, and times of the longest sequence."""

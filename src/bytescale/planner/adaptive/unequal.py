@@ -14,6 +14,7 @@ import numpy as np
 from bytescale.common.arrays import FloatArray, IntArray
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan.nodes import crossings
+from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import Rectangles
 from bytescale.planner.adaptive.free import Placement
@@ -27,11 +28,16 @@ SHORT = 1e-9
 
 
 def unequal_blocks(
-    lengths: IntArray, fewest: IntArray, cluster: Cluster, cost: CostModel, longest: float
+    lengths: IntArray,
+    fewest: IntArray,
+    cluster: Cluster,
+    cost: CostModel,
+    longest: float,
+    known: dict[tuple[int, int, bool], float],
 ) -> Rectangles:
     """The groups of ``lengths`` ``[G]``, longest first. If possible, none computes for more than ``longest`` seconds.
 
-    ``fewest`` ``[G]`` is a lower bound of the ranks that hold each.
+    ``fewest`` ``[G]`` is a lower bound of the ranks that hold each. ``known`` keeps exposed seconds from call to call.
     """
     capacity, speed = (
         np.concatenate(([0], np.cumsum(part))).tolist() for part in (cluster.capacity_tokens, cluster.speeds)
@@ -69,10 +75,12 @@ def unequal_blocks(
         return end - first, compute + exposed(first, end - first, length) + cost.micro_batch_seconds
 
     def exposed(first: int, degree: int, length: int) -> float:
-        if degree < WIDE:
-            return cost.exposed_of_one(length, degree, 1, far=first // node != (first + degree - 1) // node)
-        shapes = (columns for columns in cost.shapes if degree % columns == 0)
-        return min(cost.exposed_of_one(length, degree, columns) for columns in shapes)
+        far = first // node != (first + degree - 1) // node
+        if (length, degree, far) not in known:
+            shapes = [columns for columns in cost.shapes if degree % columns == 0] if degree >= WIDE else [1]
+            of_shapes = (cost.exposed_of_one(length, degree, columns, far=far) for columns in shapes)
+            known[length, degree, far] = min(of_shapes)
+        return known[length, degree, far]
 
     return Rectangles(np.arange(len(lengths)), fewest, np.full(len(lengths), np.inf), grow, speed, node=1)
 
@@ -91,34 +99,39 @@ def grids(
         cluster: the ranks.
         cost: tells the time of a group.
     """
-    columns, ranks, weighted = np.ones(len(lengths), dtype=np.int64), placed.ranks.copy(), placed.ranks.copy()
-    stretch = cluster.stretch(lengths).tolist()
-    starts, squares = np.cumsum(placed.degrees) - placed.degrees, cost.squares_of(lengths)
-    for group, degree in enumerate(placed.degrees.tolist()):
-        span = slice(int(starts[group]), int(starts[group]) + degree)
-        tokens, pairs = float(lengths[group]), float(squares[group])
-        own_ranks = placed.ranks[span]
-        capacity = _wider(cluster.capacity_tokens[own_ranks], stretch[group])
-        own = shares(int(lengths[group]), cluster.speeds[own_ranks], capacity)
-        fastest_first = np.argsort(-own, kind="stable")
-        best = np.inf
-        for tried in cost.shapes:
-            if degree % tried or (tried > 1 and 2 * tried > degree):
-                continue
-            grid = (fastest_first if tried > 1 else np.arange(degree)).reshape(-1, tried)
-            grid[1::2] = grid[1::2, ::-1].copy()
-            order, size = grid.ravel(), np.array([degree])
-            shape = own_ranks[order], size, np.array([tried])
-            part, far = shares_of(own[order], *shape[1:]), crossings(*shape, ranks_per_node=cost.ranks_per_node)
-            compute = cost.compute_seconds(tokens, 0.0) * part.own + cost.compute_seconds(0.0, pairs) * part.tile
-            exposed = float(cost.exposed_seconds(tokens, pairs, degree, far.columns[0], tried, far.rows[0]))
-            seconds = float((compute / cluster.speeds[own_ranks[order]]).max()) + exposed
-            if seconds < best:
-                best, columns[group] = seconds, tried
-                ranks[span], weighted[span] = own_ranks[order], own[order]
-            if exposed == 0.0:
-                break
-    return columns, ranks, weighted
+    degrees, starts = placed.degrees, np.cumsum(placed.degrees) - placed.degrees
+    stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(placed.ranks))
+    own, fastest_first = np.empty((2, len(places)), dtype=np.int64)
+    for group, (start, degree) in enumerate(zip(starts.tolist(), degrees.tolist(), strict=True)):
+        span = slice(start, start + degree)
+        capacity = _wider(cluster.capacity_tokens[placed.ranks[span]], stretch[group])
+        own[span] = shares(int(lengths[group]), cluster.speeds[placed.ranks[span]], capacity)
+        fastest_first[span] = start + np.argsort(-own[span], kind="stable")
+    columns, members = np.ones(len(lengths), dtype=np.int64), places.copy()
+    tokens, squares = lengths.astype(np.float64), cost.squares_of(lengths)
+    best, is_open = np.full(len(lengths), np.inf), np.ones(len(lengths), dtype=bool)
+    for tried in cost.shapes:
+        some = np.flatnonzero(is_open & (degrees % tried == 0) & ((tried == 1) | (2 * tried <= degrees)))
+        if not len(some):
+            continue
+        sizes, heads = degrees[some], starts[some]
+        here, first = concatenated_ranges(heads, heads + sizes), np.repeat(heads, sizes)
+        row, column = (here - first) // tried, (here - first) % tried
+        turned = first + row * tried + np.where(row % 2 == 1, tried - 1 - column, column)
+        order = here if tried == 1 else fastest_first[turned]
+        shape = placed.ranks[order], sizes, np.full(len(some), tried)
+        part, far = shares_of(own[order], *shape[1:]), crossings(*shape, ranks_per_node=cost.ranks_per_node)
+        compute = np.repeat(cost.compute_seconds(tokens[some], 0.0), sizes) * part.own
+        compute += np.repeat(cost.compute_seconds(0.0, squares[some]), sizes) * part.tile
+        exposed = cost.exposed_seconds(tokens[some], squares[some], sizes, far.columns, tried, far.rows)
+        slowest = np.maximum.reduceat(compute / cluster.speeds[shape[0]], np.cumsum(sizes) - sizes)
+        better = slowest + exposed < best[some]
+        best[some] = np.minimum(best[some], slowest + exposed)
+        columns[some[better]] = tried
+        taken = np.repeat(better, sizes)
+        members[here[taken]] = order[taken]
+        is_open[some] = exposed > 0.0
+    return columns, placed.ranks[members], own[members]
 
 
 def _wider(capacity: IntArray, stretch: float) -> IntArray:

@@ -18,7 +18,7 @@ from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.devices import Devices
-from bytescale.train.parts.job import measured_profile, planning_cost, verified_planner
+from bytescale.train.parts.job import measured_profile, planning_cost, predicting_profile, step_times, verified_planner
 from bytescale.train.parts.run_kernels import open_kernels
 from bytescale.train.profiling.peak import device_name
 from bytescale.train.ranks import choose_device, choose_dtype
@@ -41,7 +41,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     check_vocabulary(corpus.facts, architecture.vocab_size)
     ranks = config.parallel.ranks
     if isinstance(architecture, AttachedArchitecture):
-        described, memory, cost = _attached(config, architecture, device, dtype)
+        (described, memory, cost), times = _attached(config, architecture, device, dtype), None
     else:
         check_mesh(config.parallel, architecture, ranks)
         devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp_ranks(config.parallel))
@@ -49,8 +49,10 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         warn_of_bad_fits(profile)
         memory = memory_budget(config, architecture, device=device, dtype=dtype, devices=devices, profile=profile)
         cost = planning_cost(config, profile, architecture, device, dtype, ranks_per_node=ranks)
+        predicting = predicting_profile(config, profile, architecture, device, dtype)
+        times = step_times(config, predicting, hdp_ranks(config.parallel), ranks_per_node=ranks)
         described = f"{format_si(flops.total_parameters(architecture))} parameters"
-    plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel))(batch.lengths)
+    plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel), times)(batch.lengths)
     print_line(f"model   {described} on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.facts)}")
     for line in (*kernel_lines, *memory.lines()):

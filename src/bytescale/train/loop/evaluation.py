@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus, check_vocabulary, prepare_corpus
-from bytescale.data.loading.loader import MicroBatchData, read_micro_batch
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.once import batches_once
 from bytescale.data.stats import BUCKET_EDGES
@@ -61,7 +61,7 @@ class Evaluation:
         for number, (batch, plan) in enumerate(self.batches):
             rank_plan = RankPlan.of(plan, mesh.hdp.rank)
             mesh.world.agree(f"the plan of evaluation batch {number} after step {step}", rank_plan.digest)
-            data = [read_micro_batch(self.corpus, batch, part) for part in rank_plan.micro_batches]
+            data = self.corpus.micro_batches(rank_plan, Segments.of(batch, rank_plan, "token"))
             losses = self.job.executor.evaluate(rank_plan, data)
             if losses and mesh.tp.rank == 0:  # those of the last stage; all ranks of a TP group have the same
                 for part, own, values in zip(rank_plan.micro_batches, data, losses, strict=True):

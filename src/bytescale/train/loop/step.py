@@ -57,7 +57,7 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
     rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
     with record.span("update"):
-        job.optimizer.update(rate, report.sums.grad_norm)
+        job.optimizer.update(report.sums.grad_norm, job.config.optimizer.clip_grad_norm, rate)
 
     seconds = watch.elapsed() + data.times.wait_seconds
     if job.calibration is not None and data.plan is not None and job.ranks.is_first:

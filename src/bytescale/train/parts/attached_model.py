@@ -1,7 +1,7 @@
 """A decoder of transformers in the trainer: on our attention, in flat buffers, with its memory measured.
 
-It has HDP, ZeRO-1 with overlap, activation checkpointing and checkpoints as our own models have. It has no tensor
-parallelism, no pipeline and no offloading (``config.attached``).
+It has HDP, ZeRO-1 with overlap, activation checkpointing, offloading and checkpoints as our own models have. It has no
+tensor parallelism and no pipeline (``config.attached``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytescale.attach.costs import Rates, count_costs, counted_profile, training_flops
+from bytescale.attach.costs import Rates, assumed_rates, count_costs, counted_profile, training_flops
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
-from bytescale.attach.measure import kernel_bytes_per_token, measure_rows, ring_widths
+from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.part import AttachedPart, late_parameters
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention
@@ -23,16 +23,17 @@ from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
 from bytescale.common.arrays import IntArray
 from bytescale.common.units import format_si
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
-from bytescale.config.validate import hdp_ranks
+from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.cost import CostModel, Profile
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
-from bytescale.runtime import Activations, Chunk, FlatParameters, ModelPart, RankGroup, ShardedAdamW
-from bytescale.train.parts.budget import MemoryBudget, measured_budget
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
+from bytescale.plan import MicroBatch
+from bytescale.runtime import Activations, Chunk, FlatParameters, HostPool, ModelPart, RankGroup, ShardedOptimizer
+from bytescale.train.parts.budget import MemoryBudget, measured_budget, usable_host_bytes
 from bytescale.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttachedModel:
+class HFModel:
     """One rank's model.
 
     Attributes:
@@ -92,28 +93,28 @@ class AttachedModel:
     ) -> MemoryBudget:
         """The budget of a run. Raises ``ConfigError`` as ``budget.memory_budget``."""
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-        memory = self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), config.trainer.ring_gradients)
-        return measured_budget(config, memory, device=device, num_ranks=num_ranks, smallest=smallest)
+        ring_gradients = config.trainer.ring_gradients
+        return measured_budget(
+            config,
+            self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), ring_gradients),
+            times=self.profile(assumed_rates(kind), ring_gradients),
+            num_layers=len(self.part.layers),
+            device=device,
+            num_ranks=num_ranks,
+            smallest=smallest,
+        )
 
     def measured_memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        element_bytes, layers = self.parameters.values.element_size(), self.part.facts.layers
-        weight = self.part.head.weight
-        return MeasuredMemory(
-            states=States(
-                num_parameters=sum(parameter.numel() for parameter in self.part.parameters()),
-                element_bytes=element_bytes,
-                num_ranks=num_ranks,
-            ),
-            rows=self.rows,
-            rings=ring_widths(layers, element_bytes, ring_gradients),
-            vocab_size=self.architecture.vocab_size,
-            head_numbers=self.part.hidden_size * self.architecture.vocab_size if weight is None else weight.numel(),
+        return measured_memory(
+            self.part.model,
+            self.part.facts,
+            self.rows,
+            head=self.part.head,
             hidden_size=self.part.hidden_size,
             kind=kind,
-            plain_head=self.part.has_plain_head,
-            kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
-            nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
+            num_ranks=num_ranks,
+            ring_gradients=ring_gradients,
         )
 
     def profile(self, rates: Rates, ring_gradients: RingGradients) -> Profile:
@@ -127,14 +128,14 @@ class AttachedModel:
             kept_bytes_per_token=self.rows.saved_per_token,
         )
 
-    def optimizer(self, config: Config, ranks: Ranks) -> ShardedAdamW:
+    def optimizer(self, config: Config, ranks: Ranks) -> ShardedOptimizer:
         """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
-        optimizer = ShardedAdamW(self.parameters, config.optimizer, ranks.mesh)
+        optimizer = ShardedOptimizer.adamw(self.parameters, config.optimizer, ranks.mesh)
         if config.trainer.gradient_bucket_mib:
             optimizer.overlap_with([Chunk(model=self.part, layers=self.part.layers)])
         if self.masters:
-            for shard, own in zip(optimizer.states()["master"], self.masters, strict=True):
-                shard.copy_(own)
+            for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
+                shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
             load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
@@ -150,7 +151,7 @@ def build_attached_model(
     dtype: torch.dtype,
     num_shards: int,
     rank: int = 0,
-) -> AttachedModel:
+) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     Raises:
@@ -183,16 +184,10 @@ def build_attached_model(
     masters = shard_of(exact, parameters, rank) if exact else []
     exact.clear()
 
-    # 3. Checkpointing, and what a token needs with it.
-    activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, device=device)
-    alone = RankGroup(device=device)
-    rows = measure_rows(
-        part,
-        activations,
-        lambda micro_batch: PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory),
-    )
+    # 3. Checkpointing and offloading, and what a token needs with them.
+    activations, rows = _measured_activations(config, part, kernel, device, num_ranks=num_shards)
     parameters.zero_gradients()
-    return AttachedModel(
+    return HFModel(
         architecture=architecture,
         part=part,
         parameters=parameters,
@@ -200,6 +195,27 @@ def build_attached_model(
         rows=rows,
         masters=masters,
     )
+
+
+def _measured_activations(
+    config: Config, part: AttachedPart, kernel: AttentionKernel, device: torch.device, *, num_ranks: int
+) -> tuple[Activations, MeasuredRows]:
+    """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
+    pool = None
+    if may_offload(config, device.type):
+        pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
+    activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, pool=pool, device=device)
+    alone = RankGroup(device=device)
+
+    def forward(micro_batch: MicroBatch, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
+        hidden: Tensor = part(tokens, position_ids, attention)
+        return hidden
+
+    rows = measure_rows(forward, activations, device)
+    if pool is not None:
+        pool.token_bytes = rows.moved_per_token
+    return activations, rows
 
 
 def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:

@@ -19,7 +19,7 @@ from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import assumed_profile
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
-from bytescale.cost.offload_rule import OffloadRule
+from bytescale.cost.offload_rule import OffloadRule, measured_rule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -192,17 +192,40 @@ def measured_budget(
     config: Config,
     model: MeasuredMemory,
     *,
+    times: Profile,
+    num_layers: int,
     device: torch.device,
     num_ranks: int,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> MemoryBudget:
-    """The budget of a run whose model is not ours; nothing is offloaded. Arguments and errors as ``memory_budget``."""
-    (device_bytes,) = smallest([usable_device_bytes(config, device, num_ranks)])
+    """The budget of a run whose model is not ours.
+
+    Args:
+        model: as measured on this rank.
+        times: of a layer, for Eq. 3, the same on all ranks.
+        num_layers: of the whole model.
+        smallest: the minimum over ranks of each of these numbers.
+
+    Raises ``ConfigError`` as ``memory_budget``, and where activations shall be offloaded and none can be.
+    """
+    (device_bytes, host_bytes) = smallest(
+        [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
+    )
     # A rank whose kernels keep more of a token than others' do has room for fewer.
     fits = int(smallest([float(model.capacity_tokens(device_bytes))])[0])
     wanted = config.parallel.capacity_tokens or fits
     capacity = fitting_capacity(model, wanted, device_bytes)
     budget = MemoryBudget(model=model, capacity_tokens=capacity, device_bytes=device_bytes, host_bytes=0.0, rule=None)
+    if may_offload(config, device.type):
+        share, minus_moved = smallest([model.limits().movable_share, -model.rows.moved_per_token])
+        if share > 0 or config.memory.offload == "on":
+            rule = measured_rule(
+                times, share=share, moved_per_token=-minus_moved, num_layers=num_layers, host_bytes=host_bytes
+            )
+            freed = (
+                model.movable_bytes_per_token / -minus_moved
+            )  # of a byte of host memory; the limits count the former
+            budget = replace(budget, rule=rule, host_bytes=host_bytes * freed)
     _check_context(config, budget, hdp_ranks(config.parallel, num_ranks))
     return budget
 

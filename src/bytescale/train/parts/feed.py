@@ -10,7 +10,7 @@ from typing import Any
 from bytescale.config import Config
 from bytescale.data.feed import opened_feed
 from bytescale.data.loading.loader import Feed, Reader
-from bytescale.data.loading.record import RecordingFeed, new_attempt_folder
+from bytescale.data.loading.record import new_attempt_folder, recorder
 from bytescale.runtime.plain_data import broadcast_json
 from bytescale.train.ranks import Ranks
 from bytescale.train.run_folder import RunFolder
@@ -25,12 +25,11 @@ def open_feed(config: Config, ranks: Ranks, say: Callable[[str], None] = lambda 
 
     reader = Reader(hdp_rank=ranks.hdp.rank, num_processes=ranks.world.size, is_first=ranks.is_first, tell=tell)
     with opened_feed(config.data, reader, say) as feed:
-        if not config.data.record:
-            yield feed
-            return
         folder = RunFolder(Path(config.trainer.run_dir)).data
         about = {"num_ranks": ranks.hdp.size, "batch_tokens": config.data.batch_tokens}
-        yield RecordingFeed(feed, ranks.hdp.rank, about, lambda: _new_attempt(folder, ranks, tell))
+        if config.data.record:
+            feed.record = lambda: recorder(_new_attempt(folder, ranks, tell), ranks.hdp.rank, about)
+        yield feed
 
 
 def _new_attempt(folder: Path, ranks: Ranks, tell: Callable[[list[Any]], None]) -> Path | None:

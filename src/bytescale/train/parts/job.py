@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,13 +20,15 @@ from bytescale.cost.assumed import assumed_cost, assumed_profile
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary
-from bytescale.data.loading.loader import Feed, Loader, StepData
+from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
 from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedAdamW
+from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedOptimizer
+from bytescale.simulator import ClusterConfig, StepTimes
+from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -52,15 +53,15 @@ class Job:
     feed: Feed
     executor: Executor
     """Runs plans on this rank's part of the model."""
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
     kernels: Kernels
     memory: MemoryBudget
     planner: VerifiedPlanner
     """With the costs that the run began with."""
     calibration: RunCalibration | None
     """Refines the planner's costs; None: they stay."""
-    profile: Profile | None
-    """The times that a step is predicted from: measured ones, or assumed ones if the config names no profile.
+    step_times: StepTimes | None
+    """Tells how long steps take, from measured times, or assumed ones if the config names no profile.
 
     None for models that run on transformers' own code, which the simulator does not know."""
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
@@ -73,9 +74,10 @@ class Job:
 
     def forward_planner(self) -> VerifiedPlanner:
         """The planner for passes without backward."""
-        return replace(self.planner, cost=self.planner.cost.forward_only(self.ranks.dtype.itemsize))
+        cost = self.planner.cost.forward_only(self.ranks.dtype.itemsize)
+        return replace(self.planner, cost=cost, step_times=None)
 
-    def open_loader(self) -> Loader:
+    def open_loader(self) -> PrefetchedSteps:
         """This rank's view of the batches, from the feed's current position on."""
         planner = self.planner if self.calibration is None else self.calibration.planner
         return self.feed.open(planner, stop_step=self.config.trainer.steps)
@@ -84,7 +86,7 @@ class Job:
         """The state of the run that a checkpoint after this step stores."""
         return self._state(step, data.sampler_state_after)
 
-    def restore(self, checkpoints: Checkpointer, path: str | Path) -> int:
+    def restore(self, checkpoints: Checkpointer, path: Place) -> int:
         """Continue from a checkpoint. Returns the number of steps that were done before it."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
@@ -131,7 +133,9 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     memory = memory_budget(
         config, architecture, device=ranks.device, dtype=ranks.dtype, devices=devices, profile=profile
     )
-    planner = verified_planner(config, memory, cost, ranks.mesh.hdp.size)
+    predicting = predicting_profile(config, profile, architecture, ranks.device, ranks.dtype)
+    times = step_times(config, predicting, ranks.mesh.hdp.size, ranks_per_node=ranks.hdp_ranks_per_node())
+    planner = verified_planner(config, memory, cost, ranks.mesh.hdp.size, times)
     return Job(
         config=config,
         ranks=ranks,
@@ -147,7 +151,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         memory=memory,
         planner=planner,
         calibration=run_calibration(config, planner, ranks, architecture),
-        profile=predicting_profile(config, profile, architecture, ranks.device, ranks.dtype),
+        step_times=times,
         peak_flops_per_second=peak,
         stop=stop,
     )
@@ -183,13 +187,13 @@ def _attached_job(
         memory=memory,
         planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
         calibration=None,  # what a rank computes is not counted in windows
-        profile=None,
+        step_times=None,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
         stop=stop,
     )
 
 
-def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedAdamW]:
+def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedOptimizer]:
     """Make this rank's part of the model, with its initial weights, and the optimizer of it."""
     bucket_mib = config.trainer.gradient_bucket_mib
     model = build_own_model(
@@ -200,7 +204,7 @@ def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tupl
         seed=config.trainer.seed,
         bucket_bytes=int(bucket_mib * 2**20),
     )
-    optimizer = ShardedAdamW(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
+    optimizer = ShardedOptimizer.adamw(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
     if bucket_mib:
         optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
     if config.trainer.init:
@@ -266,8 +270,13 @@ def measured_profile(config: Config, architecture: Architecture, devices: Set[st
     return profile.with_ring_gradients(config.trainer.ring_gradients)
 
 
-def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int) -> VerifiedPlanner:
-    """The planner of a run, with the limits that its plans are checked against."""
+def verified_planner(
+    config: Config, memory: MemoryBudget, cost: CostModel, num_hdp_ranks: int, times: StepTimes | None = None
+) -> VerifiedPlanner:
+    """The planner of a run, with the limits that its plans are checked against.
+
+    ``times``: None for models that the simulator does not know. Then plans are compared by their makespans.
+    """
     return VerifiedPlanner(
         config.planner,
         memory.cluster(num_hdp_ranks),
@@ -276,7 +285,22 @@ def verified_planner(config: Config, memory: MemoryBudget, cost: CostModel, num_
         num_stages=config.parallel.pp,
         num_chunks=config.parallel.virtual_stages,
         context_length=config.data.context_length,
+        step_times=times,
     )
+
+
+def step_times(config: Config, profile: Profile, num_hdp_ranks: int, *, ranks_per_node: int) -> StepTimes:
+    """The simulator on the ranks of this run, of which so many consecutive HDP ranks share a node."""
+    mesh = config.parallel
+    devices = ClusterConfig(
+        num_gpus=num_hdp_ranks * mesh.tp * mesh.pp,
+        gpus_per_node=ranks_per_node * mesh.tp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        virtual_stages=mesh.virtual_stages,
+        gradient_bucket_mib=config.trainer.gradient_bucket_mib,
+    )
+    return StepTimes(profile=profile, devices=devices, recompute=config.trainer.checkpointing == "full")
 
 
 def run_calibration(

@@ -27,7 +27,7 @@ HOST_COPY_BYTES = 2**26
 
 
 @dataclass
-class Stopwatch:
+class LapTimer:
     """Measures seconds of work on a device, with the host's clock. It synchronises before and after."""
 
     device: torch.device
@@ -68,7 +68,7 @@ class Measurer:
     sweeps: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = Stopwatch(self.device)
+        self.watch = LapTimer(self.device)
         self.kernel: AttentionKernel = select_kernel("auto", self.device, self.dtype)
         model = build_model(replace(self.architecture, num_layers=1, vocab_size=64, tie_embeddings=True))
         model.initialise(0)

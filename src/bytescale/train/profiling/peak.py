@@ -37,7 +37,7 @@ def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: floa
 
     None means that neither is known. The run then reports the FLOP/s that it reaches, and no MFU. An earlier version
     measured the peak by timing matrix products at the start. If other work used the cores at that moment, the peak came
-    out too low and the utilisation at up to 129 % (docs/LOG.md).
+    out too low and the utilisation at up to 129 % (docs/decisions/training.md).
     """
     if configured_tflops is not None:
         return configured_tflops * 1e12

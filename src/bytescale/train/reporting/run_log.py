@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from statistics import mean
 from types import TracebackType
 from typing import TextIO
@@ -15,6 +14,7 @@ from bytescale.config import Config
 from bytescale.data.loading.loader import StepData
 from bytescale.data.order.index import CorpusFacts
 from bytescale.plan.io import save_plan
+from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.evaluations import EvaluationMetrics
 from bytescale.train.reporting.metrics import MetricsFile, StepMetrics, drop_metrics_after, memory_bytes
@@ -73,7 +73,7 @@ class RunLog:
         self.run.create(self.config, resume=resume)
         self._text = self.run.log.open("a", encoding="utf-8")
 
-    def resumed(self, checkpoint: str | Path | None, steps_done: int) -> None:
+    def resumed(self, checkpoint: Place | None, steps_done: int) -> None:
         """Report where the run continues, and remove the metrics of steps that will be repeated."""
         if self._screen is None:
             return

@@ -9,10 +9,9 @@ from bytescale.common.units import format_seconds
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime import RankGroup
 from bytescale.runtime.plain_data import all_gather_json
-from bytescale.simulator.step_trace import StepTrace, TraceFacts, save_step_trace
-from bytescale.simulator.trace import Lane, Span, simulated_lanes, spread_evenly
+from bytescale.simulator.step_trace import StepTrace, TraceMetadata, save_step_trace
+from bytescale.simulator.trace import Span, Track, simulated_tracks, spread_evenly
 from bytescale.train.parts.job import Job
-from bytescale.train.parts.prediction import predicted_step
 from bytescale.train.ranks import Ranks
 from bytescale.train.reporting.metrics import StepMetrics
 from bytescale.train.reporting.span_recorder import SpanRecorder, StepRecorder
@@ -43,23 +42,24 @@ class StepTraces:
             return
         ranks = self._job.ranks
         shown = spread_evenly(ranks.mesh.shape.hdp, MAX_RANKS)
-        lanes = _on_first(_own_lane(ranks, record, data, shown), ranks.world)
+        tracks = _on_first(_own_track(ranks, record, data, shown), ranks.world)
         if not ranks.is_first:
             return
         assert data.plan is not None, "the first rank has the whole plan"
-        predicted = predicted_step(self._job, data.plan)
-        assert self._job.profile is not None, "predicted_step has used it"
-        facts = TraceFacts(
+        times = self._job.step_times
+        assert times is not None, "trainer.trace_steps is refused for models that the simulator does not know"
+        predicted = times.simulated(data.plan, self._job.current_cost)
+        metadata = TraceMetadata(
             step=metrics.step,
             measured_seconds=metrics.step_seconds,
             predicted_seconds=predicted.step_seconds,
-            prediction=self._job.profile.name,
+            prediction=times.profile.name,
             num_ranks=ranks.mesh.shape.hdp,
         )
         trace = StepTrace(
-            facts=facts,
-            measured=[lane for lane in lanes if lane.rank in shown],
-            predicted=[lane for rank in shown for lane in simulated_lanes(predicted, rank)],
+            metadata=metadata,
+            measured=[track for track in tracks if track.rank in shown],
+            predicted=[track for rank in shown for track in simulated_tracks(predicted, rank)],
         )
         path = self._run.trace(metrics.step)
         path.parent.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ class StepTraces:
                 )
 
 
-def _own_lane(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Container[int]) -> Lane:
+def _own_track(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Container[int]) -> Track:
     """What this rank has recorded; nothing unless its HDP rank is ``shown``."""
     spans = record.finish("agree")
     if data.times.wait_seconds > 0:
@@ -93,11 +93,11 @@ def _own_lane(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Contain
         spans = [Span(name="wait: data", category="data", start=begin, seconds=wait), *spans]
     mesh = ranks.mesh
     name = f"stage {mesh.stage}" + (f", tp {mesh.tp.rank}" if mesh.shape.tp > 1 else "")
-    return Lane(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [])
+    return Track(rank=mesh.hdp.rank, name=name, spans=spans if mesh.hdp.rank in shown else [])
 
 
-def _on_first(lane: Lane, world: RankGroup) -> list[Lane]:
-    """The lanes of all ranks, on the first rank; elsewhere none."""
-    told = all_gather_json(asdict(lane), world.group, world.device)
-    lanes = [Lane(**{**stored, "spans": [Span(**span) for span in stored["spans"]]}) for stored in told]
-    return lanes if world.rank == 0 else []
+def _on_first(track: Track, world: RankGroup) -> list[Track]:
+    """The tracks of all ranks, on the first rank; elsewhere none."""
+    told = all_gather_json(asdict(track), world.group, world.device)
+    tracks = [Track(**{**stored, "spans": [Span(**span) for span in stored["spans"]]}) for stored in told]
+    return tracks if world.rank == 0 else []

@@ -1,9 +1,12 @@
-"""Checkpoints in format 3: whatever mesh wrote them, every other restores them bit for bit from a few bytes."""
+"""Checkpoints: whatever mesh wrote them, every other restores them bit for bit from a few bytes."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from bytescale.checkpoint import tensor_file
-from bytescale.checkpoint.folders import LocalFolder
+from bytescale.checkpoint import reading, tensor_file, writing
 from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersection
 from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.restoring import StoredTensors
 from bytescale.checkpoint.verify import problems_of
 from bytescale.runtime import MeshShape
+from bytescale.storage.place import read_into
 from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, own_parts, restore, save, whole_state
 from tests.helpers.effort import examples, one_of
 from tests.helpers.ranks import run_mesh
@@ -33,9 +35,11 @@ MESHES = [MeshShape(1), MeshShape(3), MeshShape(1, tp=2, pp=2), MeshShape(2, tp=
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are smaller than tensors."""
-    monkeypatch.setattr("bytescale.checkpoint.writing.BLOCK_BYTES", 64)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that are smaller than tensors."""
+    of = writing.layout_of
+    for module in (writing, reading):
+        monkeypatch.setattr(module, "layout_of", lambda optimizer: replace(of(optimizer), most_elements=64))
 
 
 @pytest.mark.parametrize("shape", one_of([SHAPE, TIED, MIXTURE], TIED), ids=["llama", "tied", "mixtral"])
@@ -44,7 +48,7 @@ def test_every_mesh_restores_what_any_other_wrote(tmp_path: Path, shape: object)
     for writer, reader in zip(MESHES, MESHES[1:] + MESHES[:1], strict=True):
         folder = tmp_path / f"{writer}"
         save(writer, folder, 5, shape=shape)  # type: ignore[arg-type]
-        assert problems_of(LocalFolder(folder / "step-000005")) == []
+        assert problems_of(folder / "step-000005") == []
         assert restore(reader, folder, shape) == 5  # type: ignore[arg-type]
 
 
@@ -61,7 +65,7 @@ def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
     """The independent twin: the library's own reader finds the same tensors."""
     save(MeshShape(2, tp=2), tmp_path, 3)
     folder = tmp_path / "step-000003"
-    stored = StoredTensors(folder)
+    stored = CheckpointReader(folder)
     seen: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -78,55 +82,45 @@ def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
         assert torch.equal(stored.read(name), whole_state(state, parameter, shape, 3))
 
 
-class Counting(LocalFolder):
-    """Counts the bytes that are read of tensors, without headers."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.num_bytes = 0
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        self.num_bytes += len(target) if offset else 0
-        return super().read_into(name, offset, target)
-
-
 @pytest.mark.parametrize(("writer", "reader"), [(MESHES[3], MESHES[1]), (MESHES[1], MESHES[3]), (MESHES[3], MESHES[3])])
-def test_a_rank_reads_the_blocks_of_its_own_parts_and_no_more(
-    tmp_path: Path, writer: MeshShape, reader: MeshShape
+def test_a_rank_reads_the_pieces_of_its_own_parts_and_no_more(
+    tmp_path: Path, writer: MeshShape, reader: MeshShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every block that shares an element with the rank's parts, found the slow way, element by element."""
+    """Every piece that shares an element with the rank's parts, found the slow way, piece by piece."""
     save(writer, tmp_path, 5)
-    folder = Counting(tmp_path / "step-000005")
+    folder = tmp_path / "step-000005"
     manifest = read_manifest(folder)
+    assert max(math.prod(piece.box[1]) for piece in manifest.layouts[0].pieces(0)) == 64
 
-    def needed_blocks(parts: list) -> set[tuple]:
-        blocks = set()
-        for layout in manifest.layouts:
-            for shard in range(layout.num_shards):
-                for piece in layout.pieces(shard):
-                    for part in parts if piece.entry.written else ():
-                        shared = intersection(piece.box, part.box) if part.parameter == piece.entry.name else None
-                        if shared is not None:
-                            inside = zip(shared[0], piece.box[0], shared[1], strict=True)
-                            inner = torch.zeros(piece.box[1], dtype=torch.bool)
-                            inner[tuple(slice(a - b, a - b + n) for a, b, n in inside)] = True
-                            low, high = (4 * int(n) for n in inner.flatten().nonzero()[[0, -1], 0])
-                            own = (part.state, layout.file_of(shard), piece.entry.name, piece.box)
-                            size = 4 * math.prod(piece.box[1])
-                            blocks |= {(*own, n, min(64, size - 64 * n)) for n in range(low // 64, high // 64 + 1)}
-        return blocks
+    def needed_bytes(parts: list) -> int:
+        pieces = {
+            (part.state, layout.file_of(shard), piece.entry.name, piece.box)
+            for layout in manifest.layouts
+            for shard in range(layout.num_shards)
+            for piece in layout.pieces(shard)
+            for part in (parts if piece.entry.written else ())
+            if part.parameter == piece.entry.name and intersection(piece.box, part.box) is not None
+        }
+        return sum(4 * math.prod(box[1]) for *_, box in pieces)
 
     def work(mesh: object) -> None:
         parts = own_parts(make_optimizer(mesh))  # type: ignore[arg-type]
-        own = Counting(tmp_path / "step-000005")
-        CheckpointReader(own, manifest).fill(parts)
-        # A part with two rectangles in one stored piece reads the block between them twice at most.
-        assert own.num_bytes <= sum(2 * block[-1] for block in needed_blocks(parts))
+        before = num_bytes[threading.get_ident()]
+        CheckpointReader(folder).fill(parts)
+        own_bytes = num_bytes[threading.get_ident()] - before
+        assert own_bytes == needed_bytes(parts)
         if writer == reader:
-            assert own.num_bytes == 4 * sum(part.target.numel() for part in parts)
-        assert own.num_bytes < folder_bytes / 2
+            assert own_bytes == 4 * sum(part.target.numel() for part in parts)
+        assert own_bytes < folder_bytes / 2
 
     folder_bytes = manifest.num_bytes()
+    num_bytes: Counter[int] = Counter()  # by the thread of a rank
+
+    def counted(file: Path, offset: int, target: memoryview) -> int:
+        num_bytes[threading.get_ident()] += len(target) if offset else 0  # without headers
+        return read_into(file, offset, target)
+
+    monkeypatch.setattr(tensor_file, "read_into", counted)
     run_mesh(reader, work)
 
 
@@ -146,7 +140,8 @@ def layouts() -> st.SearchStrategy[Layout]:
         bounds = [0]
         while bounds[-1] < start:
             bounds.append(bounds[-1] + num_shards * draw(st.integers(1, 20)))
-        return Layout(tuple(entries), tuple(bounds), num_shards, draw(st.integers(0, 2)), draw(st.integers(1, 2)))
+        numbers = [draw(st.integers(*limits)) for limits in ((0, 2), (1, 2), (1, 30))]
+        return Layout(tuple(entries), tuple(bounds), num_shards, *numbers)
 
     return make()
 
@@ -166,6 +161,7 @@ def test_overlapping_finds_what_all_pieces_share(layout: Layout, data: st.DataOb
     ]
     assert sorted(layout.overlapping(entry, wanted)) == sorted(slow)
     assert sum(math.prod(shared[1]) for *_, shared in slow) == math.prod(wanted[1])
+    assert all(math.prod(box[1]) <= layout.most_elements for _, box, _ in slow)
     again = layout_from_json(json.loads(json.dumps(layout_to_json(layout))), 100)
     assert again == layout
 
@@ -186,6 +182,5 @@ def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
 
 def test_states_of_a_checkpoint_are_named(tmp_path: Path) -> None:
     save(MeshShape(1), tmp_path, 1)
-    manifest = read_manifest(LocalFolder(tmp_path / "step-000001"))
+    manifest = read_manifest(tmp_path / "step-000001")
     assert tuple(manifest.states) == STATES
-    assert tensor_file.BLOCK_BYTES % 8 == 0
