@@ -93,7 +93,7 @@ def node_of(actor: Any) -> str:
 
 @pytest.mark.exhaustive
 def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Two servers a node; a rank on either node gets what the local loader reads, through the relay of its node."""
+    """Two servers a node; a rank on either node gets what the local loader reads, through the planner of its node."""
     write_numbered_corpus(tmp_path / "numbers")
     config = numbered_config(tmp_path, servers=2)
     connect(nodes.address)
@@ -101,9 +101,9 @@ def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp
         session = f"nodes-{uuid.uuid4().hex[:8]}"
         first = RemoteFeed(config, session, 0, 2)
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        _, *others = first.actors
+        planner, *others = first.actors
         assert Counter(map(node_of, others[:4])) == dict.fromkeys(living, 2), "servers"
-        assert Counter(map(node_of, others[4:])) == dict.fromkeys(living, 1), "relays"
+        assert Counter(map(node_of, [planner, *others[4:]])) == dict.fromkeys(living, 1), "planners"
         assert len(living) == 2
 
         def second_rank() -> tuple[str, str, list[Any]]:
@@ -117,8 +117,8 @@ def test_every_node_has_its_servers_and_ranks_ask_their_own(nodes: TwoNodes, tmp
         with first.open(planner_for(2), stop_step=5) as loader:
             mine = list(loader)
         assert node_of(first.planner) == ray.get_runtime_context().get_node_id()
-        node, relay, theirs = ray.get(there, timeout=600)
-        assert node == relay == elsewhere
+        node, planner_node, theirs = ray.get(there, timeout=600)
+        assert node == planner_node == elsewhere
         corpus = prepare_corpus(config)
         for rank, remote in ((0, mine), (1, theirs)):
             with LocalFeed(corpus, config, rank).open(planner_for(2), stop_step=5) as local:

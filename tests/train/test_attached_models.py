@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import bytescale
+from bytescale.attach.folder import load_model
 from bytescale.attach.live_bytes import LiveBytes
 from bytescale.attach.measure import DOCUMENT_TOKENS
 from bytescale.attach.planned_batch import local_documents
@@ -27,6 +28,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, resolve_model, validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
+from bytescale.models.hf_folder import exact_dtype
 from bytescale.parity import small_model
 from bytescale.runtime import RankGroup
 from bytescale.train import train
@@ -358,6 +360,27 @@ def test_a_rank_keeps_the_exact_weights_of_its_shard_alone(corpus: Path, tmp_pat
             assert own.untyped_storage().nbytes() == 4 * (place.stop - place.start)
             assert torch.equal(own, whole.parameters.values[place])
             assert torch.equal(own.bfloat16(), model.parameters.values[place])
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_ranks_map_the_weights_of_a_folder_into_memory(tmp_path: Path, stored: torch.dtype) -> None:
+    """A model of 21 MB or 42 MB costs a rank no memory of its own until its parameters are in flat buffers."""
+    folder = tmp_path / "a"
+    small_model("qwen3", dtype=stored, hidden_size=512, vocab_size=20_000).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    read_as = exact_dtype(folder, torch.bfloat16)
+    assert read_as == stored
+
+    def own_bytes() -> int:
+        (line,) = (line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "Anonymous" in line)
+        return 1024 * int(line.split()[1])
+
+    load_model(folder, content, read_as)  # imports the family's code
+    before = own_bytes()
+    model = load_model(folder, content, read_as)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert total > 2e7
+    assert own_bytes() - before < 0.1 * total
 
 
 def test_windows_make_attention_cheaper_for_planners(corpus: Path, tmp_path: Path) -> None:

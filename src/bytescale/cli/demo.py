@@ -26,7 +26,7 @@ from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_sec
 from bytescale.simulator.draw import draw_steps
 
 GPUS = (64, 512)
-CAPACITY_TOKENS = 4096
+CAPACITY_TOKENS = 8192
 """Tokens that a simulated GPU holds."""
 PLANNERS: tuple[PlannerName, ...] = ("static", "naive", "adaptive")
 _MODEL = "7b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ COMPANIONS = (
 )
 """Files that belong to a model and that training does not change."""
 _SHOWN = 8
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -59,10 +60,10 @@ def check_pieces(folder: Path, pieces: Sequence[HFTensor], *, whole_model: bool 
     by_file: dict[Path, list[HFTensor]] = {}
     wrong = []
     for piece in pieces:
-        file, shape = stored[piece.hf_name]
-        by_file.setdefault(file, []).append(piece)
-        if shape != piece.shape:
-            wrong.append(f"{piece.hf_name} {_times(shape)} instead of {_times(piece.shape)}")
+        found = stored[piece.hf_name]
+        by_file.setdefault(found.file, []).append(piece)
+        if found.shape != piece.shape:
+            wrong.append(f"{piece.hf_name} {_times(found.shape)} instead of {_times(piece.shape)}")
     if wrong:
         raise CheckpointError(
             f"{folder} has tensors of other shapes than its model: {_some(wrong)}",
@@ -85,8 +86,29 @@ def read_pieces(
                 yield piece, finite(tensors.get_tensor(piece.hf_name), piece.hf_name, folder)
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """By a tensor's name, its file and its shape. Reads headers only.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What the header of a file says about a tensor. ``dtype``: as safetensors writes it, such as ``BF16``."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def exact_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the weights of a folder are read for parameters of ``dtype``, so that none is rounded.
+
+    It is that of the files where all of them have ``dtype``: then each process maps them into memory instead of copying
+    them. Else it is FP32, or FP64 for parameters in FP64.
+
+    Raises as ``stored_tensors``.
+    """
+    stored = {_FLOATS[tensor.dtype] for tensor in stored_tensors(folder).values() if tensor.dtype in _FLOATS}
+    return dtype if stored == {dtype} else torch.promote_types(dtype, torch.float32)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files, by name. Reads headers only.
 
     Raises:
         ConfigError: if there are no weights that can be read.
@@ -99,7 +121,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
                 for name in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(name)
                     _refuse_quantised(f"{name} in {file}", name, part.get_dtype())
-                    stored[name] = file, tuple(part.get_shape())
+                    stored[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error})", so="it is cut short or damaged", fix="download it again"
@@ -198,14 +220,14 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _refuse_others(folder: Path, others: set[str], stored: dict[str, tuple[Path, tuple[int, ...]]]) -> None:
+def _refuse_others(folder: Path, others: set[str], stored: dict[str, StoredTensor]) -> None:
     """Raise ``CheckpointError`` for tensors that our models have no place for.
 
     Tables of rotary angles are constants. A head beside tied embeddings is allowed if it equals them: transformers
     takes the head of the file where they differ.
     """
     unknown = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
-    if unknown == [_HEAD] and _EMBEDDING in stored and _equal(stored[_HEAD][0], stored[_EMBEDDING][0]):
+    if unknown == [_HEAD] and _EMBEDDING in stored and _equal(stored[_HEAD].file, stored[_EMBEDDING].file):
         return
     if unknown:
         tied = unknown == [_HEAD]

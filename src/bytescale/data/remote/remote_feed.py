@@ -223,7 +223,7 @@ def start_actors(config: DataConfig, session: str, num_ranks: int) -> Actors:
 
     def on(node: str, name: str) -> dict[str, Any]:
         place = NodeAffinitySchedulingStrategy(node, soft=True)
-        return {**lasting, "name": f"{session}-{name}", "scheduling_strategy": place}
+        return {**lasting, "name": f"{session}-{name}", "namespace": NAMESPACE, "scheduling_strategy": place}
 
     places = [node for node in nodes for _ in range(config.servers)]
     servers = [

@@ -26,6 +26,7 @@ from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture,
 from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.cost import CostModel, Profile
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
+from bytescale.models.hf_folder import exact_dtype
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, Chunk, FlatParameters, HostPool, ModelPart, RankGroup, ShardedOptimizer
 from bytescale.train.parts.budget import MemoryBudget, measured_budget, usable_host_bytes
@@ -42,7 +43,7 @@ class HFModel:
         parameters: in flat buffers.
         activations: what becomes of its layers' activations.
         rows: the memory that a token was seen to need.
-        masters: this rank's shards of the weights in their full precision; empty where the parameters have it.
+        masters: this rank's shards of the weights as they were read; empty where the parameters are not rounded.
     """
 
     architecture: AttachedArchitecture
@@ -158,16 +159,18 @@ def build_attached_model(
         ConfigError: the model cannot be attached, or has no weights that can be read.
         CheckpointError: weights are missing, have other shapes or no place.
     """
-    # 1. The model, in the precision of master weights; then on our attention, on its device.
-    wide = torch.promote_types(dtype, torch.float32)
+    # 1. The model with weights that are not rounded; then on our attention, on its device.
     source, content = config.trainer.init, architecture.content
     if source.startswith(HF_PREFIX):
-        model = load_model(folder_of(source), content, wide)
+        folder = folder_of(source)
+        read_as = exact_dtype(folder, dtype)
+        model = load_model(folder, content, read_as)
     else:
-        model = make_model(content, wide, seed=config.trainer.seed)
+        read_as = torch.promote_types(dtype, torch.float32)
+        model = make_model(content, read_as, seed=config.trainer.seed)
         set_constants(model, architecture.buffers)
     architecture = replace(architecture, buffers=constants_of(model))
-    exact = {name: value.detach() for name, value in model.named_parameters()} if wide != dtype else {}
+    exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)
     part = AttachedPart(model.to(device), longest_document=config.data.context_length)
