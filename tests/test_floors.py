@@ -18,7 +18,7 @@ BUDGET = {
     "attach": 4000,
     "attention": 2950,
     "checkpoint": 2450,
-    "cli": 2900,
+    "cli": 2800,
     "common": 650,
     "config": 1300,
     "cost": 3350,

@@ -84,11 +84,11 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     layout = options.layout(config.trainer if config else TrainerConfig())
     lengths, origin, vocab_size = read_batch(options.batch, config)
     costs = costs_of(options, config, layout, longest=int(lengths.max()), vocab_size=vocab_size)
-    profile, devices = costs.profile, costs.devices
+    profile = costs.profile
     cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
-    capacity = devices.capacity_tokens(options.capacity_tokens)
+    capacity = costs.capacity_tokens
     cluster = Cluster.uniform(options.ranks, capacity)
-    planned, refused = _plan_all(options, lengths, cluster, cost, devices.kept_by(profile), layout)
+    planned, refused = _plan_all(options, lengths, cluster, cost, costs.checkpointed_profile, layout)
     ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
     chosen = list(planned)[-1]
     if options.json:
@@ -103,7 +103,7 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
         for name, why in refused.items():
             console.print(f"{name}: {why}")
         print_details(console, chosen, planned, cost)
-        words = memory_in_words(planned[chosen].plan, devices.memory, devices.usable_bytes)
+        words = memory_in_words(planned[chosen].plan, costs.memory, costs.usable_bytes)
         console.print(words)
     for written in _write_files(options, planned, chosen):
         if not options.json:

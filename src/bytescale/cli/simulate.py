@@ -19,7 +19,7 @@ from bytescale.cli.costs import CostOptions, Costs, costs_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import AUTO_CAPACITY, Config, PlannerConfig, PlannerName, TrainerConfig, load_config
+from bytescale.config import Config, PlannerConfig, PlannerName, TrainerConfig, load_config
 from bytescale.cost import Cluster, Profile, flops
 from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
@@ -82,9 +82,7 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         longest = int(batch.lengths.max())
         costs = costs_of(options, config, cluster, longest=longest, vocab_size=batch.vocab_size)
         plan, origin = _plan(batch, options, costs), batch.origin
-    profile = costs.profile
-    if options.checkpointing != "none":  # only then, because choosing the devices may import torch
-        profile = costs.devices.kept_by(profile)
+    profile = costs.checkpointed_profile
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task("simulating", total=None)
@@ -103,7 +101,7 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         f"times from {profile.name}"
     )
     print_step(console, step, profile, plan, cluster)
-    memory = memory_in_words(plan, costs.devices.memory, costs.devices.usable_bytes)
+    memory = memory_in_words(plan, costs.memory, costs.usable_bytes)
     console.print(memory)
     console.print(f"simulated in {format_seconds(seconds)}")
     if options.png is not None:
@@ -187,10 +185,8 @@ def _defaults(config: Config | None) -> SimulateOptions:
 
 
 def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
-    cluster, capacity = options.cluster, options.capacity_tokens
-    if capacity == AUTO_CAPACITY:
-        capacity = costs.devices.capacity_tokens(capacity)
-    ranks = Cluster.uniform(cluster.num_ranks, capacity)
+    cluster = options.cluster
+    ranks = Cluster.uniform(cluster.num_ranks, costs.capacity_tokens)
     cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
     context = 0 if options.batch.lengths else options.batch.context
     step = partial(step_seconds, profile=costs.profile, cluster=cluster)
