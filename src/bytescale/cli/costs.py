@@ -11,13 +11,13 @@ config.json is read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bytescale.cli.batch_source import DEFAULT_MODEL, CostSource, RatesConfig, read_profile
+from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, RatesConfig, read_profile
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_si
@@ -30,15 +30,19 @@ from bytescale.config import (
     Config,
     CostConfig,
     ModelConfig,
+    PlannerConfig,
+    PlannerName,
     TrainerConfig,
     resolve_model,
 )
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import may_offload
-from bytescale.cost import Profile
+from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import Checkpointing, DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
-from bytescale.simulator import ClusterConfig
+from bytescale.plan import Planner
+from bytescale.planner import make_planner
+from bytescale.simulator import ClusterConfig, step_seconds
 
 if TYPE_CHECKING:
     from bytescale.train.parts.attached_model import HFModel
@@ -60,10 +64,24 @@ class CostOptions:
     """GiB of a device that may be used. Unset: what training with the config would use here, or 80."""
     checkpointing: Checkpointing = "none"
     """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """The sequences."""
     cost: CostSource = field(default_factory=CostSource)
     """Where the times come from."""
     model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
     """The model, if times come from counted operations."""
+
+    @staticmethod
+    def defaults_of(config: Config) -> dict[str, Any]:
+        """Return the options that a config gives."""
+        return {
+            "batch": BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
+            "capacity_tokens": config.parallel.capacity_tokens,
+            "device_gib": config.memory.device_gib,
+            "checkpointing": config.trainer.checkpointing,
+            "cost": CostSource(profile=config.cost.profile),
+            "model": config.model,
+        }
 
 
 @dataclass(frozen=True)
@@ -118,13 +136,29 @@ class Costs:
             model = replace(model, head_groups=trainer.head_groups)
         return model.fullest_stage(self.usable_bytes)
 
-    @property
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """What planners know of the times."""
+        return self.profile.cost_model(ranks_per_node=self.cluster.ranks_per_node, pipeline_parallel=self.cluster.pp)
+
+    def planner(self, name: PlannerName) -> Planner:
+        """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
+        return make_planner(
+            PlannerConfig(name=name),
+            Cluster.uniform(self.cluster.num_ranks, self.capacity_tokens),
+            self.cost_model,
+            context_length=0 if self.options.batch.lengths else self.options.batch.context,
+            num_stages=self.cluster.pp,
+            step_seconds=partial(step_seconds, profile=self.checkpointed_profile, cluster=self.cluster),
+        )
+
+    @cached_property
     def capacity_tokens(self) -> int:
         """The capacity in tokens; for "auto" as many as fit. Raises ``ConfigError`` if none fits."""
         wanted = self.options.capacity_tokens
         return wanted if wanted != AUTO_CAPACITY else fitting_capacity(self.memory, wanted, self.usable_bytes)
 
-    @property
+    @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
         memory = None if self.options.checkpointing == "none" else self.memory

@@ -6,26 +6,23 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, read_batch
-from bytescale.cli.costs import CostOptions, costs_of
+from bytescale.cli.batch_source import read_batch
+from bytescale.cli.costs import CostOptions, Costs, costs_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import Planned, memory_in_words, print_comparison, print_details
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import PlanError
 from bytescale.common.limits import limits
 from bytescale.common.units import format_count
-from bytescale.config import Config, PlannerConfig, PlannerName, TrainerConfig, load_config
+from bytescale.config import Config, PlannerName, TrainerConfig, load_config
 from bytescale.config.validate import hdp_ranks
-from bytescale.cost import Cluster, CostModel, Profile
 from bytescale.plan.io import save_plan
 from bytescale.plan.verify import verify
-from bytescale.planner import make_planner
-from bytescale.simulator import ClusterConfig, simulate, step_seconds
+from bytescale.simulator import ClusterConfig, simulate
 from bytescale.simulator.draw import draw_steps
 
 
@@ -37,8 +34,6 @@ class PlanOptions(CostOptions):
     --batch.lengths FILE, or from a length distribution of the paper.
     """
 
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    """The sequences."""
     ranks: int = field(default=512, metadata=limits(least=1))
     """Number of HDP ranks."""
     ranks_per_node: int = field(default=8, metadata=limits(least=1))
@@ -84,25 +79,21 @@ def plan_command(options: PlanOptions, config: Config | None = None) -> int:
     layout = options.layout(config.trainer if config else TrainerConfig())
     lengths, origin, vocab_size = read_batch(options.batch, config)
     costs = costs_of(options, config, layout, longest=int(lengths.max()), vocab_size=vocab_size)
-    profile = costs.profile
-    cost = profile.cost_model(ranks_per_node=options.ranks_per_node, pipeline_parallel=options.pp)
-    capacity = costs.capacity_tokens
-    cluster = Cluster.uniform(options.ranks, capacity)
-    planned, refused = _plan_all(options, lengths, cluster, cost, costs.checkpointed_profile, layout)
-    ideal = float(cost.work_seconds(lengths).sum()) / cluster.num_ranks
+    planned, refused = _plan_all(options, lengths, costs)
+    ideal = float(costs.cost_model.work_seconds(lengths).sum()) / options.ranks
     chosen = list(planned)[-1]
     if options.json:
         print(json.dumps(_as_dict(planned, ideal)))
     else:
         console.print(
             f"{len(lengths)} sequences of {format_count(int(lengths.sum()))} tokens ({origin}; longest "
-            f"{format_count(int(lengths.max()))}) on {cluster.num_ranks} ranks of "
-            f"{format_count(capacity)} tokens{devices_in_words(options)}; times from {profile.name}"
+            f"{format_count(int(lengths.max()))}) on {options.ranks} ranks of "
+            f"{format_count(costs.capacity_tokens)} tokens{devices_in_words(options)}; times from {costs.profile.name}"
         )
         print_comparison(console, planned, ideal)
         for name, why in refused.items():
             console.print(f"{name}: {why}")
-        print_details(console, chosen, planned, cost)
+        print_details(console, chosen, planned, costs.cost_model)
         words = memory_in_words(planned[chosen].plan, costs.memory, costs.usable_bytes)
         console.print(words)
     for written in _write_files(options, planned, chosen):
@@ -131,27 +122,15 @@ def _defaults(config: Config | None) -> PlanOptions:
     if config is None:
         return PlanOptions()
     return PlanOptions(
-        batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
+        **CostOptions.defaults_of(config),
         ranks=hdp_ranks(config.parallel),
         tp=config.parallel.tp,
         pp=config.parallel.pp,
         virtual_stages=config.parallel.virtual_stages,
-        capacity_tokens=config.parallel.capacity_tokens,
-        device_gib=config.memory.device_gib,
-        checkpointing=config.trainer.checkpointing,
-        cost=CostSource(profile=config.cost.profile),
-        model=config.model,
     )
 
 
-def _plan_all(
-    options: PlanOptions,
-    lengths: IntArray,
-    cluster: Cluster,
-    cost: CostModel,
-    profile: Profile,
-    layout: ClusterConfig,
-) -> tuple[dict[str, Planned], dict[str, str]]:
+def _plan_all(options: PlanOptions, lengths: IntArray, costs: Costs) -> tuple[dict[str, Planned], dict[str, str]]:
     """Return the plan of every planner, and a reason for every planner that has none.
 
     For example, a static mesh does not exist for every number of ranks, and a naive plan may hang in interleaved
@@ -160,22 +139,14 @@ def _plan_all(
     planned: dict[str, Planned] = {}
     refused: dict[str, str] = {}
     for name in options.planners:
-        context = 0 if options.batch.lengths else options.batch.context
-        step = partial(step_seconds, profile=profile, cluster=layout)
-        planner = make_planner(
-            PlannerConfig(name=name),
-            cluster,
-            cost,
-            context_length=context,
-            num_stages=options.pp,
-            step_seconds=step,
-        )
+        planner = costs.planner(name)
         began = time.perf_counter()
         try:
             plan = planner(lengths)
             seconds = time.perf_counter() - began
             verify(plan)
-            planned[name] = Planned(plan=plan, step=simulate(plan, profile, layout), planning_seconds=seconds)
+            step = simulate(plan, costs.checkpointed_profile, costs.cluster)
+            planned[name] = Planned(plan=plan, step=step, planning_seconds=seconds)
         except PlanError as error:
             refused[name] = str(error)
             if len(refused) == len(options.planners):

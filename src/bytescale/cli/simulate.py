@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,19 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale.cli.batch_source import BatchConfig, CostSource, SourceBatch, read_batch
-from bytescale.cli.costs import CostOptions, Costs, costs_of
+from bytescale.cli.batch_source import read_batch
+from bytescale.cli.costs import CostOptions, costs_of
 from bytescale.cli.options import leading_path, parse
 from bytescale.cli.plan_report import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import Config, PlannerConfig, PlannerName, TrainerConfig, load_config
-from bytescale.cost import Cluster, Profile, flops
+from bytescale.config import Config, PlannerName, TrainerConfig, load_config
+from bytescale.cost import Profile, flops
 from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
-from bytescale.planner import make_planner
-from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate, step_seconds
+from bytescale.simulator import ClusterConfig, LoaderConfig, SimulatedStep, simulate
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace
 
@@ -42,8 +40,6 @@ class SimulateOptions(CostOptions):
         default_factory=lambda: ClusterConfig(gradient_bucket_mib=TrainerConfig().gradient_bucket_mib)
     )
     """The devices of the cluster and their layout."""
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    """The sequences."""
     planner: PlannerName = "adaptive"
     """The planner that plans the batch."""
     plan: Path | None = None
@@ -81,7 +77,7 @@ def simulate_command(options: SimulateOptions, config: Config | None = None) -> 
         batch = read_batch(options.batch, config)
         longest = int(batch.lengths.max())
         costs = costs_of(options, config, cluster, longest=longest, vocab_size=batch.vocab_size)
-        plan, origin = _plan(batch, options, costs), batch.origin
+        plan, origin = costs.planner(options.planner)(batch.lengths), batch.origin
     profile = costs.checkpointed_profile
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
@@ -168,6 +164,7 @@ def _defaults(config: Config | None) -> SimulateOptions:
     if config is None:
         return SimulateOptions()
     return SimulateOptions(
+        **CostOptions.defaults_of(config),
         cluster=ClusterConfig(
             num_gpus=config.parallel.ranks,
             tp=config.parallel.tp,
@@ -175,27 +172,4 @@ def _defaults(config: Config | None) -> SimulateOptions:
             virtual_stages=config.parallel.virtual_stages,
             gradient_bucket_mib=config.trainer.gradient_bucket_mib,
         ),
-        batch=BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
-        capacity_tokens=config.parallel.capacity_tokens,
-        device_gib=config.memory.device_gib,
-        checkpointing=config.trainer.checkpointing,
-        cost=CostSource(profile=config.cost.profile),
-        model=config.model,
     )
-
-
-def _plan(batch: SourceBatch, options: SimulateOptions, costs: Costs) -> Plan:
-    cluster = options.cluster
-    ranks = Cluster.uniform(cluster.num_ranks, costs.capacity_tokens)
-    cost = costs.profile.cost_model(ranks_per_node=cluster.ranks_per_node, pipeline_parallel=cluster.pp)
-    context = 0 if options.batch.lengths else options.batch.context
-    step = partial(step_seconds, profile=costs.profile, cluster=cluster)
-    planner = make_planner(
-        PlannerConfig(name=options.planner),
-        ranks,
-        cost,
-        context_length=context,
-        num_stages=cluster.pp,
-        step_seconds=step,
-    )
-    return planner(batch.lengths)
