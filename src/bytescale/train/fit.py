@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.config import Config
 from bytescale.train.parts.budget import machine_bytes
@@ -39,10 +39,8 @@ def check_room(num_ranks: int) -> None:
     needed, there = num_ranks * _PROCESS_BYTES, machine_bytes()
     if needed > there:
         raise ConfigError(
-            problem(
-                f"{num_ranks} ranks on this machine need {format_bytes(needed)} for their processes alone, and it has "
-                f"{format_bytes(there)}",
-                so="the system would kill some of them",
-                fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (torchrun, --launch ray)",
-            )
+            f"{num_ranks} ranks on this machine need {format_bytes(needed)} for their processes alone, and it has "
+            f"{format_bytes(there)}",
+            so="the system would kill some of them",
+            fix=f"use at most {int(there / _PROCESS_BYTES)} ranks, or several machines (torchrun, --launch ray)",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.runtime import RankGroup
 
 _LIMITS = (
@@ -28,20 +28,16 @@ def check_nccl_options(environment: Mapping[str, str] = os.environ) -> None:
     for low, high in _LIMITS:
         if low in numbers and high in numbers and numbers[low] > numbers[high]:
             raise ConfigError(
-                problem(
-                    f"{low} = {numbers[low]} exceeds {high} = {numbers[high]}",
-                    so="NCCL would follow one of them silently, and rings would not have the channels that were meant",
-                    fix="unset one of the two in the environment of every rank",
-                )
+                f"{low} = {numbers[low]} exceeds {high} = {numbers[high]}",
+                so="NCCL would follow one of them silently, and rings would not have the channels that were meant",
+                fix="unset one of the two in the environment of every rank",
             )
     level = environment.get("NCCL_P2P_LEVEL")
     if environment.get("NCCL_P2P_DISABLE") == "1" and level is not None and level.upper() not in _NO_P2P_LEVELS:
         raise ConfigError(
-            problem(
-                f"NCCL_P2P_DISABLE = 1 forbids what NCCL_P2P_LEVEL = {level} asks for",
-                so="GPUs of one node would talk through host memory although NVLink or PCIe was asked for",
-                fix="unset NCCL_P2P_DISABLE, or NCCL_P2P_LEVEL if direct access does not work on this machine",
-            )
+            f"NCCL_P2P_DISABLE = 1 forbids what NCCL_P2P_LEVEL = {level} asks for",
+            so="GPUs of one node would talk through host memory although NVLink or PCIe was asked for",
+            fix="unset NCCL_P2P_DISABLE, or NCCL_P2P_LEVEL if direct access does not work on this machine",
         )
 
 
@@ -53,11 +49,9 @@ def check_same_nccl_options(world: RankGroup, environment: Mapping[str, str] = o
         if high != -low:
             values = " and ".join("unset" if number < 0 else f"{number:.0f}" for number in (-low, high))
             raise ConfigError(
-                problem(
-                    f"{name} is {values} on different ranks",
-                    so="their ends of a connection would not fit together, and messages would hang",
-                    fix="set it alike on every node, or nowhere",
-                )
+                f"{name} is {values} on different ranks",
+                so="their ends of a connection would not fit together, and messages would hang",
+                fix="set it alike on every node, or nowhere",
             )
 
 
@@ -67,7 +61,5 @@ def _number(name: str, value: str) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise ConfigError(
-            problem(f"{name} is {value!r}", so="NCCL would ignore it", fix="use a whole number, or unset it")
-        )
+        raise ConfigError(f"{name} is {value!r}", so="NCCL would ignore it", fix="use a whole number, or unset it")
     return number

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _abort_process_group as abort_pro
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.elastic.utils.store import barrier
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.failures import foreseen
 from bytescale.config import Config
 from bytescale.runtime import DTYPES, Mesh, MeshShape, RankGroup
@@ -228,12 +228,10 @@ def prepare_gloo(num_ranks: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            problem(
-                f"this process may open {hard} files, and a gloo group over {num_ranks} ranks needs up to {needed}",
-                so="ranks could not connect to each other, and the run would stop at its first checkpoint",
-                fix=f"raise the limit before the launch (ulimit -Hn {needed}, or LimitNOFILE of the service), "
-                "or train on fewer ranks",
-            )
+            f"this process may open {hard} files, and a gloo group over {num_ranks} ranks needs up to {needed}",
+            so="ranks could not connect to each other, and the run would stop at its first checkpoint",
+            fix=f"raise the limit before the launch (ulimit -Hn {needed}, or LimitNOFILE of the service), "
+            "or train on fewer ranks",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -290,11 +288,9 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and num_gpus < local_size:
         raise ConfigError(
-            problem(
-                f"trainer.device is cuda but this node has {num_gpus} GPUs for {local_size} ranks",
-                so="two ranks on one GPU would wait for each other inside NCCL",
-                fix=f"set parallel.ranks to {max(num_gpus, 1)}, or trainer.device to cpu",
-            )
+            f"trainer.device is cuda but this node has {num_gpus} GPUs for {local_size} ranks",
+            so="two ranks on one GPU would wait for each other inside NCCL",
+            fix=f"set parallel.ranks to {max(num_gpus, 1)}, or trainer.device to cpu",
         )
     if wanted == "cuda" or (wanted == "auto" and num_gpus >= local_size > 0):
         return torch.device("cuda", local_rank)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import Config, config_to_toml
 
 logger = logging.getLogger(__name__)
@@ -122,11 +122,9 @@ class RunFolder:
             while not _locked(descriptor):
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        problem(
-                            f"another run is writing to {self.path}",
-                            so="both would write the same checkpoints",
-                            fix="wait for it or stop it, or name another trainer.run_dir",
-                        )
+                        f"another run is writing to {self.path}",
+                        so="both would write the same checkpoints",
+                        fix="wait for it or stop it, or name another trainer.run_dir",
                     )
                 time.sleep(0.1)
             yield
@@ -156,11 +154,9 @@ def check_is_new(path: Path) -> None:
     """Raise ``ConfigError`` if something is already there: a run never writes over another."""
     if path.exists() and any(path.iterdir()):
         raise ConfigError(
-            problem(
-                f"the run folder {path} exists and is not empty",
-                so="its metrics and checkpoints would be mixed with the new run's",
-                fix=f"continue it with `bytescale train --resume {path}`, or name another trainer.run_dir",
-            )
+            f"the run folder {path} exists and is not empty",
+            so="its metrics and checkpoints would be mixed with the new run's",
+            fix=f"continue it with `bytescale train --resume {path}`, or name another trainer.run_dir",
         )
 
 

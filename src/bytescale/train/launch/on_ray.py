@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bytescale.common.cuda_allocator import use_expandable_segments
-from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused, problem
+from bytescale.common.errors import BytescaleError, ConfigError, LoaderFailure, RankFailure, RanksRefused
 from bytescale.common.ports import reserve_port
 from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
@@ -159,11 +159,9 @@ def _addresses(ranks: list[Any], run_dir: str) -> list[tuple[str, str, int, int]
             addresses.append(ray.get(reference))
         except ray.exceptions.RayActorError as error:
             raise RankFailure(
-                problem(
-                    f"rank {number} died before it had started ({type(error).__name__})",
-                    so="the other ranks were stopped; checkpoints written before are whole",
-                    fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
-                )
+                f"rank {number} died before it had started ({type(error).__name__})",
+                so="the other ranks were stopped; checkpoints written before are whole",
+                fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
             ) from error
     return addresses
 
@@ -233,11 +231,9 @@ def _failure(failures: dict[int, Exception], pids: list[int], run_dir: str) -> R
         return RanksRefused(str(cause))
     how = "died (killed, or out of memory)" if _blame(error) == 0 else f"failed: {cause}"
     return RankFailure(
-        problem(
-            f"rank {rank} (pid {pids[rank]}) {how}",
-            so="the other ranks were stopped; checkpoints written before are whole",
-            fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
-        )
+        f"rank {rank} (pid {pids[rank]}) {how}",
+        so="the other ranks were stopped; checkpoints written before are whole",
+        fix=f"mend the cause, then continue with `bytescale train --resume {run_dir}`",
     )
 
 
@@ -255,9 +251,7 @@ def _no_room(num_ranks: int, bundle: dict[str, float]) -> ConfigError:
     free = ray.available_resources()
     held = ", ".join(f"{free.get(name, 0):.0f} {name}s" for name in bundle)
     return ConfigError(
-        problem(
-            f"Ray has {held} free, {num_ranks} ranks need {num_ranks} of each",
-            so="some ranks would never start",
-            fix="lower parallel.ranks, or add nodes to the cluster",
-        )
+        f"Ray has {held} free, {num_ranks} ranks need {num_ranks} of each",
+        so="some ranks would never start",
+        fix="lower parallel.ranks, or add nodes to the cluster",
     )

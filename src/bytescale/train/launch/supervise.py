@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bytescale.common.errors import ConfigError, RankFailure, RanksRefused, problem
+from bytescale.common.errors import ConfigError, RankFailure, RanksRefused
 from bytescale.config import Config, validate
 
 
@@ -63,10 +63,8 @@ def next_attempt(config: Config, num_ranks: int) -> Config:
         validate(resumed)
     except ConfigError as error:
         raise ConfigError(
-            problem(
-                f"{num_ranks} of {config.parallel.ranks} ranks are left: {error}",
-                so="checkpoints written before are whole",
-                fix=f"or bring the others back and continue with `bytescale train --resume {config.trainer.run_dir}`",
-            )
+            f"{num_ranks} of {config.parallel.ranks} ranks are left: {error}",
+            so="checkpoints written before are whole",
+            fix=f"or bring the others back and continue with `bytescale train --resume {config.trainer.run_dir}`",
         ) from error
     return resumed

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from bytescale.common.errors import RankFailure, RanksRefused, problem
+from bytescale.common.errors import RankFailure, RanksRefused
 from bytescale.common.failures import keep_trace
 from bytescale.common.private_folder import private_folder
 from bytescale.config import Config
@@ -128,11 +128,9 @@ def rank_failure(failures: dict[int, ProcessFailure], again: str) -> RankFailure
     if _error_type(failure) in _USER_ERRORS:  # the same on every rank: it is the message, not the rank, that matters
         return RanksRefused(_message(failure))
     return RankFailure(
-        problem(
-            f"rank {rank} {_how(failure)}",
-            so="the other ranks were stopped; what was written before is whole",
-            fix=f"mend the cause, then continue with `{again}`",
-        )
+        f"rank {rank} {_how(failure)}",
+        so="the other ranks were stopped; what was written before is whole",
+        fix=f"mend the cause, then continue with `{again}`",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.common.errors import RankFailure, problem
+from bytescale.common.errors import RankFailure
 from bytescale.data.loading.loader import StepData
 from bytescale.runtime import StepResult
 from bytescale.train.loop.learning_rate import learning_rate
@@ -130,10 +130,8 @@ def check_targets(step: int, counted: float, data: StepData) -> None:
     """Raise ``RankFailure`` unless the ranks together trained on as many targets as the global batch has."""
     if int(counted) != data.num_targets:
         raise RankFailure(
-            problem(
-                f"step {step}: the ranks together trained on {int(counted)} targets, the global batch has "
-                f"{data.num_targets}",
-                so="loss and gradients would be scaled wrongly, so the update was not made",
-                fix="report this: plan, loader and sampler disagree (the plan is in the run folder's plans/)",
-            )
+            f"step {step}: the ranks together trained on {int(counted)} targets, the global batch has "
+            f"{data.num_targets}",
+            so="loss and gradients would be scaled wrongly, so the update was not made",
+            fix="report this: plan, loader and sampler disagree (the plan is in the run folder's plans/)",
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale.common.errors import BytescaleError, problem
+from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_count
 from bytescale.cost import Profile
 from bytescale.cost.profile_file import CURVES
@@ -24,7 +24,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise BytescaleError(
-            problem("matplotlib is not installed", so="no picture can be drawn", fix="pip install 'bytescale[plot]'")
+            "matplotlib is not installed", so="no picture can be drawn", fix="pip install 'bytescale[plot]'"
         ) from error
     figure, axes = pyplot.subplots(2, 4, figsize=(16, 7.5), constrained_layout=True)
     for axis, name in zip(axes.flat, CURVES, strict=False):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import NonFiniteError, problem
+from bytescale.common.errors import NonFiniteError
 from bytescale.common.parsing import parse_json
 from bytescale.train.run_folder import RunFolder
 
@@ -90,11 +90,9 @@ def check_finite(step: int, loss: float, grad_norm: float, checkpoint: Path | No
         return
     where = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
     raise NonFiniteError(
-        problem(
-            f"step {step}: loss is {loss}, gradient norm {grad_norm}",
-            so=f"the update would destroy the weights, so it was not made; {where}",
-            fix="lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip_grad_norm, then resume",
-        )
+        f"step {step}: loss is {loss}, gradient norm {grad_norm}",
+        so=f"the update would destroy the weights, so it was not made; {where}",
+        fix="lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.clip_grad_norm, then resume",
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import Config
 from bytescale.config.schema import TrainerConfig
 from bytescale.train.run_folder import RunFolder
@@ -32,11 +32,9 @@ def check_trackers(trainer: TrainerConfig) -> None:
     ):
         if wanted and not _is_installed(module):
             raise ConfigError(
-                problem(
-                    f"{setting} is set but the package {module} is not installed",
-                    so="the run could not be tracked there",
-                    fix=f"pip install 'bytescale[{extra}]', or leave {setting} out",
-                )
+                f"{setting} is set but the package {module} is not installed",
+                so="the run could not be tracked there",
+                fix=f"pip install 'bytescale[{extra}]', or leave {setting} out",
             )
 
 
@@ -96,11 +94,9 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise ConfigError(
-                problem(
-                    f"Weights & Biases did not accept the run: {error}",
-                    so="nothing would be tracked",
-                    fix='run `wandb login`, or set trainer.wandb to "offline" or "off"',
-                )
+                f"Weights & Biases did not accept the run: {error}",
+                so="nothing would be tracked",
+                fix='run `wandb login`, or set trainer.wandb to "offline" or "off"',
             ) from error
         self._run.define_metric("*", step_metric="step")  # a resumed run may take steps again
 
