@@ -44,8 +44,8 @@ class TrainOptions:
     resume: Path | None = None
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     init: str | None = None
-    """hf:FOLDER or checkpoint:FOLDER: start from these weights. The shape of their model replaces the [model]
-    section."""
+    """hf:FOLDER, hf:OWNER/NAME (a model of the Hub) or checkpoint:FOLDER: start from these weights. The shape of their
+    model replaces the [model] section, and data.tokenizer = auto is their tokenizer."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
     launch: Literal["torchrun", "ray"] = "torchrun"
@@ -120,7 +120,7 @@ def read_options(
         )
     if resumed is not None and options.init is not None:
         raise ConfigError(problem(f"both --resume and --init {options.init} are given", fix="leave one of them out"))
-    config = _started_from(options.init, options.config)
+    config = _with_its_tokenizer(_started_from(options.init, options.config))
     trainer = config.trainer
     if resumed is not None:
         config = _holding_the_context(_from_checkpoint(config, resumed), rest)
@@ -152,6 +152,26 @@ def _started_from(init: str | None, config: Config) -> Config:
             )
         )
     return replace(config, model=ModelConfig(preset=init), trainer=replace(config.trainer, init=init))
+
+
+def _with_its_tokenizer(config: Config) -> Config:
+    """Put the tokenizer of the model that training begins with in the place of ``auto``."""
+    from bytescale.train.run_folder import origin_of
+
+    data, folder = config.data, origin_of(config.trainer.init)
+    if data.tokenizer != "auto" or folder is None:
+        return config
+    if (folder / "tokenizer.json").is_file():
+        return replace(config, data=replace(data, tokenizer=str(folder)))
+    if all(source.endswith(".bin") for source in data.sources):
+        return config
+    raise ConfigError(
+        problem(
+            f"data.tokenizer is auto, and {folder} has no tokenizer.json",
+            so="text would be cut into bytes, which its model was not trained with",
+            fix="set data.tokenizer to a tokenizer.json of this model, or to bytes if its tokens are bytes",
+        )
+    )
 
 
 def _from_checkpoint(config: Config, run: Path) -> Config:
