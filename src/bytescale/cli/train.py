@@ -21,10 +21,12 @@ from bytescale.common.versions import require_torch
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
+    AttachedArchitecture,
     Config,
     ModelConfig,
     config_to_toml,
     load_config,
+    resolve_model,
     validate,
 )
 from bytescale.config.validate import hdp_ranks, may_offload
@@ -151,7 +153,15 @@ def _started_from(init: str | None, config: Config) -> Config:
                 fix="leave one of them out",
             )
         )
-    return replace(config, model=ModelConfig(preset=init), trainer=replace(config.trainer, init=init))
+    given = config.model
+    model = ModelConfig(
+        preset=init,
+        lora_rank=given.lora_rank,
+        lora_alpha=given.lora_alpha,
+        lora_targets=given.lora_targets,
+        freeze=given.freeze,
+    )
+    return replace(config, model=model, trainer=replace(config.trainer, init=init))
 
 
 def _with_its_tokenizer(config: Config) -> Config:
@@ -178,6 +188,8 @@ def _from_checkpoint(config: Config, run: Path) -> Config:
     """Take shape and weights from the run's newest checkpoint. The folder that it began with may be gone."""
     if not config.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)) and not config.trainer.init:
         return config
+    if config.model.lora_rank or config.model.freeze:
+        return config  # checkpoints have what is trained alone
     newest = _newest_checkpoint(config, run)
     if newest is None:
         return config
@@ -260,6 +272,13 @@ def _check_initial_weights(config: Config) -> None:
         from bytescale.checkpoint.initial_weights import check_initial_weights
 
         check_initial_weights(config)
+    if config.model.lora_rank or config.model.freeze:
+        from bytescale.attach.folder import empty_model
+        from bytescale.attach.partly_trained import train_a_part
+
+        shape = resolve_model(config.model)
+        assert isinstance(shape, AttachedArchitecture), "only models of transformers are trained in part"
+        train_a_part(empty_model(shape.content), shape.trained, seed=0)
 
 
 def _prepare_data(config: Config) -> None:

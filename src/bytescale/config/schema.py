@@ -58,6 +58,15 @@ class ModelConfig:
     """Experts that each token runs through."""
     router_aux_loss_weight: float | None = None
     """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off."""
+    lora_rank: int = 0
+    """Train low-rank adapters (LoRA) of this rank beside the weights of hf:FOLDER, which stay as they are; 0: train the
+    weights. The model runs on transformers' own code (extra `hf`), and so does one with frozen parts."""
+    lora_alpha: float | None = None
+    """What adapters give is multiplied by lora_alpha / lora_rank; unset: by 2."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear modules that get adapters, such as q_proj; empty: all but the head."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: patterns of their names, such as *.embed_tokens.* or model.layers.[0-3].*"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from bytescale.common.errors import ConfigError, problem
 from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
-from bytescale.config.attached import AttachedArchitecture, check_attached
+from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, AUTO_HEAD_GROUPS, Config, DataConfig, ParallelConfig, TrainerConfig
 
@@ -22,6 +22,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     """
     _at_least_one(config)
     shape = resolve_model(config.model)
+    check_trained(config, shape if isinstance(shape, AttachedArchitecture) else None)
     if isinstance(shape, AttachedArchitecture):
         check_attached(config, shape)
     else:
