@@ -16,6 +16,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from bytescale.cli import options as cli_options
 from bytescale.cli.options import check_setting_names, parse
 from bytescale.cli.train import TrainOptions
 from bytescale.config import Config
@@ -71,7 +72,8 @@ def check_command(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_in_the_documents_have_options_that_exist(page: Path) -> None:
+def test_commands_in_the_documents_have_options_that_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_options, "local_folder", lambda model, **_: model)  # nothing is downloaded
     for arguments in commands_of(page.read_text(encoding="utf-8")):
         try:
             check_command(arguments)

@@ -109,8 +109,8 @@ def test_the_simulated_gain_is_large() -> None:
             host_to_device_bytes_per_second=25e9,
         ),
     )
-    lengths = np.array([200_000, 60_000, *[3000] * 80])
-    steps = simulated_steps(lengths, 64, profile, context=262_144)
+    lengths = np.array([200_000, 60_000, *[3000] * 240])
+    steps = simulated_steps(lengths, 64, profile, context=524_288)
     assert list(steps) == ["static", "naive", "adaptive"]
     assert 2 * steps["adaptive"].step_seconds < steps["static"].step_seconds
 

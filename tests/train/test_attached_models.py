@@ -252,6 +252,7 @@ def test_the_command_trains_and_only_checks(corpus: Path, tmp_path: Path, capsys
     folder = hf_folder(tmp_path / "gpt_oss", "gpt_oss")
     config = run_from(folder, corpus, tmp_path / "run", 1, steps=2)
     plain = replace(config, model=ModelConfig(), trainer=replace(config.trainer, init=""))
+    plain = replace(plain, data=replace(plain.data, tokenizer="bytes"))
     (tmp_path / "config.toml").write_text(config_to_toml(plain), encoding="utf-8")
     arguments = ["train", str(tmp_path / "config.toml"), "--init", f"hf:{folder}"]
     assert main([*arguments, "--dry-run"]) == 0

@@ -64,10 +64,16 @@ def make_model(content: dict[str, Any], dtype: torch.dtype, *, seed: int = 0) ->
     return _ready(model, dtype)
 
 
-def parameters_of(content: dict[str, Any]) -> dict[str, nn.Parameter]:
-    """By name, without memory for them. Raises ``ConfigError`` where no causal model can be made."""
+def empty_model(content: dict[str, Any]) -> nn.Module:
+    """A model without memory for its weights. Raises ``ConfigError`` where no causal model can be made."""
     with torch.device("meta"), _causal_model_or_error(content):
-        return dict(AutoModelForCausalLM.from_config(config_of(content), trust_remote_code=False).named_parameters())
+        model: nn.Module = AutoModelForCausalLM.from_config(config_of(content), trust_remote_code=False)
+        return model
+
+
+def parameters_of(content: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """By name, without memory for them. Raises as ``empty_model``."""
+    return dict(empty_model(content).named_parameters())
 
 
 def load_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> nn.Module:
@@ -221,6 +227,13 @@ def write_folder(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weight(name))
+    return save_folder(model, target, content, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def save_folder(
+    model: nn.Module, target: Path, content: dict[str, Any], *, dtype: torch.dtype, shard_bytes: int
+) -> list[Path]:
+    """Write ``model``, whose weights have ``dtype``. Returns the shards."""
     with _no_progress_bar():
         model.save_pretrained(target, max_shard_size=shard_bytes)  # type: ignore[operator]
     name = str(dtype).removeprefix("torch.")

@@ -98,7 +98,8 @@ def measured_memory(
     element_bytes, weight = next(model.parameters()).element_size(), head.weight
     return MeasuredMemory(
         states=States(
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            num_frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
             element_bytes=element_bytes,
             num_ranks=num_ranks,
         ),

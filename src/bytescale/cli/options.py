@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
-from bytescale.config import Config
+from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig
 from bytescale.config.load import RENAMED
+from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
 _OTHER_WORDS = {
@@ -46,16 +47,29 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, defaul
     registry.primitive_rule(_number_rule)
     extra: dict[str, Any] = {} if default is None else {"default": default}
     with registry:
-        found = tyro.cli(
+        parsed = tyro.cli(
             options,
             args=list(arguments),
             prog=prog,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
             **extra,
         )
-    if not isinstance(getattr(found, "config", None), Config):  # the settings of a run: ``validate`` checks them
-        check_limits(found, "--")
-    return found
+    if not isinstance(getattr(parsed, "config", None), Config):  # the settings of a run: ``validate`` checks them
+        check_limits(parsed, "--")
+    return _with_models_here(parsed)
+
+
+def _with_models_here(options: Any) -> Any:
+    """The options with every ``hf:OWNER/NAME`` replaced by its folder on this machine; weights only for ``init``."""
+    changed = {}
+    for spec in fields(options):
+        value = getattr(options, spec.name)
+        if isinstance(value, Config | ModelConfig | TrainerConfig):
+            changed[spec.name] = _with_models_here(value)
+        elif spec.name in ("preset", "init") and str(value).startswith(HF_PREFIX):
+            folder = local_folder(value.removeprefix(HF_PREFIX), weights=spec.name == "init")
+            changed[spec.name] = HF_PREFIX + folder
+    return replace(options, **changed) if changed else options
 
 
 def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -> None:

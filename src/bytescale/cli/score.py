@@ -15,14 +15,15 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.config import Config, ParallelConfig, TrainerConfig
 from bytescale.config.schema import DataConfig
+from bytescale.storage.hub import local_folder
 
 
 @dataclass(slots=True, kw_only=True)
 class ScoreOptions(CorpusOptions):
     """bytescale score MODEL SOURCE ... --out FILE.parquet: the log-probability of every token under a model.
 
-    MODEL is a Hugging Face folder. The file has a row for each document, in the order of the sources. After a kill, the
-    same command continues, on any number of ranks.
+    MODEL is a Hugging Face folder, or the name of a model of the Hub. The file has a row for each document, in the
+    order of the sources. After a kill, the same command continues, on any number of ranks.
     """
 
     out: Path
@@ -42,7 +43,7 @@ class ScoreOptions(CorpusOptions):
     timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop. Unset: 120, or 1800 on GPUs."""
     model: str = ""
-    """The folder of the model; it may also be given as the first argument."""
+    """The folder of the model, or its name on the Hub (OWNER/NAME); it may also be given as the first argument."""
 
     def corpus_config(self) -> DataConfig:
         """The ``[data]`` section: documents of any length, each as one sequence."""
@@ -64,6 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     if given and not given[0].startswith("-"):
         given = ["--model", *given]
     options = parse(ScoreOptions, given, prog="bytescale score")
+    options = replace(options, model=local_folder(options.model))
     check_options(options)
     from bytescale.train.ranks import end_with_launcher, under_torchrun
 

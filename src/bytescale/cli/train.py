@@ -21,10 +21,12 @@ from bytescale.common.versions import require_torch
 from bytescale.config import (
     CHECKPOINT_PREFIX,
     HF_PREFIX,
+    AttachedArchitecture,
     Config,
     ModelConfig,
     config_to_toml,
     load_config,
+    resolve_model,
     validate,
 )
 from bytescale.config.validate import hdp_ranks, may_offload
@@ -44,8 +46,8 @@ class TrainOptions:
     resume: Path | None = None
     """Continue this run folder from its last checkpoint, on any number of ranks."""
     init: str | None = None
-    """hf:FOLDER or checkpoint:FOLDER: start from these weights. The shape of their model replaces the [model]
-    section."""
+    """hf:FOLDER, hf:OWNER/NAME (a model of the Hub) or checkpoint:FOLDER: start from these weights. The shape of their
+    model replaces the [model] section, and data.tokenizer = auto is their tokenizer."""
     dry_run: bool = False
     """Check everything, prepare the data, plan the first batch and print what would run, but start nothing."""
     launch: Literal["torchrun", "ray"] = "torchrun"
@@ -115,7 +117,7 @@ def read_options(
         )
     if resumed is not None and options.init is not None:
         raise ConfigError(f"both --resume and --init {options.init} are given", fix="leave one of them out")
-    config = _started_from(options.init, options.config)
+    config = _with_its_tokenizer(_started_from(options.init, options.config))
     trainer = config.trainer
     if resumed is not None:
         config = _holding_the_context(_from_checkpoint(config, resumed), rest)
@@ -141,13 +143,41 @@ def _started_from(init: str | None, config: Config) -> Config:
         raise ConfigError(
             f"--init {init} is given, but trainer.init is {config.trainer.init}", fix="leave one of them out"
         )
-    return replace(config, model=ModelConfig(preset=init), trainer=replace(config.trainer, init=init))
+    given = config.model
+    model = ModelConfig(
+        preset=init,
+        lora_rank=given.lora_rank,
+        lora_alpha=given.lora_alpha,
+        lora_targets=given.lora_targets,
+        freeze=given.freeze,
+    )
+    return replace(config, model=model, trainer=replace(config.trainer, init=init))
+
+
+def _with_its_tokenizer(config: Config) -> Config:
+    """Put the tokenizer of the model that training begins with in the place of ``auto``."""
+    from bytescale.train.run_folder import origin_of
+
+    data, folder = config.data, origin_of(config.trainer.init)
+    if data.tokenizer != "auto" or folder is None:
+        return config
+    if (folder / "tokenizer.json").is_file():
+        return replace(config, data=replace(data, tokenizer=str(folder)))
+    if all(source.endswith(".bin") for source in data.sources):
+        return config
+    raise ConfigError(
+        f"data.tokenizer is auto, and {folder} has no tokenizer.json",
+        so="text would be cut into bytes, which its model was not trained with",
+        fix="set data.tokenizer to a tokenizer.json of this model, or to bytes if its tokens are bytes",
+    )
 
 
 def _from_checkpoint(config: Config, run: Path) -> Config:
     """Take shape and weights from the run's newest checkpoint. The folder that it began with may be gone."""
     if not config.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)) and not config.trainer.init:
         return config
+    if config.model.lora_rank or config.model.freeze:
+        return config  # checkpoints have what is trained alone
     newest = _newest_checkpoint(config, run)
     if newest is None:
         return config
@@ -230,6 +260,13 @@ def _check_initial_weights(config: Config) -> None:
         from bytescale.checkpoint.initial_weights import check_initial_weights
 
         check_initial_weights(config)
+    if config.model.lora_rank or config.model.freeze:
+        from bytescale.attach.folder import empty_model
+        from bytescale.attach.partly_trained import train_a_part
+
+        shape = resolve_model(config.model)
+        assert isinstance(shape, AttachedArchitecture), "only models of transformers are trained in part"
+        train_a_part(empty_model(shape.content), shape.trained, seed=0)
 
 
 def _prepare_data(config: Config) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bytescale.common.errors import ConfigError
+from bytescale.config.architecture import Architecture
 from bytescale.config.schema import Config, ModelConfig
 
 _KEY = "config_json"
@@ -23,10 +24,12 @@ class AttachedArchitecture:
         content: of config.json, all of it.
         buffers: constants that belong to the weights and are not trained, such as a router's correction, as
             ``attach.folder.constants_of`` writes them. They are known once the model exists.
+        trained: what is trained of it (``trained_of``); empty: every weight.
     """
 
     content: dict[str, Any]
     buffers: dict[str, Any] = field(default_factory=dict)
+    trained: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def is_in(stored: dict[str, Any]) -> bool:
@@ -36,10 +39,11 @@ class AttachedArchitecture:
     @staticmethod
     def of_dict(stored: dict[str, Any]) -> AttachedArchitecture:
         """From what ``as_dict`` has made. Raises ``KeyError`` for other contents."""
-        return AttachedArchitecture(content=stored[_KEY], buffers=stored["buffers"])
+        return AttachedArchitecture(content=stored[_KEY], buffers=stored["buffers"], trained=stored.get("trained", {}))
 
     def as_dict(self) -> dict[str, Any]:
-        return {_KEY: self.content, "buffers": self.buffers}
+        trained = {"trained": self.trained} if self.trained else {}
+        return {_KEY: self.content, "buffers": self.buffers, **trained}
 
     @property
     def model_type(self) -> str:
@@ -106,8 +110,38 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
         )
 
 
+def trained_of(model: ModelConfig) -> dict[str, Any]:
+    """What ``model`` wants trained, as checkpoints describe it; empty: every weight.
+
+    Raises ``ConfigError`` for numbers that mean nothing.
+    """
+    alpha = 2.0 * model.lora_rank if model.lora_alpha is None else model.lora_alpha
+    if model.lora_rank < 0 or alpha < 0:
+        name, value = ("lora_rank", model.lora_rank) if model.lora_rank < 0 else ("lora_alpha", alpha)
+        raise ConfigError(f"model.{name} is {value}", fix="use a number above 0, or leave it out")
+    if not model.lora_rank and (model.lora_alpha is not None or model.lora_targets):
+        raise ConfigError("model.lora_alpha or model.lora_targets is set, but model.lora_rank is 0",
+                    so="there would be no adapters", fix="set model.lora_rank, to 16 say")  # fmt: skip
+    lora = {"rank": model.lora_rank, "alpha": alpha, "targets": list(model.lora_targets)}
+    return {**({"lora": lora} if model.lora_rank else {}), **({"freeze": list(model.freeze)} if model.freeze else {})}
+
+
+def check_trained(config: Config, shape: AttachedArchitecture | None) -> None:
+    """Raise ``ConfigError`` where weights that are not trained would be random numbers."""
+    trained = trained_of(config.model) if shape is None else shape.trained
+    if trained and not config.trainer.init.startswith("hf:"):
+        name = "model.lora_rank" if "lora" in trained else "model.freeze"
+        raise ConfigError(
+            f"{name} is set, but training does not begin with a Hugging Face model (trainer.init is "
+            f"{config.trainer.init!r})",
+            so="what is not trained would be random numbers",
+            fix="use --init hf:FOLDER; `bytescale convert` makes a folder of a checkpoint, adapters merged",
+        )
+
+
 def _check_changes(model: ModelConfig, shape: AttachedArchitecture) -> None:
-    changed = [spec.name for spec in fields(model) if spec.name != "preset" and getattr(model, spec.name) is not None]
+    numbers = [spec.name for spec in fields(Architecture)]
+    changed = [name for name in numbers if getattr(model, name) is not None]
     if changed:
         raise ConfigError(
             f"model.{changed[0]} is set, but the model of type {shape.model_type} is what its config.json says",

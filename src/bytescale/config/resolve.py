@@ -10,7 +10,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
 from bytescale.common.parsing import parse_json
 from bytescale.config.architecture import PRESETS, Architecture
-from bytescale.config.attached import AttachedArchitecture
+from bytescale.config.attached import AttachedArchitecture, trained_of
 from bytescale.config.hugging_face import NotOurs, architecture_from_hf, architecture_of_folder, read_hf_config
 from bytescale.config.schema import ModelConfig
 
@@ -23,10 +23,14 @@ def resolve_model(
 ) -> Architecture | AttachedArchitecture:
     """What is trained: our own Llama or Mixtral, or a decoder that runs on transformers' own code.
 
-    A folder whose model our own code has is always our own. Raises ``ConfigError`` as ``resolve_architecture``.
+    A folder whose model our own code has is our own, unless only a part of it is to be trained. Raises ``ConfigError``
+    as ``resolve_architecture``.
     """
     if config.preset.startswith(HF_PREFIX):
-        attached = attached_in_folder(Path(config.preset.removeprefix(HF_PREFIX)).expanduser())
+        folder, trained = Path(config.preset.removeprefix(HF_PREFIX)).expanduser(), trained_of(config)
+        if trained:
+            return AttachedArchitecture(content=read_hf_config(folder), trained=trained)
+        attached = attached_in_folder(folder)
     elif config.preset.startswith(CHECKPOINT_PREFIX):
         stored = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
         attached = AttachedArchitecture.of_dict(stored) if AttachedArchitecture.is_in(stored) else None

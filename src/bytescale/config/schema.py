@@ -24,7 +24,8 @@ class ModelConfig:
 
     preset: str = "tiny"
     """tiny, 160m, 1b, 7b, 13b, 30b, 70b (Llama shapes; 7b to 70b are the paper's), tiny-moe, mixtral-8x7b,
-    mixtral-8x22b (top-2 of 8 experts), hf:FOLDER or checkpoint:FOLDER, the shape of the model in that folder."""
+    mixtral-8x22b (top-2 of 8 experts), hf:FOLDER or checkpoint:FOLDER, the shape of the model in that folder.
+    hf:OWNER/NAME: a model of the Hub."""
     vocab_size: int | None = None
     """Tokens in the vocabulary; unset: the tokenizer's, rounded up to a multiple of 64."""
     num_layers: int | None = None
@@ -59,6 +60,15 @@ class ModelConfig:
     """Experts that each token runs through."""
     router_aux_loss_weight: float | None = None
     """Weight of the loss that keeps experts evenly used, counted over the global batch; 0: off."""
+    lora_rank: int = 0
+    """Train low-rank adapters (LoRA) of this rank beside the weights of hf:FOLDER, which stay as they are; 0: train the
+    weights. The model runs on transformers' own code (extra `hf`), and so does one with frozen parts."""
+    lora_alpha: float | None = None
+    """What adapters give is multiplied by lora_alpha / lora_rank; unset: by 2."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear modules that get adapters, such as q_proj; empty: all but the head."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: patterns of their names, such as *.embed_tokens.* or model.layers.[0-3].*"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +94,9 @@ class DataConfig:
     the number of sequences in the GLOBAL batch that are trained on."""
     text_key: str = "text"
     """JSONL key or Parquet column that holds the text."""
-    tokenizer: str = "bytes"
-    """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
+    tokenizer: str = "auto"
+    """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached). auto: the tokenizer of the
+    model that `--init` names, else `bytes`."""
     bpe_vocab_size: int = 4096
     """Vocabulary of the tokenizer that `bpe` trains."""
     eos_token: str | None = None
@@ -233,8 +244,9 @@ class TrainerConfig:
     seed: int = 0
     """Seed of the initial weights."""
     init: str = ""
-    """Where the initial weights come from. hf:FOLDER: a Hugging Face folder. checkpoint:FOLDER: a checkpoint from any
-    number of ranks. Empty: random numbers from `seed`."""
+    """Where the initial weights come from. hf:FOLDER: a Hugging Face folder. hf:OWNER/NAME or hf:OWNER/NAME@REVISION: a
+    model of the Hub, downloaded once. checkpoint:FOLDER: a checkpoint from any number of ranks. Empty: random numbers
+    from `seed`."""
     dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

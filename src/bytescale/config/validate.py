@@ -9,7 +9,7 @@ from bytescale.common.labels import RESERVED_FIELDS
 from bytescale.common.limits import check_limits
 from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
-from bytescale.config.attached import AttachedArchitecture, check_attached
+from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, ParallelConfig, TrainerConfig
 
@@ -23,6 +23,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     """
     check_limits(config)
     shape = resolve_model(config.model)
+    check_trained(config, shape if isinstance(shape, AttachedArchitecture) else None)
     if isinstance(shape, AttachedArchitecture):
         check_attached(config, shape)
     else:

@@ -10,16 +10,18 @@ class States:
     """Bytes of one device. Gradient sums, moments and master weights are in fp32 or wider."""
 
     num_parameters: int
-    """Weights on this device."""
+    """Weights on this device that are trained."""
     element_bytes: int
     """2 for bf16, 4 for fp32, 8 for fp64."""
     num_ranks: int
     """HDP ranks, over which the optimizer's states are sharded."""
+    num_frozen: int = 0
+    """Further weights on this device, which are not trained."""
 
     @property
     def parameter_bytes(self) -> int:
         """The weights that compute."""
-        return self.num_parameters * self.element_bytes
+        return (self.num_parameters + self.num_frozen) * self.element_bytes
 
     @property
     def gradient_bytes(self) -> int:

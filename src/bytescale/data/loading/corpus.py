@@ -242,8 +242,8 @@ def choose_tokenizer(
             )
         cache_dir = Path(config.cache_dir).expanduser()
         return cached_bpe(text_files, config.text_key, config.bpe_vocab_size, cache_dir, progress)
-    if config.tokenizer == "bytes" and not text_files:
-        return None  # "bytes" is the default setting, and .bin files need no tokenizer
+    if config.tokenizer in ("auto", "bytes") and not text_files:
+        return None  # .bin files need no tokenizer
     return load_tokenizer(config.tokenizer, config.eos_token)
 
 

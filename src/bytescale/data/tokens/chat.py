@@ -174,7 +174,7 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
     """
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    settings = _tokenizer_settings(folder) if tokenizer not in ("bytes", "bpe") else {}
+    settings = _tokenizer_settings(folder) if tokenizer not in ("auto", "bytes", "bpe") else {}
     special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name))) is not None}
     if setting:
         path = Path(setting).expanduser()
@@ -182,7 +182,7 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
             raise ConfigError(f"data.chat_template is {setting!r}, which is no file", fix="name a Jinja file")
         return _checked(ChatTemplate(path.read_text(encoding="utf-8"), special, str(path)))
     beside = folder / "chat_template.jinja"
-    if tokenizer not in ("bytes", "bpe") and beside.is_file():
+    if tokenizer not in ("auto", "bytes", "bpe") and beside.is_file():
         return _checked(ChatTemplate(beside.read_text(encoding="utf-8"), special, str(beside)))
     source = settings.get("chat_template")
     if isinstance(source, list):  # several with names

@@ -173,13 +173,13 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer called ``name``: ``bytes``, or the path of a ``tokenizer.json`` or of its folder.
+    """Return the tokenizer called ``name``: ``bytes`` (or ``auto``), or the path of a ``tokenizer.json`` or its folder.
 
     Raises:
         ConfigError: there is no such tokenizer, or it has no EOS.
         DataError: the file is not a tokenizer.
     """
-    if name == "bytes":
+    if name in ("auto", "bytes"):
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.exists():

@@ -16,6 +16,7 @@ from bytescale.attach.costs import Rates, assumed_rates, count_costs, counted_pr
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
 from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.part import AttachedPart, late_parameters
+from bytescale.attach.partly_trained import train_a_part
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.attention.kernels import CudaFlashKernel
@@ -66,9 +67,11 @@ class HFModel:
         windowed = sum(layer.rules.window is not None for layer in layers)
         told = f", {windowed} of them with windows of {', '.join(map(str, windows))}" if windows else ""
         count = sum(parameter.numel() for parameter in self.part.parameters())
+        trained = sum(parameter.numel() for parameter in self.parameters.parameters)
+        part = f" ({format_si(trained)} trained)" if trained < count else ""
         return (
-            f"{format_si(count)} parameters, {self.architecture.model_type} on transformers' own code, {len(layers)} "
-            f"layers{told}, hidden {self.part.hidden_size}, {layers[0].num_heads} heads over "
+            f"{format_si(count)} parameters{part}, {self.architecture.model_type} on transformers' own code, "
+            f"{len(layers)} layers{told}, hidden {self.part.hidden_size}, {layers[0].num_heads} heads over "
             f"{layers[0].num_kv_heads}, vocabulary {self.architecture.vocab_size}"
         )
 
@@ -169,6 +172,8 @@ def build_attached_model(
         read_as = torch.promote_types(dtype, torch.float32)
         model = make_model(content, read_as, seed=config.trainer.seed)
         set_constants(model, architecture.buffers)
+    if architecture.trained:
+        train_a_part(model, architecture.trained, seed=config.trainer.seed)
     architecture = replace(architecture, buffers=constants_of(model))
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
     for parameter in model.parameters():

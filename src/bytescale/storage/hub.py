@@ -1,0 +1,71 @@
+"""Models of the Hugging Face Hub by name: ``OWNER/NAME`` or ``OWNER/NAME@REVISION`` becomes a folder on this machine.
+
+huggingface_hub downloads into its cache, and a folder there is named by the commit. So what a run writes down pins the
+commit. Files of weights are safetensors alone, and code that comes with a model is not downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bytescale.common.errors import ConfigError
+
+_MODEL_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_FILES = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
+
+
+def local_folder(model: str, *, weights: bool = True) -> str:
+    """The folder of a model.
+
+    Args:
+        model: a folder, or the name of a model of the Hub. A folder that exists is never looked for on the Hub.
+        weights: whether weights are downloaded, too; else the configuration and the tokenizer alone.
+
+    Raises ``ConfigError`` if the Hub has no such model, does not give it to us, or cannot be reached.
+    """
+    named = _MODEL_ID.fullmatch(model)
+    if named is None or Path(model).expanduser().exists():
+        return model
+    # Imported here: most commands need no Hub.
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError as error:
+        cause = f"{model} is no folder here, and huggingface_hub is not installed"
+        raise ConfigError(cause, fix="name a folder, or pip install 'bytescale[hf]'") from error
+
+    try:
+        return snapshot_download(
+            named["id"], revision=named["revision"], allow_patterns=[*_FILES, *(["*.safetensors"] if weights else [])]
+        )
+    except GatedRepoError as error:
+        cause = f"{named['id']} is a gated model, and its owner has not given access to the token of this machine"
+        fix = f"ask for access on {constants.ENDPOINT}/{named['id']}, then run `hf auth login`"
+        raise ConfigError(cause, so="its weights cannot be downloaded", fix=fix) from error
+    except RevisionNotFoundError as error:
+        cause = f"{named['id']} has no revision {named['revision']}"
+        raise ConfigError(cause, fix="name a branch, a tag or a commit of it") from error
+    except RepositoryNotFoundError as error:
+        cause = f"{model} is no folder here, and {constants.ENDPOINT} has no model {named['id']} that may be read"
+        fix = "correct the name; for a private model run `hf auth login`"
+        raise ConfigError(cause, fix=fix) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        cause = (
+            f"{model} is no folder here, and it cannot be downloaded from {constants.ENDPOINT} ({_first_line(error)})"
+        )
+        fix = (
+            f"where there is a network, run `hf download {named['id']} --local-dir FOLDER`, bring the folder here, and "
+            "name it instead"
+        )
+        raise ConfigError(cause, so="there are no weights to begin with", fix=fix) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

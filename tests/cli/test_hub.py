@@ -1,0 +1,159 @@
+"""Models of the Hub by name, from a server on loopback that speaks its protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from bytescale.config import config_to_toml, load_config
+from bytescale.parity import small_model
+from tests.helpers.effort import one_of
+from tests.train.runs import losses, on_ranks, small_run, write_corpus
+
+COMMIT = "5e1f" * 10
+SECRET_CODE = "raise SystemExit('code of the model was run')"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """``acme/tiny`` can be read; ``acme/gated`` says that it is gated; there is nothing else."""
+
+    def __init__(self, *arguments: Any, folder: Path) -> None:
+        self.folder = folder
+        super().__init__(*arguments)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith(("/api/models/acme/gated", "/acme/gated")):
+            self.answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})
+        elif path in ("/api/models/acme/tiny/revision/main", f"/api/models/acme/tiny/revision/{COMMIT}"):
+            files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
+            self.json({"id": "acme/tiny", "sha": COMMIT, "siblings": files})
+        elif path.startswith("/api/models/acme/tiny/tree/"):
+            files = sorted(self.folder.iterdir())
+            self.json([{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": etag(f)} for f in files])
+        elif path.startswith("/api/models/acme/tiny/revision/"):
+            self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif path.startswith("/acme/tiny/resolve/"):
+            file = self.folder / path.rpartition("/")[2]
+            self.answer(200, file.read_bytes(), {"ETag": f'"{etag(file)}"', "X-Repo-Commit": COMMIT})
+        else:
+            self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    def json(self, content: Any) -> None:
+        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def answer(self, code: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+def etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Variables of the environment with which a command uses a server that has one small Qwen3."""
+    folder = tmp_path / "served"
+    small_model("qwen3", dtype=torch.float32, vocab_size=320).save_pretrained(folder)
+    words = {"<eos>": 0, "?": 1} | {f"w{n}": n for n in range(2, 300)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (folder / "modeling_qwen3.py").write_text(SECRET_CODE)
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=folder))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
+    server.shutdown()
+    server.server_close()
+
+
+def bytescale(*arguments: str, hub: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    without = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "bytescale", *arguments], env=without | hub, capture_output=True, text=True, timeout=300
+    )
+
+
+def written_config(tmp_path: Path) -> Path:
+    config = on_ranks(small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=2), 1, 256)
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    return tmp_path / "config.toml"
+
+
+def test_train_downloads_a_model_by_name_and_pins_its_commit(tmp_path: Path, hub: dict[str, str]) -> None:
+    told = bytescale("train", str(written_config(tmp_path)), "--init", "hf:acme/tiny", hub=hub)
+    assert told.returncode == 0, told.stderr
+    init = load_config(tmp_path / "run" / "config.toml").trainer.init
+    assert init.endswith(f"snapshots/{COMMIT}")
+    folder = Path(init.removeprefix("hf:"))
+    assert {file.name for file in folder.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert load_config(tmp_path / "run" / "config.toml").data.tokenizer == str(folder), "the model's own"
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.exhaustive
+def test_plan_downloads_no_weights(tmp_path: Path, hub: dict[str, str]) -> None:
+    told = bytescale(
+        "plan", "--ranks", "4", "--model.preset", f"hf:acme/tiny@{COMMIT}", "--batch.tokens", "4K", hub=hub
+    )
+    assert told.returncode == 0, told.stderr
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    one_of(
+        [
+            ("acme/gated", "acme/gated is a gated model.*hf auth login"),
+            ("acme/nothing", "acme/nothing is no folder here, and http.* has no model acme/nothing.*correct the name"),
+            ("acme/tiny@v9", "acme/tiny has no revision v9.*a branch, a tag or a commit"),
+        ],
+        ("acme/gated", "acme/gated is a gated model.*hf auth login"),
+    ),
+)
+def test_a_name_that_cannot_be_read(tmp_path: Path, hub: dict[str, str], name: str, said: str) -> None:
+    told = bytescale("train", str(written_config(tmp_path)), "--init", f"hf:{name}", hub=hub)
+    assert told.returncode == 2
+    assert "Traceback" not in told.stderr
+    assert re.search(said, told.stderr.replace("\n", " ")), told.stderr
+
+
+@pytest.mark.exhaustive
+def test_without_a_network(tmp_path: Path, hub: dict[str, str]) -> None:
+    """One message, which says how to bring the model here."""
+    nowhere = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    told = bytescale("train", str(written_config(tmp_path)), "--init", "hf:acme/tiny", hub=nowhere)
+    assert told.returncode == 2
+    assert "hf download acme/tiny --local-dir FOLDER" in told.stderr
+    assert "Traceback" not in told.stderr
