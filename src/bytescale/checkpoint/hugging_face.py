@@ -146,23 +146,14 @@ def import_folder(source: Path, target: Path) -> int:
         ConfigError: ``target`` exists, or ``source`` has no weights or a model that is not supported.
         CheckpointError: tensors are missing or of other shapes.
     """
-    if target.exists():
-        raise ConfigError(f"{target} exists", so="it would be overwritten", fix="name a new folder")
-    architecture = architecture_of_folder(source)
-    pieces = architecture_pieces(architecture)
-    parts = [_part(piece, file, pieces) for file, own in check_pieces(source, pieces).items() for piece in own]
-    disk = Disk()
-    hidden = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
-    try:
+    with appearing(target) as hidden:
+        architecture = architecture_of_folder(source)
+        pieces = architecture_pieces(architecture)
+        parts = [_part(piece, file, pieces) for file, own in check_pieces(source, pieces).items() for piece in own]
         companions = copy_companions(source, hidden)
         shutil.copyfile(source / "config.json", hidden / "config.json")
         state = RunState(step=0, sampler={}, architecture=architecture.as_dict(), mesh={})
-        write_whole(disk, hidden, state, ["master"], parts, [*companions, "config.json"])
-        disk.rename(hidden, target)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        write_whole(Disk(), hidden, state, ["master"], parts, [*companions, "config.json"])
     return sum(torch.Size(piece.shape).numel() for piece in pieces)
 
 

@@ -138,7 +138,7 @@ def read_manifest(folder: Place) -> Manifest:
         manifest = Manifest(
             state=state,
             states=[_of(str, name) for name in _of(list, content["states"])],
-            layouts=[_layout(item, len(files)) for item in _of(list, content["layouts"])],
+            layouts=[layout_from_json(item, len(files)) for item in _of(list, content["layouts"])],
             files=files,
             companions={
                 _plain_name(name): (_count(size), int(_of(str, sum_), 16))
@@ -245,10 +245,6 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 def layout_from_json(content: Any, num_files: int) -> Layout:
     """The inverse of ``layout_to_json``. Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything else."""
-    return _layout(content, num_files)
-
-
-def _layout(content: Any, num_files: int) -> Layout:
     fields = _of(dict, content)
     layout = Layout(
         entries=tuple(_entry(item) for item in _of(list, fields["entries"])),

@@ -34,8 +34,9 @@ from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.facts import TokenFacts
 from bytescale.data.tokens.indexed import pair_paths, read_index
+from bytescale.data.tokens.open_parts import local_pair
 from bytescale.data.tokens.progress import progress_bar
-from bytescale.data.tokens.shards import example_encoder, fetched
+from bytescale.data.tokens.shards import example_encoder
 from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
 from bytescale.storage.retry import with_retries
 
@@ -232,7 +233,7 @@ def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
     if file.format != "bin":
         return file
     fields = (*OWN_FIELDS, *config.fields)
-    return with_retries(partial(fetched, file, Path(config.cache_dir).expanduser(), fields), config.read_retries)
+    return with_retries(partial(local_pair, file, Path(config.cache_dir).expanduser(), fields), config.read_retries)
 
 
 def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:

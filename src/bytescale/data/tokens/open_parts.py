@@ -118,13 +118,19 @@ class RemoteTokens:
 
 
 def local_pair(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> SourceFile:
-    """Return ``file`` if it is local, else a copy of the remote ``.bin/.idx`` pair in the cache. Raises ``OSError``."""
+    """Return ``file`` if it is local, else a copy of the remote ``.bin/.idx`` pair in the cache.
+
+    Raises ``UnreadableError``.
+    """
     if not isinstance(file.path, Url):
         return file
-    copy = local_index(file, cache_dir, fields)
-    with file_lock(copy.with_suffix(".lock")):
-        if not copy.exists():
-            _fetch(file.path, copy)
+    try:
+        copy = local_index(file, cache_dir, fields)
+        with file_lock(copy.with_suffix(".lock")):
+            if not copy.exists():
+                _fetch(file.path, copy)
+    except OSError as error:
+        raise unreadable(error, file.path) from error
     return replace(file, path=copy)
 
 

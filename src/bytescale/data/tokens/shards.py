@@ -177,7 +177,7 @@ class ShardReader:
             return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), facts=facts)
         opened = self._in_place(shard.file)
         if opened is None:
-            file = with_retries(partial(fetched, shard.file, self.cache_dir, self.field_names), self.read_retries)
+            file = with_retries(partial(local_pair, shard.file, self.cache_dir, self.field_names), self.read_retries)
             dataset = IndexedDataset.open(local_path(file), self.field_names)
             opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
             self._check_pair(f"{shard.file.path}", opened, progress)
@@ -337,14 +337,6 @@ def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
         raise too_many_corrupt_records(len(places), places, limit)
     if places:
         logger.warning("the corpus is without %d corrupt records (%d are allowed)", len(places), limit)
-
-
-def fetched(file: SourceFile, cache_dir: Path, fields: Sequence[str] = ()) -> SourceFile:
-    """Return ``local_pair(file, cache_dir, fields)``. Raises ``UnreadableError`` in place of ``OSError``."""
-    try:
-        return local_pair(file, cache_dir, fields)
-    except OSError as error:
-        raise unreadable(error, file.path) from error
 
 
 def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit]]:
