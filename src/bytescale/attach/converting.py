@@ -16,7 +16,7 @@ from bytescale.checkpoint.hugging_face import appearing, copy_companions_of
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.writing import Part, write_whole
-from bytescale.common.errors import CheckpointError, problem
+from bytescale.common.errors import CheckpointError
 from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
 from bytescale.models.hf_folder import copy_companions
 from bytescale.runtime import DTYPES
@@ -42,7 +42,7 @@ def export_attached(
     held = {name.removeprefix("master.") for name in stored.shapes() if name.startswith("master.")}
     if lost := sorted(held - parameters_of(architecture.content).keys()):
         so, fix = "it would be lost", "set tie_word_embeddings to false in the model's config.json, and train it anew"
-        raise CheckpointError(problem(f"{checkpoint} has {lost[0]}, for which its model has no place", so=so, fix=fix))
+        raise CheckpointError(f"{checkpoint} has {lost[0]}, for which its model has no place", so=so, fix=fix)
     with appearing(target) as hidden:
         shards = write_folder(
             hidden,
@@ -72,12 +72,10 @@ def _export_with_base(
     base = Path(preset.removeprefix(HF_PREFIX)).expanduser()
     if not (base / "config.json").is_file():
         raise CheckpointError(
-            problem(
-                f"the checkpoint has what was trained alone, and the model that it belongs to is not there "
-                f"({preset or 'the run folder has no config.toml'})",
-                so="there is nothing to put it into",
-                fix="bring that folder back, or name its new place as model.preset in the run's config.toml",
-            )
+            f"the checkpoint has what was trained alone, and the model that it belongs to is not there "
+            f"({preset or 'the run folder has no config.toml'})",
+            so="there is nothing to put it into",
+            fix="bring that folder back, or name its new place as model.preset in the run's config.toml",
         )
     model = load_model(base, architecture.content, torch.float32)
     wrapped: Any = train_a_part(model, architecture.trained, seed=0)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX, MICRO_BATCH_NAMES
 from bytescale.plan import MicroBatch
 
@@ -67,13 +67,11 @@ class Documents:
             or not all(isinstance(d, Mapping) for d in batch)
         ):
             raise DataError(
-                problem(
-                    f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
-                    fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
-                )
+                f"a batch is a list of documents, each a mapping of fields; this is a {type(batch).__name__}",
+                fix='give [{"tokens": [...], "labels": [...]}, ...]; split padded batches into documents',
             )
         if not batch:
-            raise DataError(problem("the batch has no documents", so="there is nothing to plan", fix="leave it out"))
+            raise DataError("the batch has no documents", so="there is nothing to plan", fix="leave it out")
         renamed = [_with_tokens(document, number) for number, document in enumerate(batch)]
         _require_same_fields(renamed)
         fields: dict[str, list[Tensor]] = {}
@@ -81,7 +79,7 @@ class Documents:
         for name in renamed[0]:
             if name in MICRO_BATCH_NAMES:
                 raise DataError(
-                    problem(f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name")
+                    f"a field is called {name!r}, which a micro-batch has itself", fix="give it another name"
                 )
             values = [_tensor(document[name]) for document in renamed]
             if any(value is None for value in values):
@@ -129,22 +127,18 @@ def _with_tokens(document: Mapping[str, Any], number: int) -> dict[str, Any]:
     names = [name for name in TOKEN_NAMES if name in document]
     if len(names) != 1:
         raise DataError(
-            problem(
-                f"document {number} has the fields {', '.join(map(repr, document)) or 'none'}",
-                so="which of them holds its tokens cannot be told",
-                fix=f"give every document exactly one of {' and '.join(map(repr, TOKEN_NAMES))}",
-            )
+            f"document {number} has the fields {', '.join(map(repr, document)) or 'none'}",
+            so="which of them holds its tokens cannot be told",
+            fix=f"give every document exactly one of {' and '.join(map(repr, TOKEN_NAMES))}",
         )
     rest = {name: value for name, value in document.items() if name != names[0]}
     # Hugging Face's tokenizers give a mask of ones for a document that is not padded. A mask with zeros is refused.
     mask = rest.pop("attention_mask", None)
     if mask is not None and not bool(torch.as_tensor(mask).all()):
         raise DataError(
-            problem(
-                f"the attention_mask of document {number} has zeros",
-                so="padding would be trained on as if it were text",
-                fix="give every document without its padding",
-            )
+            f"the attention_mask of document {number} has zeros",
+            so="padding would be trained on as if it were text",
+            fix="give every document without its padding",
         )
     return {"tokens": document[names[0]], **rest}
 
@@ -155,11 +149,9 @@ def _require_same_fields(documents: list[dict[str, Any]]) -> None:
         if set(document) != first:
             different = sorted(first ^ set(document))
             raise DataError(
-                problem(
-                    f"document {number} and document 0 differ in the fields {', '.join(map(repr, different))}",
-                    so="a micro-batch has rows of several documents, and would lack them for some",
-                    fix="give all documents of a batch the same fields",
-                )
+                f"document {number} and document 0 differ in the fields {', '.join(map(repr, different))}",
+                so="a micro-batch has rows of several documents, and would lack them for some",
+                fix="give all documents of a batch the same fields",
             )
 
 
@@ -182,10 +174,8 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
         for number, tokens in enumerate(values):
             if tokens.dim() != 1 or not len(tokens) or tokens.dtype.is_floating_point:
                 raise DataError(
-                    problem(
-                        f"the tokens of document {number} have shape {list(tokens.shape)} and dtype {tokens.dtype}",
-                        fix="give every document at least one token, as a flat list of whole numbers",
-                    )
+                    f"the tokens of document {number} have shape {list(tokens.shape)} and dtype {tokens.dtype}",
+                    fix="give every document at least one token, as a flat list of whole numbers",
                 )
         return [tokens.to(torch.int64) for tokens in values]
     aligned = []
@@ -193,12 +183,10 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
         rows = value.expand(len(tokens)) if value.dim() == 0 else value
         if len(rows) != len(tokens) or rows.shape[1:] != values[0].shape[1:] or rows.dtype != values[0].dtype:
             raise DataError(
-                problem(
-                    f"field {name!r} of document {number} has shape {list(value.shape)} and dtype {value.dtype}; the "
-                    f"document has {len(tokens)} tokens, and document 0 has dtype {values[0].dtype}",
-                    so="its rows could not be cut with the tokens",
-                    fix="give one entry per token, or one number per document, of the same dtype everywhere",
-                )
+                f"field {name!r} of document {number} has shape {list(value.shape)} and dtype {value.dtype}; the "
+                f"document has {len(tokens)} tokens, and document 0 has dtype {values[0].dtype}",
+                so="its rows could not be cut with the tokens",
+                fix="give one entry per token, or one number per document, of the same dtype everywhere",
             )
         aligned.append(rows)
     return aligned
@@ -223,19 +211,15 @@ def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:
     total = float(sum(weights.double().sum() for weights in fields["weights"]))
     if not math.isfinite(total):
         raise DataError(
-            problem(
-                f"the weights of the batch sum to {total}",
-                so="the loss and every gradient would not be numbers either",
-                fix="give finite weights; 0 leaves a token out",
-            )
+            f"the weights of the batch sum to {total}",
+            so="the loss and every gradient would not be numbers either",
+            fix="give finite weights; 0 leaves a token out",
         )
     if total == 0.0:
         raise DataError(
-            problem(
-                "the weights of the batch sum to zero",
-                so="a loss divided by their sum would be 0 / 0, and every parameter NaN",
-                fix="leave this batch out, or give numbers that may sum to zero another name than 'weights'",
-            )
+            "the weights of the batch sum to zero",
+            so="a loss divided by their sum would be 0 / 0, and every parameter NaN",
+            fix="leave this batch out, or give numbers that may sum to zero another name than 'weights'",
         )
 
 
@@ -250,9 +234,7 @@ def _refuse_unshifted(labels: list[Tensor], tokens: list[Tensor], next_tokens: l
     any_label = any(bool((have != IGNORE_INDEX).any()) for have in labels)
     if any_label and fits(tokens) and not fits(next_tokens):
         raise DataError(
-            problem(
-                "the labels of the batch are its tokens: labels[i] is token i",
-                so="the model would learn to repeat its input",
-                fix="call plan(batch, shift_labels=True), which moves Hugging Face's labels by one token",
-            )
+            "the labels of the batch are its tokens: labels[i] is token i",
+            so="the model would learn to repeat its input",
+            fix="call plan(batch, shift_labels=True), which moves Hugging Face's labels by one token",
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.hugging_face import refuse_quantised
 from bytescale.models.hf_folder import finite, stored_tensors, write_json
 
@@ -29,21 +29,16 @@ def config_of(content: dict[str, Any]) -> Any:
     model_type = content.get("model_type", "")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
-            problem(
-                f"transformers {transformers.__version__} has no model of type {model_type!r}",
-                so="it cannot be built (code that comes with a model is never run)",
-                fix="install a version of transformers that has it",
-            )
+            f"transformers {transformers.__version__} has no model of type {model_type!r}",
+            so="it cannot be built (code that comes with a model is never run)",
+            fix="install a version of transformers that has it",
         )
     try:
         return CONFIG_MAPPING[model_type].from_dict(_with_floats(content))
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
-            problem(
-                f"transformers does not take the configuration of the {model_type} model ("
-                f"{' '.join(str(error).split())})",
-                fix="use the config.json that belongs to the weights",
-            )
+            f"transformers does not take the configuration of the {model_type} model ({' '.join(str(error).split())})",
+            fix="use the config.json that belongs to the weights",
         ) from error
 
 
@@ -105,10 +100,8 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
             )
     except OSError as error:
         raise ConfigError(
-            problem(
-                f"{folder} has no weights that can be read ({str(error).splitlines()[0]})",
-                fix="name a folder with model.safetensors, or with model.safetensors.index.json and its files",
-            )
+            f"{folder} has no weights that can be read ({str(error).splitlines()[0]})",
+            fix="name a folder with model.safetensors, or with model.safetensors.index.json and its files",
         ) from error
     model, told = loaded
     own = dict(model.named_parameters())
@@ -123,13 +116,11 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(
-                problem(
-                    f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {', '.join(names[:_SHOWN])}{more}",
-                    so=so,
-                    fix="set tie_word_embeddings to false in config.json"
-                    if kind == "untied_keys"
-                    else "use the config.json that belongs to these weights, or download the model again",
-                )
+                f"{folder} has {len(names)} {kind.split('_')[0]} tensors: {', '.join(names[:_SHOWN])}{more}",
+                so=so,
+                fix="set tie_word_embeddings to false in config.json"
+                if kind == "untied_keys"
+                else "use the config.json that belongs to these weights, or download the model again",
             )
     for name, parameter in own.items():
         finite(parameter, name, folder)
@@ -167,11 +158,9 @@ def _causal_model_or_error(content: dict[str, Any]) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(
-            problem(
-                f"the model of type {content.get('model_type')} is no causal decoder of transformers",
-                so=str(error).splitlines()[0],
-                fix="use a model that AutoModelForCausalLM loads",
-            )
+            f"the model of type {content.get('model_type')} is no causal decoder of transformers",
+            so=str(error).splitlines()[0],
+            fix="use a model that AutoModelForCausalLM loads",
         ) from error
 
 
@@ -184,11 +173,9 @@ def constants_of(model: nn.Module) -> dict[str, Any]:
     total = sum(value.nbytes for value in stored.values())
     if total > MOST_CONSTANT_BYTES:
         raise ConfigError(
-            problem(
-                f"{type(model).__name__} has {total} bytes of buffers that belong to its weights",
-                so="checkpoints have room for small ones only",
-                fix="train it in a loop of your own with bytescale.HDP",
-            )
+            f"{type(model).__name__} has {total} bytes of buffers that belong to its weights",
+            so="checkpoints have room for small ones only",
+            fix="train it in a loop of your own with bytescale.HDP",
         )
     return {
         name: {

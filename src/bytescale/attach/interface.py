@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bytescale.attach.refusal import refusal
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 KEYWORD = "hdp_attention"
 PREFIX = "hdp_over_"
@@ -83,12 +83,10 @@ def note_bypass(call: Callable[[], None] | None) -> None:
 def foreign_model(name: str) -> ConfigError:
     """Of a model that was given the micro-batch of another one."""
     return ConfigError(
-        problem(
-            f"{name} was given a micro-batch of an HDP that is not attached to it",
-            so="its attention would not reach the parts of a document that other ranks hold",
-            fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
-            "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
-        )
+        f"{name} was given a micro-batch of an HDP that is not attached to it",
+        so="its attention would not reach the parts of a document that other ranks hold",
+        fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
+        "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
     )
 
 
@@ -151,11 +149,9 @@ class Attachment:
         """Raise ``ConfigError`` after ``detach``."""
         if self._is_detached:
             raise ConfigError(
-                problem(
-                    "this HDP was detached from its model",
-                    so="documents of a micro-batch would see each other",
-                    fix="attach again: bytescale.HDP(model, ...)",
-                )
+                "this HDP was detached from its model",
+                so="documents of a micro-batch would see each other",
+                fix="attach again: bytescale.HDP(model, ...)",
             )
 
     def detach(self) -> None:

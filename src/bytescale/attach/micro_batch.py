@@ -11,7 +11,7 @@ from bytescale.attach.head import fused_loss_sum, has_plain_head, hidden_states,
 from bytescale.attach.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.attach.passes import MicroBatchPass
 from bytescale.attention.copies import to_device
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.plan import MicroBatch
 
@@ -97,12 +97,10 @@ class Micro:
         """
         if weights is not None and (weights.shape != (self.num_rows,) or weights.requires_grad):
             raise DataError(
-                problem(
-                    f"loss_sum() got weights of shape {list(weights.shape)}, requires_grad={weights.requires_grad}; "
-                    f"the micro-batch has {self.num_rows} rows",
-                    so="it takes one constant for each row",
-                    fix="cut them like micro.weights, and compute a loss with a gradient of its own from logprobs()",
-                )
+                f"loss_sum() got weights of shape {list(weights.shape)}, requires_grad={weights.requires_grad}; "
+                f"the micro-batch has {self.num_rows} rows",
+                so="it takes one constant for each row",
+                fix="cut them like micro.weights, and compute a loss with a gradient of its own from logprobs()",
             )
         labels = self._given["labels"].to("cpu", torch.int64)
         token_weights: Tensor | None = (self._given["weights"] if weights is None else weights).to("cpu")

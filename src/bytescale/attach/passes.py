@@ -15,7 +15,7 @@ from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
 from bytescale.attention.autocast import in_autocast
-from bytescale.common.errors import RankFailure, problem
+from bytescale.common.errors import RankFailure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +148,10 @@ class MicroBatchPass:
         """Raise ``RankFailure`` if other members of the ring wait for a backward that has not come."""
         if self.has_ring and self.backward_is_missing:
             raise RankFailure(
-                problem(
-                    f"{self.name}: its backward has not run, and the next micro-batch was asked for",
-                    so="the other ranks that hold parts of its documents wait for this one",
-                    fix="call backward on every micro-batch's loss before you ask for the next one; a pass without "
-                    "backward belongs under torch.no_grad()",
-                )
+                f"{self.name}: its backward has not run, and the next micro-batch was asked for",
+                so="the other ranks that hold parts of its documents wait for this one",
+                fix="call backward on every micro-batch's loss before you ask for the next one; a pass without "
+                "backward belongs under torch.no_grad()",
             )
 
     @property

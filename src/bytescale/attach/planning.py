@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import PlannerConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.offload_rule import OffloadRule
@@ -37,7 +37,7 @@ def make_planner(
     """
     if planner not in get_args(PlannerName):
         known = ", ".join(get_args(PlannerName))
-        raise ConfigError(problem(f"there is no planner {planner!r}", fix=f"use one of {known}"))
+        raise ConfigError(f"there is no planner {planner!r}", fix=f"use one of {known}")
     return VerifiedPlanner(
         PlannerConfig(name=planner),
         Cluster.uniform(num_ranks, capacity_tokens, offload=offload),

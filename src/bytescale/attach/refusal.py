@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 class Refusal(ConfigError):
@@ -11,4 +11,4 @@ class Refusal(ConfigError):
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> Refusal:
     """``part`` names the module or its layer; the rest is as in ``problem``."""
-    return Refusal(problem(f"{part} cannot be attached: {what}", so=so, fix=fix))
+    return Refusal(f"{part} cannot be attached: {what}", so=so, fix=fix)

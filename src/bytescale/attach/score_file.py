@@ -21,7 +21,7 @@ import numpy as np
 from bytescale.attach.hdp import HDP
 from bytescale.attach.score import score_batch
 from bytescale.common.atomic import remove_stale_temporaries, whole_file
-from bytescale.common.errors import ConfigError, DataError, problem
+from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
@@ -46,15 +46,13 @@ class ScoreFile:
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise ConfigError(
-                problem(
-                    f"{self.path} cannot be written ({parent} is no folder that you may write to)",
-                    so="the scores would be lost",
-                    fix="name another --out",
-                )
+                f"{self.path} cannot be written ({parent} is no folder that you may write to)",
+                so="the scores would be lost",
+                fix="name another --out",
             )
         if self.path.exists():
             raise ConfigError(
-                problem(f"{self.path} exists", so="its scores would be lost", fix="name another --out, or delete it")
+                f"{self.path} exists", so="its scores would be lost", fix="name another --out, or delete it"
             )
 
     def begin(self, settings: Mapping[str, Any]) -> int:
@@ -74,11 +72,9 @@ class ScoreFile:
         if changed:
             name = changed[0]
             raise ConfigError(
-                problem(
-                    f"{self.parts} was begun with {name} = {found.get(name)!r}, and now it is {settings.get(name)!r}",
-                    so="one file would hold scores of both",
-                    fix="repeat the command as it was, or delete the folder to start again",
-                )
+                f"{self.parts} was begun with {name} = {found.get(name)!r}, and now it is {settings.get(name)!r}",
+                so="one file would hold scores of both",
+                fix="repeat the command as it was, or delete the folder to start again",
             )
         done = 0
         while self.part(done).exists():
@@ -117,11 +113,9 @@ class ScoreFile:
                 yield temporary
         except OSError as error:
             raise DataError(
-                problem(
-                    f"{path} cannot be written ({error})",
-                    so=f"the parts in {self.parts} are whole, and no score in them is lost",
-                    fix="make room, then repeat the command: it continues behind them",
-                )
+                f"{path} cannot be written ({error})",
+                so=f"the parts in {self.parts} are whole, and no score in them is lost",
+                fix="make room, then repeat the command: it continues behind them",
             ) from error
 
 
@@ -174,23 +168,19 @@ def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: 
     left_out = counts.num_empty_documents + len(corpus.facts.skipped_files)
     if left_out:
         raise DataError(
-            problem(
-                f"{left_out} documents are empty or not text",
-                so="the rows of the output would not be those of the input",
-                fix="delete them from the sources",
-            )
+            f"{left_out} documents are empty or not text",
+            so="the rows of the output would not be those of the input",
+            fix="delete them from the sources",
         )
     longest = int(corpus.pieces.length.max())
     if longest > num_ranks * capacity_tokens:
         place = place_of_document(data, int(corpus.pieces.document[corpus.pieces.length.argmax()]))
         raise DataError(
-            problem(
-                f"{place}: the document has {longest} tokens, but {num_ranks} ranks of {capacity_tokens} "
-                f"tokens hold {num_ranks * capacity_tokens}",
-                so="the whole cluster could not hold it",
-                fix=f"use {-(-longest // capacity_tokens)} ranks, a capacity of {-(-longest // num_ranks)} tokens, or "
-                "take it out",
-            )
+            f"{place}: the document has {longest} tokens, but {num_ranks} ranks of {capacity_tokens} "
+            f"tokens hold {num_ranks * capacity_tokens}",
+            so="the whole cluster could not hold it",
+            fix=f"use {-(-longest // capacity_tokens)} ranks, a capacity of {-(-longest // num_ranks)} tokens, or "
+            "take it out",
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 
 
@@ -26,13 +26,11 @@ def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> N
                 wrong &= values != IGNORE_INDEX
             if bool(wrong.any()):
                 raise DataError(
-                    problem(
-                        f"the {name} of document {number} have {int(values[wrong][0])}; the model has "
-                        f"{weight.shape[0]} words",
-                        so="there is no row of its matrix for it",
-                        fix="use the tokenizer that belongs to the model"
-                        + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
-                    )
+                    f"the {name} of document {number} have {int(values[wrong][0])}; the model has "
+                    f"{weight.shape[0]} words",
+                    so="there is no row of its matrix for it",
+                    fix="use the tokenizer that belongs to the model"
+                    + (f"; {IGNORE_INDEX} marks a token without a label" if name == "labels" else ""),
                 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.cost.offload_rule import OffloadRule
 
 
@@ -29,10 +29,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.capacity_tokens.ndim != 1 or self.capacity_tokens.shape != self.speeds.shape:
             raise ConfigError(
-                problem(
-                    f"capacity_tokens has shape {self.capacity_tokens.shape} and speeds {self.speeds.shape}",
-                    fix="give one number of each per rank",
-                )
+                f"capacity_tokens has shape {self.capacity_tokens.shape} and speeds {self.speeds.shape}",
+                fix="give one number of each per rank",
             )
         rules = (
             ("a cluster has no ranks", len(self.speeds) == 0),
@@ -44,7 +42,7 @@ class Cluster:
         )
         for what, broken in rules:
             if broken:
-                raise ConfigError(problem(what, so="no plan could be made", fix="use positive numbers"))
+                raise ConfigError(what, so="no plan could be made", fix="use positive numbers")
 
     @property
     def num_ranks(self) -> int:

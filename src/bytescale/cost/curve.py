@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,8 @@ def fit_curve(
     values = np.asarray(values, dtype=np.float64)
     if len(tokens) == 0 or tokens.shape != values.shape or (tokens <= 0).any() or (values <= 0).any():
         raise ConfigError(
-            problem(
-                f"cannot fit a curve to {len(tokens)} lengths and {len(values)} values",
-                fix="give at least one point; lengths and values have to be above 0",
-            )
+            f"cannot fit a curve to {len(tokens)} lengths and {len(values)} values",
+            fix="give at least one point; lengths and values have to be above 0",
         )
     root = np.ones(len(tokens)) if weights is None else np.sqrt(np.asarray(weights, dtype=np.float64))
     powers = (2, 1, 0) if quadratic else (1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Links:
             if value is None:
                 continue
             if math.isnan(value) or value < 0 or (value == 0 and spec.name.endswith("bytes_per_second")):
-                raise ConfigError(problem(f"links: {spec.name} is {value}", fix="use a number above 0"))
+                raise ConfigError(f"links: {spec.name} is {value}", fix="use a number above 0")
 
     def ring_bytes_per_second(self, inter_node: bool) -> float:
         """Bandwidth of a ring, which is that of its slowest link."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.cost.flops import BACKWARD_ATTENTION_RATIO
 from bytescale.cost.visible import num_messages, visible_seconds
 
@@ -110,14 +110,12 @@ class CostModel:
             above_zero = spec.name.endswith("bytes_per_second") or spec.name == "ranks_per_node"
             if math.isnan(value) or value < 0 or (above_zero and value == 0):
                 rule = "above 0" if above_zero else "of at least 0"
-                raise ConfigError(problem(f"cost model: {spec.name} is {value}", fix=f"use a number {rule}"))
+                raise ConfigError(f"cost model: {spec.name} is {value}", fix=f"use a number {rule}")
         if self.attention_seconds_per_pair == self.token_seconds == 0:
             raise ConfigError(
-                problem(
-                    "cost model: attention_seconds_per_pair and token_seconds are both 0",
-                    so="computing would cost no time, and no plan would be better than another",
-                    fix="measure a profile, or use a number above 0",
-                )
+                "cost model: attention_seconds_per_pair and token_seconds are both 0",
+                so="computing would cost no time, and no plan would be better than another",
+                fix="measure a profile, or use a number above 0",
             )
 
     def work_seconds(self, lengths: ArrayLike) -> FloatArray:
@@ -163,11 +161,9 @@ class CostModel:
         """
         if self.row_bytes_per_token is None and (np.asarray(columns) > 1).any():
             raise ConfigError(
-                problem(
-                    "the cost model does not know the bytes that a grid's rows exchange",
-                    so="the time of a plan with grids cannot be told",
-                    fix="use a profile, or plan with planner.grids = false",
-                )
+                "the cost model does not know the bytes that a grid's rows exchange",
+                so="the time of a plan with grids cannot be told",
+                fix="use a profile, or plan with planner.grids = false",
             )
         load = _Load.of(self, tokens, squares, degree)
         far, rows_far = np.asarray(inter_node), np.asarray(rows_inter_node)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bytescale.common.arrays import FloatArray, IntArray
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.cost.curve import Curve
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
@@ -137,11 +137,9 @@ def measured_rule(
     """
     if share <= 0:
         raise ConfigError(
-            problem(
-                f"activations shall be offloaded, but that frees no memory of this model of {num_layers} layers",
-                so="it would cost time and gain nothing (the last two layers always stay on the device)",
-                fix='set memory.offload = "off", or leave out host_gib of HDP',
-            )
+            f"activations shall be offloaded, but that frees no memory of this model of {num_layers} layers",
+            so="it would cost time and gain nothing (the last two layers always stay on the device)",
+            fix='set memory.offload = "off", or leave out host_gib of HDP',
         )
     of_layer = Curve(0.0, moved_per_token / movable_layers(num_layers), 0.0)
     return OffloadRule(
@@ -176,7 +174,7 @@ def choose_offload(
     """
     if capacity_tokens < 1 or num_layers < 1:
         raise ConfigError(
-            problem(f"capacity_tokens = {capacity_tokens}, num_layers = {num_layers}", fix="use numbers of at least 1")
+            f"capacity_tokens = {capacity_tokens}, num_layers = {num_layers}", fix="use numbers of at least 1"
         )
     lengths = np.asarray(lengths, dtype=np.float64)
     movable = movable_layers(num_layers)

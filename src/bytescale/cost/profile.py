@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, RingGradients
 from bytescale.cost import flops
 from bytescale.cost.curve import Curve
@@ -115,7 +115,7 @@ class Profile:
             ConfigError: a rate is not above 0.
         """
         if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
-            raise ConfigError(problem(f"flops_per_second is {flops_per_second}", fix="use a rate above 0"))
+            raise ConfigError(f"flops_per_second is {flops_per_second}", fix="use a rate above 0")
         attention_rate = tensor_parallel * (attention_flops_per_second or flops_per_second)
         attention = flops.layer_attention_flops_per_square(architecture) / attention_rate
         rest = flops.layer_linear_flops_per_token(architecture) / (tensor_parallel * flops_per_second)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.common.atomic import whole_file
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.parsing import parse_toml
 from bytescale.config import Architecture
 from bytescale.cost.curve import Curve, relative_errors
@@ -58,16 +58,13 @@ def load_profile(name: str | Path) -> Profile:
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                problem(
-                    f"profile {str(name)!r} cannot be read ({error})",
-                    fix="name a file written by `bytescale profile`, or a shipped one: "
-                    + ", ".join(shipped_profiles()),
-                )
+                f"profile {str(name)!r} cannot be read ({error})",
+                fix="name a file written by `bytescale profile`, or a shipped one: " + ", ".join(shipped_profiles()),
             ) from error
     try:
         content = parse_toml(text)
     except ValueError as error:
-        raise ConfigError(problem(f"profile {name} is not TOML: {error}", fix="take the profile again")) from error
+        raise ConfigError(f"profile {name} is not TOML: {error}", fix="take the profile again") from error
     return _profile(content, str(name))
 
 
@@ -86,11 +83,9 @@ def require_model(profile: Profile, architecture: Architecture) -> None:
         measured, wanted = getattr(profile.architecture, name), getattr(architecture, name)
         if measured != wanted:
             raise ConfigError(
-                problem(
-                    f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
-                    so="plans would be made for the times of another model",
-                    fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
-                )
+                f"profile {profile.name!r} is of another model: its {name} is {measured}, the model's {wanted}",
+                so="plans would be made for the times of another model",
+                fix="run `bytescale profile` with this model, or leave cost.profile unset to count operations",
             )
 
 
@@ -99,11 +94,9 @@ def require_device(profile: Profile, devices: Set[str]) -> None:
     if profile.device and profile.device not in devices:
         device = ", ".join(sorted(devices))
         raise ConfigError(
-            problem(
-                f"profile {profile.name!r} was measured on {profile.device!r}, but this run is on {device!r}",
-                so="plans would be made for the times of another device",
-                fix="run `bytescale profile` here, or leave cost.profile unset to count operations",
-            )
+            f"profile {profile.name!r} was measured on {profile.device!r}, but this run is on {device!r}",
+            so="plans would be made for the times of another device",
+            fix="run `bytescale profile` here, or leave cost.profile unset to count operations",
         )
 
 
@@ -174,11 +167,9 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
     for name in CURVES:
         if name not in stored and name not in _OPTIONAL_CURVES:
             raise ConfigError(
-                problem(
-                    f"profile {where} lacks the curve {name}",
-                    so="the times of that part of a layer would be unknown",
-                    fix=f"take the profile again, or add [curves.{name}] with quadratic, linear and constant",
-                )
+                f"profile {where} lacks the curve {name}",
+                so="the times of that part of a layer would be unknown",
+                fix=f"take the profile again, or add [curves.{name}] with quadratic, linear and constant",
             )
     try:
         curves: dict[str, Any] = {
@@ -198,7 +189,7 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            problem(f"profile {where} is incomplete or has an unknown entry: {error}", fix="take the profile again")
+            f"profile {where} is incomplete or has an unknown entry: {error}", fix="take the profile again"
         ) from error
 
 
@@ -207,11 +198,9 @@ def _traffic(stored: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in stored.items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(
-                problem(
-                    f"{where}.{name} is {value}",
-                    so="what ranks send would cost nothing, or would never arrive",
-                    fix="take the profile again, or use a number above 0",
-                )
+                f"{where}.{name} is {value}",
+                so="what ranks send would cost nothing, or would never arrive",
+                fix="take the profile again, or use a number above 0",
             )
     return stored
 
@@ -231,11 +220,9 @@ def _numbers(stored: dict[str, float], where: str) -> dict[str, float]:
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
-                problem(
-                    f"{where}.{name} is {value}",
-                    so="costs would be infinite or would fall with length",
-                    fix="use a number of at least 0",
-                )
+                f"{where}.{name} is {value}",
+                so="costs would be infinite or would fall with length",
+                fix="use a number of at least 0",
             )
     return numbers
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.cost.memory import ROWS_PER_CHUNK
 from bytescale.plan import MicroBatch
 from bytescale.runtime.checkpointing import Checkpointing, KeptAttention, apply_checkpointing, apply_row_chunks
@@ -66,12 +66,10 @@ class Activations:
         for micro_batch in micro_batches:
             if offloaded_tokens(micro_batch):
                 raise PlanError(
-                    problem(
-                        f"the plan offloads {offloaded_tokens(micro_batch)} of {micro_batch.num_tokens} tokens of "
-                        f"micro-batch {micro_batch.index}, but this run has no host memory for activations",
-                        so="the micro-batch would not fit on the device",
-                        fix="give it some (memory.offload, or HDP(host_gib=...)), or plan without offloading",
-                    )
+                    f"the plan offloads {offloaded_tokens(micro_batch)} of {micro_batch.num_tokens} tokens of "
+                    f"micro-batch {micro_batch.index}, but this run has no host memory for activations",
+                    so="the micro-batch would not fit on the device",
+                    fix="give it some (memory.offload, or HDP(host_gib=...)), or plan without offloading",
                 )
 
     def remove(self) -> None:

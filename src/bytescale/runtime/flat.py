@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bytescale.common.cut import Cut
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.cost.gradient_sync import MOST_BUCKETS
 
 ALIGNMENT = 64
@@ -207,12 +207,10 @@ class FlatParameters:
         for parameter, entry in zip(self.parameters, self.entries, strict=True):
             if parameter.data_ptr() != self.value_of(entry).data_ptr() or parameter.dtype != self.values.dtype:
                 raise ConfigError(
-                    problem(
-                        f"parameter {entry.name} has been moved or replaced since the optimizer took it over",
-                        so="updates would not reach the model",
-                        fix="move and convert the model (to(), half()) before hdp.adamw() or hdp.optimizer(); "
-                        "accelerate moves models too: see examples/hf_trainer.py",
-                    )
+                    f"parameter {entry.name} has been moved or replaced since the optimizer took it over",
+                    so="updates would not reach the model",
+                    fix="move and convert the model (to(), half()) before hdp.adamw() or hdp.optimizer(); "
+                    "accelerate moves models too: see examples/hf_trainer.py",
                 )
 
     def changed(self) -> list[Entry]:

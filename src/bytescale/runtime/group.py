@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bytescale.attention import Exchange
 from bytescale.attention.clock import make_clock
-from bytescale.common.errors import RankFailure, problem
+from bytescale.common.errors import RankFailure
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 knows only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -157,11 +157,9 @@ class RankGroup:
         largest, smallest = int(extremes[0]), -int(extremes[1])
         if largest != smallest:
             raise RankFailure(
-                problem(
-                    f"ranks disagree on {what} (this one, {self.name} rank {self.rank}, has {value:#x})",
-                    so="they would wait for each other forever or train on different data",
-                    fix="check that every node has the same corpus, config and version of bytescale and NumPy",
-                )
+                f"ranks disagree on {what} (this one, {self.name} rank {self.rank}, has {value:#x})",
+                so="they would wait for each other forever or train on different data",
+                fix="check that every node has the same corpus, config and version of bytescale and NumPy",
             )
 
     def timed(self, collective: Callable[[], object]) -> None:
@@ -183,9 +181,7 @@ class RankGroup:
 
     def _lost(self, error: RuntimeError) -> RankFailure:
         return RankFailure(
-            problem(
-                f"{self.name} rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
-                so="the step cannot be finished, every rank stops",
-                fix="look for the first error in the other ranks' output, then resume",
-            )
+            f"{self.name} rank {self.rank} lost its group in a collective: {str(error).splitlines()[0]}",
+            so="the step cannot be finished, every rank stops",
+            fix="look for the first error in the other ranks' output, then resume",
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytescale.common.errors import BytescaleError, problem
+from bytescale.common.errors import BytescaleError
 from bytescale.common.units import format_bytes
 from bytescale.runtime.copy_lane import Event
 
@@ -99,12 +99,10 @@ class HostPool:
         if not self._free:
             if self.bytes_allocated + self.page_bytes > self.limit_bytes:
                 raise HostMemoryError(
-                    problem(
-                        f"offloaded activations fill all {format_bytes(self.limit_bytes)} of host memory that they may "
-                        f"have ({self._made} pages of {format_bytes(self.page_bytes)})",
-                        so="the rest of this micro-batch has no place to go",
-                        fix="raise memory.host_gib, or lower parallel.capacity_tokens so that less is offloaded",
-                    )
+                    f"offloaded activations fill all {format_bytes(self.limit_bytes)} of host memory that they may "
+                    f"have ({self._made} pages of {format_bytes(self.page_bytes)})",
+                    so="the rest of this micro-batch has no place to go",
+                    fix="raise memory.host_gib, or lower parallel.capacity_tokens so that less is offloaded",
                 )
             self._allocate(1)
         page = self._free.pop()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
 from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
@@ -278,15 +278,13 @@ def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
         may_start_to = budget.rule is None and budget.model.movable_bytes_per_token > 0  # the last two layers stay
         most_groups = budget.model.most_head_groups
         raise ConfigError(
-            problem(
-                f"a sequence of data.context_length = {context} tokens does not fit: {hdp} {kind} of capacity "
-                f"{budget.capacity_tokens} hold {longest} tokens together"
-                + (", all offloaded that may be" if budget.rule else "")
-                + f" ({format_bytes(over)} a rank too many)",
-                so="a document of full length could not be trained on",
-                fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, trainer.checkpointing"
-                + (', memory.offload = "on"' if may_start_to else "")
-                + (f", trainer.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
-                + ", or more memory (memory.device_gib, memory.host_gib)",
-            )
+            f"a sequence of data.context_length = {context} tokens does not fit: {hdp} {kind} of capacity "
+            f"{budget.capacity_tokens} hold {longest} tokens together"
+            + (", all offloaded that may be" if budget.rule else "")
+            + f" ({format_bytes(over)} a rank too many)",
+            so="a document of full length could not be trained on",
+            fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, trainer.checkpointing"
+            + (', memory.offload = "on"' if may_start_to else "")
+            + (f", trainer.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
+            + ", or more memory (memory.device_gib, memory.host_gib)",
         )

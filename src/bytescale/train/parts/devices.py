@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.runtime import MeshShape
 
@@ -91,11 +91,9 @@ def _check_alike(first: int, one: RankDevice, second: int, other: RankDevice, sh
         return
     together = "TP group" if shape.pp == 1 or first // shape.tp == second // shape.tp else "pipeline"
     raise ConfigError(
-        problem(
-            f"ranks {first} and {second} are in one {together} and have different devices: {one.name} with "
-            f"{format_bytes(one.device_bytes)}, and {other.name} with {format_bytes(other.device_bytes)}",
-            so="they compute every micro-batch together, so the better one would only wait for the other",
-            fix="start ranks in such an order that the devices of a TP group and of a pipeline are the same, or use "
-            "tp = 1 and pp = 1, where every rank gets what its device can do",
-        )
+        f"ranks {first} and {second} are in one {together} and have different devices: {one.name} with "
+        f"{format_bytes(one.device_bytes)}, and {other.name} with {format_bytes(other.device_bytes)}",
+        so="they compute every micro-batch together, so the better one would only wait for the other",
+        fix="start ranks in such an order that the devices of a TP group and of a pipeline are the same, or use "
+        "tp = 1 and pp = 1, where every rank gets what its device can do",
     )
