@@ -15,13 +15,13 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 7
 
 BUDGET = {
     ".": 100,
-    "attach": 4100,
+    "attach": 4150,
     "attention": 2950,
     "checkpoint": 2450,
     "cli": 2800,
     "common": 650,
     "config": 1350,
-    "cost": 3300,
+    "cost": 3350,
     "data": 6500,
     "models": 1650,
     "parity": 600,

@@ -10,5 +10,5 @@ class Refusal(ConfigError):
 
 
 def refusal(part: str, what: str, *, so: str, fix: str) -> Refusal:
-    """``part`` names the module or its layer; the rest is as in ``problem``."""
+    """``part`` names the module or its layer; the rest is as in ``ConfigError``."""
     return Refusal(f"{part} cannot be attached: {what}", so=so, fix=fix)
