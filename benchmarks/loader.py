@@ -32,8 +32,8 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
 from bytescale.data.order.batches import make_sampler
-from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed import IndexedWriter
+from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.plan import RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 
@@ -50,7 +50,7 @@ def write_corpus(prefix: Path, num_tokens: int, context_length: int) -> None:
     """Write a ``.bin`` of random tokens. Its documents have the lengths of the paper's GitHub set."""
     random = np.random.default_rng(0)
     lengths = sample_lengths("github", num_tokens, seed=0, max_length=context_length)
-    gatherer = FactsGatherer(np.dtype("<u2"))
+    gatherer = MetadataGatherer(np.dtype("<u2"))
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         for run in np.array_split(lengths, 32):
             tokens = random.integers(0, 50000, int(run.sum())).astype("<u2")
@@ -233,7 +233,7 @@ def start(folder: Path) -> None:
                 with feed.open(planner_for(1, 131072), 1) as loader:
                     next(iter(loader))
                 seconds.append(time.perf_counter() - started)
-                facts = feed.facts
+                facts = feed.metadata
                 feed.close()
         read = f"{facts.num_parts_read} of {facts.num_parts}"
         print(

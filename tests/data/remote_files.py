@@ -67,7 +67,7 @@ def check_every_kind_of_source(tmp_path: Path, base: str, put: Callable[[str, by
     assert texts_of(prepare_corpus(config(tmp_path, f"{base}/*.jsonl"))) == ["one", "two"]
     one_by_one = [f"{base}/{name}" for name in contents if not name.startswith(".")]
     assert texts_of(prepare_corpus(config(tmp_path, *one_by_one))) == TEXTS
-    assert prepare_corpus(config(tmp_path, f"{base}/d.idx")).facts.num_tokens == 3
+    assert prepare_corpus(config(tmp_path, f"{base}/d.idx")).metadata.num_tokens == 3
 
 
 def check_changes_are_seen(tmp_path: Path, base: str, put: Callable[[str, bytes], object]) -> None:

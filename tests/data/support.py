@@ -20,25 +20,25 @@ from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.order.pieces import OverLength
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
-from bytescale.data.tokens.facts import FactsGatherer
-from bytescale.data.tokens.indexed import IndexedWriter, facts_path
+from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
+from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard
 from bytescale.data.tokens.tokenizer import Tokenizer
 
 
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Tokenizer | None = None) -> None:
-    """A ``.bin/.idx`` pair of uint16 tokens, without facts beside it unless ``tokenizer`` is given."""
+    """A ``.bin/.idx`` pair of uint16 tokens, without metadata beside it unless ``tokenizer`` is given."""
     dtype = np.dtype("<u2")
     tokens = np.array([token for document in documents for token in document], dtype=dtype)
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    gatherer = FactsGatherer(dtype)
+    gatherer = MetadataGatherer(dtype)
     gatherer.add(tokens, lengths)
     with IndexedWriter(prefix, dtype) as writer:
         writer.add_documents(tokens, lengths)
         writer.commit(gatherer.finish(tokenizer).to_json())
     if tokenizer is None:
-        facts_path(prefix).unlink()
+        metadata_path(prefix).unlink()
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
@@ -84,11 +84,11 @@ def memory_corpus(
         own = np.asarray(lengths[start:stop], dtype=np.int64)
         tokens = np.arange(first, first + own.sum(), dtype=np.int32)
         first += len(tokens)
-        gatherer = FactsGatherer(tokens.dtype)
+        gatherer = MetadataGatherer(tokens.dtype)
         gatherer.add(tokens, own)
         offsets = np.concatenate([[0], np.cumsum(own)])
         parts.append(tokens)
-        contents.append(PartContent(document_offsets=offsets, facts=gatherer.finish()))
+        contents.append(PartContent(document_offsets=offsets, metadata=gatherer.finish()))
         if len(shards) < num_parts:
             shards.append(Shard(source=0, units=(WorkUnit(files=(), num_bytes=part_mib * MIB),)))
         else:

@@ -103,8 +103,8 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "c.jsonl", [{"text": "hello"}, {"text": ""}])
     corpus = prepare_corpus(config(tmp_path, *(tmp_path / name for name in ("a.txt", "b.bin", "c.jsonl"))))
     assert texts_of(corpus) == ["abc", "hello", "ab", "c"]
-    assert corpus.facts.vocab_size == 257
-    assert corpus.facts.counts.num_empty_documents == 1
+    assert corpus.metadata.vocab_size == 257
+    assert corpus.metadata.counts.num_empty_documents == 1
     assert isinstance(corpus.parts[0].base, np.memmap)
     tokens, labels, _ = read(corpus, corpus.all_pieces[[3, 0]], [0, 1], [2, 4])
     assert tokens.tolist() == [99, 256, 98, 99, 256]
@@ -123,7 +123,7 @@ def test_the_second_call_tokenises_nothing(tmp_path: Path) -> None:
     assert second.fingerprint == first.fingerprint
     assert second.pieces.length.tolist() == first.pieces.length.tolist()
     assert second.tokenizer is not None
-    assert second.facts.vocab_size == second.tokenizer.vocab_size <= 270
+    assert second.metadata.vocab_size == second.tokenizer.vocab_size <= 270
 
 
 def test_a_changed_source_is_tokenised_again(tmp_path: Path) -> None:
@@ -177,24 +177,24 @@ def test_a_bin_from_elsewhere_needs_no_tokenizer_but_takes_one(tmp_path: Path) -
     write_pair(tmp_path / "a", [[1, 2, 700]])
     corpus = prepare_corpus(config(tmp_path, tmp_path / "a.bin"))
     assert corpus.tokenizer is None
-    assert corpus.facts.vocab_size == 701
-    check_vocabulary(corpus.facts, 701)
+    assert corpus.metadata.vocab_size == 701
+    check_vocabulary(corpus.metadata, 701)
     with pytest.raises(
         ConfigError, match=r"The .bin files .* ids up to 700, but model.vocab_size is 700.*at least 701"
     ):
-        check_vocabulary(corpus.facts, 700)
+        check_vocabulary(corpus.metadata, 700)
 
 
 def test_our_own_bin_knows_its_vocabulary(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 2]], ByteTokenizer())
-    assert prepare_corpus(config(tmp_path, tmp_path / "a.idx")).facts.vocab_size == 257
+    assert prepare_corpus(config(tmp_path, tmp_path / "a.idx")).metadata.vocab_size == 257
 
 
 def test_tokenizer_that_exceeds_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     corpus = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
     with pytest.raises(ConfigError, match=r"Tokenizer 'bytes' has ids up to 256, but model.vocab_size is 256"):
-        check_vocabulary(corpus.facts, 256)
+        check_vocabulary(corpus.metadata, 256)
 
 
 def test_two_tokenizers(tmp_path: Path) -> None:
@@ -255,13 +255,13 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     later = prepare_corpus(settings, calls.append, text_later=True, ahead=True)
     tokens = tmp_path / "later/tokens"
     assert calls == []
-    assert later.index.facts.num_parts_read == 0
+    assert later.index.metadata.num_parts_read == 0
     assert not tokens.exists()
     sampler = make_sampler(later.index, settings)
-    assert 1 < later.index.facts.num_parts_read < 12
+    assert 1 < later.index.metadata.num_parts_read < 12
     assert {progress.stage for progress in calls} == {"tokenising"}
     deadline = time.monotonic() + 300
-    while len(list(tokens.rglob("*.idx"))) == later.index.facts.num_parts_read:  # the next window follows by itself
+    while len(list(tokens.rglob("*.idx"))) == later.index.metadata.num_parts_read:  # the next window follows by itself
         assert time.monotonic() < deadline
         time.sleep(0.05)
     at_once = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "at-once")))
@@ -271,7 +271,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
         assert sampler.state_dict() == other.state_dict()
         for mine, theirs in zip(read_whole(later, batch.pieces), read_whole(at_once, same.pieces), strict=True):
             assert np.array_equal(mine, theirs)
-    assert later.facts == at_once.facts
+    assert later.metadata == at_once.metadata
 
 
 def test_closing_a_corpus_ends_what_runs_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

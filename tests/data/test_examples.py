@@ -170,7 +170,7 @@ def test_labels_of_mixed_sources_and_of_another_program(tmp_path: Path) -> None:
     alone.unlink()
     labels = np.array([1, 70_000, 3, 4, 5], "<i4")
     labels.tofile(tmp_path / "whole" / "all.labels.bin")
-    assert prepare_corpus(config(tmp_path, tmp_path / "whole")).facts.vocab_size == 70_001
+    assert prepare_corpus(config(tmp_path, tmp_path / "whole")).metadata.vocab_size == 70_001
     labels[1] = -100
     labels.tofile(tmp_path / "whole" / "all.labels.bin")
     with pytest.raises(DataError, match=r"labels holds -100"):
@@ -327,7 +327,7 @@ def test_bad_records_are_named_with_file_and_line(
     with pytest.raises(DataError, match=f"(?i)a.jsonl:2.*{message}"):
         prepare_corpus(settings)
     corpus = prepare_corpus(replace(settings, max_corrupt_records=1))
-    assert corpus.facts.counts.num_documents == 2
+    assert corpus.metadata.counts.num_documents == 2
 
 
 def test_bad_parquet_rows_are_named_too(tmp_path: Path) -> None:

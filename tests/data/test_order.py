@@ -131,8 +131,8 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     assert [len(window) for window in windows] == [2, 2, 2, 2]
     assert parts.found == windows[0].tolist()
     assert parts.expected == windows[1].tolist()
-    assert corpus.index.facts.num_parts_read == 2
-    assert corpus.index.facts.num_tokens == 50
+    assert corpus.index.metadata.num_parts_read == 2
+    assert corpus.index.metadata.num_tokens == 50
     sampler.next_batch()  # 5 of the 10 pieces
     assert parts.found == windows[0].tolist()
     sampler.next_batch()

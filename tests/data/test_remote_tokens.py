@@ -48,7 +48,7 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, base: str) -> None:
     here = prepare_corpus(config(tmp_path, tmp_path / "pair.bin"))
     there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
     assert there.fingerprint == here.fingerprint
-    assert there.facts == here.facts
+    assert there.metadata == here.metadata
     assert blocks_of(tmp_path) == []
     assert not list((tmp_path / "cache").rglob("*.bin"))
     row = 20

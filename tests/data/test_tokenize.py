@@ -20,8 +20,8 @@ from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
 from bytescale.data.tokens.bpe import train_bpe
-from bytescale.data.tokens.facts import facts_of, load_facts
 from bytescale.data.tokens.indexed import IndexedDataset
+from bytescale.data.tokens.metadata import load_metadata, metadata_of
 from bytescale.data.tokens.progress import Progress, ignore_progress
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes, tokenize_files
 from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
@@ -59,17 +59,17 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    facts = tokenize_files(mixed, ENCODE, tmp_path / "out")
+    metadata = tokenize_files(mixed, ENCODE, tmp_path / "out")
     texts = ["first text <|endoftext|>", *(f"line {i} " * (i % 7) for i in range(50) if i % 7)]
     texts += [f"row {i}" for i in range(20)]
     expected = [[*text.encode(), 256] for text in texts] + [[1, 2, 256], [3, 256], [*b"last", 256]]
     assert documents(tmp_path / "out") == expected
-    assert facts.num_documents == len(expected)
-    assert facts.num_tokens == sum(map(len, expected))
-    assert facts.longest_document_tokens == max(map(len, expected))
-    assert (facts.max_token_id, facts.vocab_size, facts.eos_id, facts.tokenizer) == (256, 257, 256, "bytes")
-    assert facts.num_empty_documents == 8 + 1
-    assert [Path(path).name for path in facts.skipped_files] == ["b.png"]
+    assert metadata.num_documents == len(expected)
+    assert metadata.num_tokens == sum(map(len, expected))
+    assert metadata.longest_document_tokens == max(map(len, expected))
+    assert (metadata.max_token_id, metadata.vocab_size, metadata.eos_id, metadata.tokenizer) == (256, 257, 256, "bytes")
+    assert metadata.num_empty_documents == 8 + 1
+    assert [Path(path).name for path in metadata.skipped_files] == ["b.png"]
 
 
 def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: list[SourceFile]) -> None:
@@ -82,7 +82,7 @@ def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: l
     )
     assert len(calls) > 10
     assert calls[-1].done_bytes > calls[0].done_bytes
-    assert reference == other == load_facts(tmp_path / "one")
+    assert reference == other == load_metadata(tmp_path / "one")
     for ending in (".bin", ".idx", ".meta.json"):
         assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
 
@@ -92,7 +92,7 @@ def test_facts_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: 
     (tmp_path / "out.meta.json").unlink()
     (file,) = expand_sources([str(tmp_path / "out.bin")])
     calls: list[Progress] = []
-    found = [facts_of(IndexedDataset.open(file.path), file, tmp_path, calls.append) for _ in range(2)]
+    found = [metadata_of(IndexedDataset.open(file.path), file, tmp_path, calls.append) for _ in range(2)]
     assert found[0] == found[1]
     assert len(calls) == 1, "the second time they come from the cache"
     for name in ("content_hash", "lengths_hash", "max_token_id", "num_documents", "longest_document_tokens"):
@@ -105,7 +105,7 @@ def test_facts_of_another_pair_are_not_believed(tmp_path: Path) -> None:
     write_pair(tmp_path / "b", [[7], [8, 9]])
     (tmp_path / "a.meta.json").rename(tmp_path / "b.meta.json")
     (file,) = expand_sources([str(tmp_path / "b.bin")])
-    assert facts_of(IndexedDataset.open(file.path), file, tmp_path, ignore_progress).max_token_id == 9
+    assert metadata_of(IndexedDataset.open(file.path), file, tmp_path, ignore_progress).max_token_id == 9
 
 
 def test_bad_input_in_a_worker_reaches_the_caller_and_leaves_nothing(tmp_path: Path) -> None:

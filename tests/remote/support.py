@@ -17,8 +17,8 @@ from bytescale.cost import Cluster, Profile
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Feed, LocalFeed, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.data.tokens.facts import FactsGatherer
 from bytescale.data.tokens.indexed import IndexedWriter
+from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.planner.verified import VerifiedPlanner
 
 CONTEXT = 96
@@ -30,7 +30,7 @@ def write_numbered_corpus(prefix: Path, num_documents: int = 120, seed: int = 0,
     """A ``.bin`` whose token ids are 0, 1, 2, ...: it says where a token comes from. Returns how many."""
     lengths = np.minimum(np.random.default_rng(seed).lognormal(2.5, 1.4, num_documents).astype(np.int64) + 1, 300)
     tokens = np.arange(first_token, first_token + lengths.sum(), dtype="<i4")
-    gatherer = FactsGatherer(tokens.dtype)
+    gatherer = MetadataGatherer(tokens.dtype)
     gatherer.add(tokens, lengths)
     with IndexedWriter(prefix, tokens.dtype) as writer:
         writer.add_documents(tokens, lengths)

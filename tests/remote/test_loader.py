@@ -43,7 +43,7 @@ def test_both_loaders_give_the_same_bytes(tmp_path: Path, num_ranks: int) -> Non
     config = numbered_config(tmp_path, sources=(str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")), servers=2)
     with feeds(config, "ray", num_ranks) as remote, feeds(config, "local", num_ranks) as local:
         assert [feed.state_dict() for feed in remote] == [feed.state_dict() for feed in local]
-        assert [feed.facts for feed in remote] == [feed.facts for feed in local]
+        assert [feed.metadata for feed in remote] == [feed.metadata for feed in local]
         for ours, theirs in zip(take_steps(remote, 14)[0], take_steps(local, 14)[0], strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 assert_same_data(mine, other)
@@ -199,7 +199,7 @@ def test_a_server_that_dies_while_it_tokenises_starts_again(tmp_path: Path) -> N
         feed.state_dict()
         killer.join()
         with feeds(config, "local", 1) as (local,):
-            assert feed.facts == local.facts
+            assert feed.metadata == local.metadata
         assert not list((tmp_path / "cache").rglob("*.tmp"))
     finally:
         feed.close()

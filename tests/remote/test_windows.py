@@ -60,18 +60,18 @@ def test_training_starts_when_the_first_window_is_tokenised(tmp_path: Path, conf
     feed = RemoteFeed(config, "windows", 0, 1, say=said.append)
     try:
         assert num_tokenised(tmp_path) == 0
-        assert feed.facts.vocab_size == 257
+        assert feed.metadata.vocab_size == 257
         state = feed.state_dict()
         assert 0 < num_tokenised(tmp_path) < NUM_SHARDS  # the window, and what was expected since
-        facts = feed.facts
-        assert 3 <= facts.num_parts_read < NUM_SHARDS
+        metadata = feed.metadata
+        assert 3 <= metadata.num_parts_read < NUM_SHARDS
         assert state["shuffle_window"] == "1 MiB"
         _, state = take_steps([feed], 3)
-        assert feed.facts.num_parts_read < NUM_SHARDS
+        assert feed.metadata.num_parts_read < NUM_SHARDS
         # The whole epoch: every shard when its window comes.
         _, state = take_steps([feed], 82, state=state)
         assert state["epoch"] == 1
-        assert feed.facts == prepare_corpus(config).facts
+        assert feed.metadata == prepare_corpus(config).metadata
         assert num_tokenised(tmp_path) == NUM_SHARDS
     finally:
         feed.close()
@@ -128,8 +128,8 @@ def test_a_resumed_run_reads_the_window_it_stands_in_alone(tmp_path: Path, confi
     settings = numbered_config(elsewhere, sources=config.sources, shuffle_window_mib=1, batch_tokens=64 * 1024)
     with feeds(settings, "ray", 2) as opened, feeds(config, "local", 2) as local:
         ours, _ = take_steps(opened, 3, state=state)
-        facts = opened[0].facts
-        assert facts.num_parts_read < NUM_SHARDS
+        metadata = opened[0].metadata
+        assert metadata.num_parts_read < NUM_SHARDS
         theirs, _ = take_steps(local, 3, state=state)
         for left, right in zip(ours, theirs, strict=True):
             for mine, other in zip(left, right, strict=True):

@@ -63,7 +63,7 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     """
     corpus = prepare_corpus(config.data)
     batch = make_sampler(corpus.index, config.data).next_batch()
-    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
+    architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
     model = build_model(architecture).to(torch.float64)
     model.initialise(config.trainer.seed)
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}

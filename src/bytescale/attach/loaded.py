@@ -81,7 +81,7 @@ def loaded_batches(
         hdp_rank=group.rank, num_processes=group.size, is_first=group.rank == 0, tell=lambda items: _tell(group, items)
     )
     with opened_feed(data, reader) as feed:
-        check_vocabulary(feed.facts, len(causal_model(hdp.model).get_input_embeddings().weight))
+        check_vocabulary(feed.metadata, len(causal_model(hdp.model).get_input_embeddings().weight))
         if state is not None:
             feed.load_state_dict(state)
         start = feed.state_dict()

@@ -164,8 +164,8 @@ def score_corpus(
 
 def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: DataConfig) -> None:
     """Raise ``DataError`` for documents that cannot be scored: longer than the ranks hold, or without a token."""
-    counts = corpus.facts.counts
-    left_out = counts.num_empty_documents + len(corpus.facts.skipped_files)
+    counts = corpus.metadata.counts
+    left_out = counts.num_empty_documents + len(corpus.metadata.skipped_files)
     if left_out:
         raise DataError(
             f"{left_out} documents are empty or not text",

@@ -100,7 +100,7 @@ def read_batch(source: BatchConfig, config: Config | None) -> SourceBatch:
         for _ in range(source.seed):
             sampler.next_batch()
         origin = f"step {source.seed} of {', '.join(config.data.sources)}"
-        return SourceBatch(sampler.next_batch().lengths, origin, corpus.facts.vocab_size)
+        return SourceBatch(sampler.next_batch().lengths, origin, corpus.metadata.vocab_size)
     from bytescale.data.length_distributions import sample_lengths
 
     lengths = sample_lengths(source.distribution, source.tokens, source.seed, source.context)

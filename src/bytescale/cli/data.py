@@ -32,8 +32,8 @@ from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corp
 from bytescale.data.loading.record import check_record
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
-from bytescale.data.tokens.facts import TokenFacts
 from bytescale.data.tokens.indexed import pair_paths, read_index
+from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.open_parts import local_pair
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import example_encoder
@@ -170,10 +170,12 @@ def tokenize_command(config: TokenizeConfig) -> int:
                 read_retries=config.read_retries,
                 examples=example_encoder(config.data_config(), tokenizer),
             )
-        facts = tokenize_files(
+        metadata = tokenize_files(
             files, encode, prefix, num_workers=config.num_workers, progress=progress, fields=config.fields
         )
-    _print_facts(console, facts, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing)
+    _print_metadata(
+        console, metadata, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing
+    )
     console.print(
         f"Next: bytescale data stats {bin_path}, or train with data.sources = [{str(bin_path)!r}]", markup=False
     )
@@ -254,19 +256,19 @@ def _print_formats(console: Console, files: list[SourceFile]) -> None:
     console.print("Nothing was written (--dry-run).")
 
 
-def _print_facts(console: Console, facts: TokenFacts, seconds: float, rate_seconds: float) -> None:
-    rate = format_si(facts.num_tokens / rate_seconds)
+def _print_metadata(console: Console, made: TokenMetadata, seconds: float, rate_seconds: float) -> None:
+    rate = format_si(made.num_tokens / rate_seconds)
     console.print(
-        f"{facts.num_documents} documents, {facts.num_tokens} tokens in {format_seconds(seconds)} ({rate} tokens/s); "
-        f"longest document {facts.longest_document_tokens} tokens ({format_count(facts.longest_document_tokens)})"
+        f"{made.num_documents} documents, {made.num_tokens} tokens in {format_seconds(seconds)} ({rate} tokens/s); "
+        f"longest document {made.longest_document_tokens} tokens ({format_count(made.longest_document_tokens)})"
     )
-    if facts.tokenizer is not None:
-        console.print(f"tokenizer {facts.tokenizer}: {facts.vocab_size} ids, end of document {facts.eos_id}")
-    if facts.num_empty_documents:
-        console.print(f"left out: {facts.num_empty_documents} empty documents")
-    if facts.skipped_files:
-        console.print(f"left out: {len(facts.skipped_files)} files that are not UTF-8 text, such as")
-        for path in facts.skipped_files[:_SHOWN_SKIPPED]:
+    if made.tokenizer is not None:
+        console.print(f"tokenizer {made.tokenizer}: {made.vocab_size} ids, end of document {made.eos_id}")
+    if made.num_empty_documents:
+        console.print(f"left out: {made.num_empty_documents} empty documents")
+    if made.skipped_files:
+        console.print(f"left out: {len(made.skipped_files)} files that are not UTF-8 text, such as")
+        for path in made.skipped_files[:_SHOWN_SKIPPED]:
             console.print(f"  {visible(str(path))}", markup=False)
 
 

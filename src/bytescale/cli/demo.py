@@ -106,7 +106,7 @@ def next_batches(config: Config, number: int) -> tuple[list[IntArray], int | Non
     sampler = make_sampler(corpus.index, config.data)
     for _ in range(config.trainer.steps):
         sampler.next_batch()
-    return [sampler.next_batch().lengths for _ in range(number)], corpus.facts.vocab_size
+    return [sampler.next_batch().lengths for _ in range(number)], corpus.metadata.vocab_size
 
 
 def simulated_steps(lengths: IntArray, num_gpus: int, profile: Profile, *, context: int) -> dict[str, SimulatedStep]:

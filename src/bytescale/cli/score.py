@@ -121,7 +121,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
     with open_ranks(options.run_config()) as ranks:
         corpus = prepare_corpus(options.corpus_config())
         model = load_model(options.model, ranks.dtype).to(ranks.device)
-        check_vocabulary(corpus.facts, len(model.get_input_embeddings().weight))
+        check_vocabulary(corpus.metadata, len(model.get_input_embeddings().weight))
         hdp = HDP(model, capacity_tokens=options.capacity_tokens, forward_only=True)
         score_corpus(
             hdp,
@@ -133,7 +133,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
             say=print if ranks.is_first else lambda line: None,
         )
         if ranks.is_first:
-            print(f"{corpus.facts.num_pieces} documents, {corpus.facts.num_tokens} tokens -> {options.out}")
+            print(f"{corpus.metadata.num_pieces} documents, {corpus.metadata.num_tokens} tokens -> {options.out}")
 
 
 def load_model(folder: str, dtype: Any) -> Any:

@@ -26,7 +26,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
 from bytescale.data.order.batches import GlobalBatch
-from bytescale.data.order.index import CorpusFacts, CorpusIndex, PartContent
+from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
 from bytescale.data.order.pieces import PieceTable
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.bpe import cached_bpe
@@ -59,9 +59,9 @@ class Corpus:
         return self.index.pieces
 
     @property
-    def facts(self) -> CorpusFacts:
+    def metadata(self) -> CorpusMetadata:
         """Summary of the parts read so far."""
-        return self.index.facts
+        return self.index.metadata
 
     @property
     def has_weights(self) -> bool:
@@ -247,7 +247,7 @@ def choose_tokenizer(
     return load_tokenizer(config.tokenizer, config.eos_token)
 
 
-def check_vocabulary(corpus: CorpusFacts, vocab_size: int) -> None:
+def check_vocabulary(corpus: CorpusMetadata, vocab_size: int) -> None:
     """Raise ``ConfigError`` if the corpus may hold ids that a model of ``vocab_size`` rows does not have."""
     if corpus.vocab_size <= vocab_size:
         return

@@ -15,7 +15,7 @@ from bytescale.config.schema import DataConfig, LossPer
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
-from bytescale.data.order.index import CorpusFacts
+from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.plan import Plan, Planner, costs_of_step, plan_with_costs
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
@@ -239,7 +239,7 @@ class Feed(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> CorpusFacts:
+    def metadata(self) -> CorpusMetadata:
         """Summary of the parts of the corpus that have been read so far."""
 
     @abstractmethod
@@ -276,8 +276,8 @@ class LocalFeed(Feed):
         self._rank = rank
 
     @property
-    def facts(self) -> CorpusFacts:
-        return self._corpus.facts
+    def metadata(self) -> CorpusMetadata:
+        return self._corpus.metadata
 
     def state_dict(self) -> SamplerState:
         return self._started().state_dict()

@@ -22,7 +22,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
 from bytescale.data.order.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
-from bytescale.data.tokens.facts import TokenFacts
+from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records, example_encoder
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ class PartFinder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusFacts:
+class CorpusMetadata:
     """A summary of the corpus: what a run reports, and what has to fit the model. It is small, so every rank has it."""
 
     num_parts: int
@@ -67,7 +67,7 @@ class CorpusFacts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether these are facts of the whole corpus."""
+        """Whether this is of the whole corpus."""
         return self.num_parts_read == self.num_parts
 
 
@@ -92,7 +92,7 @@ class CorpusIndex:
         self._shards = shards
         self._tokenizer = tokenizer
         self._finder = finder
-        self._known: dict[int, TokenFacts] = {}  # facts of the parts read so far, in the order of reading
+        self._known: dict[int, TokenMetadata] = {}  # metadata of the parts read so far, in the order of reading
         self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part read, counted over all parts read
         self._first_row = np.zeros(len(shards), dtype=np.int64)
         self._num_pieces = np.zeros(len(shards), dtype=np.int64)
@@ -109,7 +109,7 @@ class CorpusIndex:
         self.has_labels = False
         """Whether some of the parts read so far have labels of their own (``data.tokens.fields``)."""
         self._pieces = GrowingPieces()
-        self.facts: CorpusFacts
+        self.metadata: CorpusMetadata
         """Summary of the parts read so far. It is replaced and never changed, because other threads may read it."""
         self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
 
@@ -150,7 +150,7 @@ class CorpusIndex:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token on disk. Where the parts read so far differ, this is the largest."""
-        return max((np.dtype(facts.dtype).itemsize for facts in self._known.values()), default=0)
+        return max((np.dtype(metadata.dtype).itemsize for metadata in self._known.values()), default=0)
 
     @property
     def parts_ahead(self) -> int:
@@ -175,13 +175,13 @@ class CorpusIndex:
 
     def _read(self, parts: Sequence[int]) -> None:
         found = self._finder.find(parts)
-        known = [*self._known.values(), *(found[part].facts for part in parts)]
+        known = [*self._known.values(), *(found[part].metadata for part in parts)]
         check_one_tokenizer(known)
-        if any(found[part].facts.corrupt_records for part in parts):
+        if any(found[part].metadata.corrupt_records for part in parts):
             check_corrupt_records(known, self._config.max_corrupt_records)
         for part in parts:
             table, counts = self._cut(found[part])
-            self._known[part] = found[part].facts
+            self._known[part] = found[part].metadata
             self._first_token[part] = self._num_tokens
             self._first_row[part] = self._pieces.num_pieces
             self._num_pieces[part] = table.num_pieces
@@ -189,7 +189,7 @@ class CorpusIndex:
             self._counts += counts
             self._num_tokens += int(found[part].document_offsets[-1])
             self._num_documents += len(found[part].document_offsets) - 1
-        self.facts = self._facts()
+        self.metadata = self._metadata()
         if self.is_complete and not self.pieces.num_pieces:
             raise self.nothing_to_draw()
 
@@ -211,11 +211,11 @@ class CorpusIndex:
         """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
         return _hash_of(self._known[part].content_hash for part in parts)
 
-    def _facts(self) -> CorpusFacts:
+    def _metadata(self) -> CorpusMetadata:
         known = [self._known[part] for part in sorted(self._known)]
-        num_empty = self._counts.num_empty_documents + sum(facts.num_empty_documents for facts in known)
-        vocabularies = [facts.vocab_size or facts.max_token_id + 1 for facts in known]
-        return CorpusFacts(
+        num_empty = self._counts.num_empty_documents + sum(metadata.num_empty_documents for metadata in known)
+        vocabularies = [metadata.vocab_size or metadata.max_token_id + 1 for metadata in known]
+        return CorpusMetadata(
             num_parts=self.num_parts,
             num_parts_read=len(known),
             counts=replace(self._counts, num_empty_documents=num_empty),
@@ -223,7 +223,7 @@ class CorpusIndex:
             num_tokens=self.pieces.num_tokens,
             vocab_size=max(vocabularies, default=0) if self._tokenizer is None else self._tokenizer.vocab_size,
             tokenizer=self._tokenizer.name if self._tokenizer else None,
-            skipped_files=tuple(path for facts in known for path in facts.skipped_files),
+            skipped_files=tuple(path for metadata in known for path in metadata.skipped_files),
             fingerprint=self.fingerprint,
         )
 
@@ -236,11 +236,11 @@ class CorpusIndex:
                 so="its share of the tokens could not be drawn",
                 fix="check the source and the length filters, or leave it and its weight out",
             )
-        facts = self.facts
+        found = self.metadata
         reasons = [
-            f"{facts.counts.num_dropped} documents are longer than data.context_length = {self._config.context_length}",
-            f"{facts.counts.num_filtered} documents are outside data.min_document_tokens and data.max_document_tokens",
-            f"{len(facts.skipped_files)} files are not UTF-8 text",
+            f"{found.counts.num_dropped} documents are longer than data.context_length = {self._config.context_length}",
+            f"{found.counts.num_filtered} documents are outside data.min_document_tokens and data.max_document_tokens",
+            f"{len(found.skipped_files)} files are not UTF-8 text",
         ]
         held = [reason for reason in reasons if not reason.startswith("0 ")] or ["no file holds any text"]
         return DataError(
@@ -268,9 +268,9 @@ class CorpusIndex:
         return replace(table, document=table.document + self._num_documents), counts
 
 
-def check_one_tokenizer(facts: Sequence[TokenFacts]) -> None:
-    """Raise ``DataError`` if ``facts`` name different tokenizers."""
-    known = {fact.tokenizer_fingerprint: fact.tokenizer for fact in facts if fact.tokenizer_fingerprint}
+def check_one_tokenizer(metadata: Sequence[TokenMetadata]) -> None:
+    """Raise ``DataError`` if ``metadata`` name different tokenizers."""
+    known = {one.tokenizer_fingerprint: one.tokenizer for one in metadata if one.tokenizer_fingerprint}
     if len(known) > 1:
         raise DataError(
             f"the .bin sources were made with different tokenizers: {', '.join(map(str, known.values()))}",

@@ -25,7 +25,7 @@ from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import Segments
 from bytescale.data.loading.loader import PlannedStep, StepData
 from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
-from bytescale.data.order.index import CorpusFacts, CorpusIndex
+from bytescale.data.order.index import CorpusIndex, CorpusMetadata
 from bytescale.data.remote.calls import Shared, wait_for
 from bytescale.data.remote.server import PartOwners, SharedWork
 from bytescale.data.tokens.shards import PartContent
@@ -66,13 +66,13 @@ class PlannerActor:
         self._made_index: CorpusIndex | None = None
         self._sampler: BatchSampler | None = None
 
-    def facts(self) -> CorpusFacts:
+    def metadata(self) -> CorpusMetadata:
         """Return the summary of the parts of the corpus that have been read so far.
 
         Raises:
             DataError: a part that has to be read first is broken.
         """
-        return self._thread.submit(lambda: self._index().facts).result()
+        return self._thread.submit(lambda: self._index().metadata).result()
 
     def check_state(self, state: SamplerState | None) -> SamplerState:
         """Check that a step can start at ``state`` and return it. For None, return where the first step starts.

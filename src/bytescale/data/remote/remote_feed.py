@@ -18,7 +18,7 @@ from bytescale.data.loading.assemble import Segments, assemble
 from bytescale.data.loading.corpus import plan_shards
 from bytescale.data.loading.loader import Feed, StepData
 from bytescale.data.order.batches import SamplerState
-from bytescale.data.order.index import CorpusFacts
+from bytescale.data.order.index import CorpusMetadata
 from bytescale.data.remote.calls import Shared, no_answer, wait_for
 from bytescale.data.remote.planner_actor import HowToPlan, PlannerActor
 from bytescale.data.remote.ray_cluster import NAMESPACE
@@ -90,8 +90,8 @@ class RemoteFeed(Feed):
         self._lives: dict[str, set[str]] = {}  # of the actors that have answered, to count their restarts
 
     @property
-    def facts(self) -> CorpusFacts:
-        return wait_for(self.planner.facts.remote(), _WHO, None)
+    def metadata(self) -> CorpusMetadata:
+        return wait_for(self.planner.metadata.remote(), _WHO, None)
 
     @property
     def actors(self) -> list[Any]:

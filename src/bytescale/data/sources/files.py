@@ -75,8 +75,8 @@ _FORMAT_OF_ENDING: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".bin": "bin",
 }
-_FACTS = ".meta.json"
-"""Ending of the facts of a pair of tokens (``data.tokens.facts``)."""
+_METADATA = ".meta.json"
+"""Ending of the metadata of a pair of tokens (``data.tokens.metadata``)."""
 _NOT_STDLIB = {"site-packages", "dist-packages"}
 _TESTS = {"test", "tests", "idle_test"}
 
@@ -101,7 +101,7 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
     for number, source in enumerate(sources):
         found = 0
         of_source = _remote_files if "://" in source else _local_files
-        listed = of_source(source, file_format, (_FACTS, *(f".{name}.bin" for name in (*OWN_FIELDS, *fields))))
+        listed = of_source(source, file_format, (_METADATA, *(f".{name}.bin" for name in (*OWN_FIELDS, *fields))))
         for file in listed:
             found += 1
             if file.path in files:

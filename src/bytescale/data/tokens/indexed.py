@@ -175,8 +175,8 @@ def _map(bin_path: Path, dtype: np.dtype) -> NDArray[np.integer]:
     return np.memmap(bin_path, dtype=dtype, mode="r") if bin_path.stat().st_size else np.zeros(0, dtype)
 
 
-def facts_path(path: Path) -> Path:
-    """Return the path of the file beside a pair in which ``data.tokens.facts`` keeps the facts of the pair."""
+def metadata_path(path: Path) -> Path:
+    """Return the path of the file beside a pair in which ``data.tokens.metadata`` keeps what the pair holds."""
     bin_path, _ = pair_paths(path)
     return bin_path.with_suffix(".meta.json")
 
@@ -296,11 +296,11 @@ class IndexedWriter:
             ) from error
         self._lengths.append(lengths.astype("<i4"))
 
-    def commit(self, facts: bytes | None) -> None:
+    def commit(self, metadata: bytes | None) -> None:
         """Make the pair appear under its names. It replaces an older pair. Nothing can be added afterwards.
 
         Args:
-            facts: content of ``prefix.meta.json`` (``data.tokens.facts``), which is put in place before the ``.idx``.
+            metadata: content of ``prefix.meta.json`` (``data.tokens.metadata``), put in place before the ``.idx``.
                 The pair of a field has none.
         """
         self._file.flush()
@@ -308,8 +308,8 @@ class IndexedWriter:
         self._file.close()
         self._idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside the new .bin
         self._temporary.replace(self._bin_path)
-        if facts is not None:
-            write_atomically(facts_path(self._bin_path), facts)
+        if metadata is not None:
+            write_atomically(metadata_path(self._bin_path), metadata)
         write_atomically(self._idx_path, self._index())
 
     def _index(self) -> bytes:

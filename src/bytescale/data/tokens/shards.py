@@ -27,9 +27,9 @@ from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrup
 from bytescale.data.sources.records import iter_records, kind_of
 from bytescale.data.tokens.chat import load_template
 from bytescale.data.tokens.examples import ExampleEncoder
-from bytescale.data.tokens.facts import TokenFacts, facts_of, is_as_written, load_facts
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
+from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
@@ -67,7 +67,7 @@ class PartContent:
     """What the corpus index needs to know of a part that was read. Shape letter: D documents."""
 
     document_offsets: IntArray  # [D + 1] first token of each document of the part, then the number of all tokens
-    facts: TokenFacts
+    metadata: TokenMetadata
     weights: WeightRuns | None = None
     """None: every token has weight 1."""
     has_labels: bool = False
@@ -79,7 +79,7 @@ class OpenShard:
     """A shard whose tokens can be read."""
 
     dataset: IndexedDataset
-    facts: TokenFacts
+    metadata: TokenMetadata
 
     @property
     def content(self) -> PartContent:
@@ -87,7 +87,7 @@ class OpenShard:
         weights = self.dataset.fields.get(WEIGHTS)
         return PartContent(
             document_offsets=self.dataset.index.document_offsets,
-            facts=self.facts,
+            metadata=self.metadata,
             weights=None if weights is None else WeightRuns.of(weights[:], f"{self.dataset.prefix}.{WEIGHTS}.bin"),
             has_labels=LABELS in self.dataset.fields,
         )
@@ -155,8 +155,8 @@ class ShardReader:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
-                    facts = write_units(own, self._prefix(shard), self.tokenizer, fields=encode.field_names)
-                    _log_facts(facts, self._prefix(shard))
+                    metadata = write_units(own, self._prefix(shard), self.tokenizer, fields=encode.field_names)
+                    _log_metadata(metadata, self._prefix(shard))
                 elif shard is not missing[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
 
@@ -172,16 +172,16 @@ class ShardReader:
         """
         if shard.file is None:
             prefix = self._prefix(shard)
-            facts = load_facts(prefix)
-            assert facts is not None, f"{prefix} is prepared before it is opened"
-            return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), facts=facts)
+            metadata = load_metadata(prefix)
+            assert metadata is not None, f"{prefix} is prepared before it is opened"
+            return OpenShard(dataset=IndexedDataset.open(prefix, self.field_names), metadata=metadata)
         opened = self._in_place(shard.file)
         if opened is None:
             file = with_retries(partial(local_pair, shard.file, self.cache_dir, self.field_names), self.read_retries)
             dataset = IndexedDataset.open(local_path(file), self.field_names)
-            opened = OpenShard(dataset=dataset, facts=facts_of(dataset, file, self.cache_dir, progress))
+            opened = OpenShard(dataset=dataset, metadata=metadata_of(dataset, file, self.cache_dir, progress))
             self._check_pair(f"{shard.file.path}", opened, progress)
-        check_same_tokenizer(f"{shard.file.path}", opened.facts, self.tokenizer)
+        check_same_tokenizer(f"{shard.file.path}", opened.metadata, self.tokenizer)
         if missing := set(self.fields) - set(opened.dataset.fields):
             raise DataError(
                 f"{shard.file.path} has no field {min(missing)!r}, which data.fields names",
@@ -229,7 +229,7 @@ class ShardReader:
         """Open a remote ``.bin`` by copying only its index. Its tokens are fetched when they are read.
 
         Returns None if the file is on this machine. Also returns None if all of the file has to be copied first:
-        because no facts lie beside it, or because its server sends whole files only.
+        because no metadata lie beside it, or because its server sends whole files only.
         """
         url = file.path
         if not isinstance(url, Url):
@@ -242,22 +242,24 @@ class ShardReader:
                 raise unreadable(error, url) from error
 
         copy, has_ranges = with_retries(look, self.read_retries)
-        index, facts = read_index(copy.with_suffix(".idx")), load_facts(copy)
+        index, metadata = read_index(copy.with_suffix(".idx")), load_metadata(copy)
         if any(copy.with_suffix(f".{name}.idx").exists() for name in self.field_names):
             return None  # pairs with fields are copied as a whole: they are small
-        if copy.exists() or facts is None or not has_ranges or not facts.describes(index):
+        if copy.exists() or metadata is None or not has_ranges or not metadata.describes(index):
             return None
         check_size(url, index, file.num_bytes)
         tokens = RemoteTokens(url, index.dtype, index.num_tokens, copy.with_suffix(".blocks"), self.read_retries)
-        return OpenShard(dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), facts=facts)
+        return OpenShard(
+            dataset=IndexedDataset(prefix=copy.with_suffix(""), index=index, tokens=tokens), metadata=metadata
+        )
 
     def _is_prepared(self, shard: Shard) -> bool:
         prefix = self._prefix(shard)
-        facts = load_facts(prefix) if prefix.with_suffix(".idx").exists() else None
-        if facts is None or not self.verify or shard.name in self.verified:
-            return facts is not None
+        metadata = load_metadata(prefix) if prefix.with_suffix(".idx").exists() else None
+        if metadata is None or not self.verify or shard.name in self.verified:
+            return metadata is not None
         try:
-            is_right = is_as_written(IndexedDataset.open(prefix), facts)
+            is_right = is_as_written(IndexedDataset.open(prefix), metadata)
         except DataError:  # a file of the pair is missing or truncated
             is_right = False
         if is_right:
@@ -267,10 +269,10 @@ class ShardReader:
         return is_right
 
     def _check_pair(self, place: str, opened: OpenShard, progress: ProgressCallback) -> None:
-        """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its facts were gathered of."""
+        """With ``verify``, raise ``DataError`` if a ``.bin`` is not what its metadata were gathered of."""
         if not self.verify or place in self.verified:
             return
-        if not is_as_written(opened.dataset, opened.facts, progress):
+        if not is_as_written(opened.dataset, opened.metadata, progress):
             raise DataError(
                 f"{place} holds other tokens than when it was made",
                 so="it is damaged, or it was replaced without its .meta.json",
@@ -320,19 +322,19 @@ def fingerprint_shards(shards: Iterable[Shard]) -> str:
     return hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
 
 
-def check_same_tokenizer(place: str, facts: TokenFacts, tokenizer: Tokenizer | None) -> None:
-    """Raise ``DataError`` if tokens with these facts cannot have come from ``tokenizer``. With None, check nothing."""
+def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokenizer | None) -> None:
+    """Raise ``DataError`` if such tokens cannot have come from ``tokenizer``. With None, check nothing."""
     if tokenizer is None:
         return
-    if facts.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
-        raise foreign_tokens(f"{place} was made with tokenizer {facts.tokenizer!r}", tokenizer)
-    if facts.max_token_id >= tokenizer.vocab_size:
-        raise foreign_tokens(f"{place} holds id {facts.max_token_id}", tokenizer)
+    if metadata.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
+        raise foreign_tokens(f"{place} was made with tokenizer {metadata.tokenizer!r}", tokenizer)
+    if metadata.max_token_id >= tokenizer.vocab_size:
+        raise foreign_tokens(f"{place} holds id {metadata.max_token_id}", tokenizer)
 
 
-def check_corrupt_records(facts: Iterable[TokenFacts], limit: int) -> None:
+def check_corrupt_records(metadata: Iterable[TokenMetadata], limit: int) -> None:
     """Raise ``DataError`` if all shards together left out more than ``limit`` corrupt records; else log how many."""
-    places = [place for fact in facts for place in fact.corrupt_records]
+    places = [place for one in metadata for place in one.corrupt_records]
     if len(places) > limit:
         raise too_many_corrupt_records(len(places), places, limit)
     if places:
@@ -350,15 +352,15 @@ def _runs(units: Iterable[WorkUnit], least_bytes: int) -> Iterator[list[WorkUnit
         yield run
 
 
-def _log_facts(facts: TokenFacts, prefix: Path) -> None:
+def _log_metadata(metadata: TokenMetadata, prefix: Path) -> None:
     logger.info(
         "tokenised %d documents into %d tokens (longest %d, %d empty ones and %d files that are not text left out): %s",
-        facts.num_documents,
-        facts.num_tokens,
-        facts.longest_document_tokens,
-        facts.num_empty_documents,
-        len(facts.skipped_files),
+        metadata.num_documents,
+        metadata.num_tokens,
+        metadata.longest_document_tokens,
+        metadata.num_empty_documents,
+        len(metadata.skipped_files),
         prefix,
     )
-    for path in facts.skipped_files:
+    for path in metadata.skipped_files:
         logger.debug("left out, not UTF-8 text: %s", path)

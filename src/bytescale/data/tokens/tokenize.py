@@ -31,9 +31,9 @@ from bytescale.data.sources.files import SourceFile, local_path
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
 from bytescale.data.sources.records import RecordKind, iter_records, plan_units, text_kind
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
-from bytescale.data.tokens.facts import FactsGatherer, TokenFacts
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
 from bytescale.data.tokens.indexed import IndexedDataset, IndexedWriter, pair_paths, token_dtype
+from bytescale.data.tokens.metadata import MetadataGatherer, TokenMetadata
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
@@ -141,7 +141,7 @@ def tokenize_files(
     progress: ProgressCallback = ignore_progress,
     unit_bytes: int = UNIT_BYTES,
     fields: Sequence[str] = (),
-) -> TokenFacts:
+) -> TokenMetadata:
     """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
 
     Args:
@@ -178,7 +178,7 @@ def write_units(
     tokenizer: Tokenizer | None,
     dtype: np.dtype | None = None,
     fields: Sequence[str] = (),
-) -> TokenFacts:
+) -> TokenMetadata:
     """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all.
 
     Args:
@@ -195,7 +195,7 @@ def write_units(
     if dtype is None:
         assert tokenizer is not None, "without a tokenizer, the type has to be given"
         dtype = token_dtype(tokenizer.vocab_size)
-    gatherer = FactsGatherer(dtype)
+    gatherer = MetadataGatherer(dtype)
     num_empty = 0
     skipped: list[str] = []
     corrupt: list[str] = []
@@ -219,18 +219,18 @@ def write_units(
         if own_labels:
             gatherer.leave_out(LABELS)
             del beside[LABELS]  # what was written of them is removed in the end, because it is not committed
-        facts = gatherer.finish(
+        metadata = gatherer.finish(
             tokenizer, num_empty=num_empty, skipped_files=tuple(skipped), corrupt_records=tuple(corrupt)
         )
-        if tokenizer is not None and facts.max_token_id >= tokenizer.vocab_size:
-            raise foreign_tokens(f"the .bin files among the sources hold id {facts.max_token_id}", tokenizer)
+        if tokenizer is not None and metadata.max_token_id >= tokenizer.vocab_size:
+            raise foreign_tokens(f"the .bin files among the sources hold id {metadata.max_token_id}", tokenizer)
         pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
         for field_writer in beside.values():
             field_writer.commit(None)
-        writer.commit(facts.to_json())
-    return facts
+        writer.commit(metadata.to_json())
+    return metadata
 
 
 def _field_writer(prefix: Path, name: str) -> IndexedWriter:

@@ -37,8 +37,8 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     with progress_bar() as progress:
         corpus = prepare_corpus(config.data, progress, text_later=True)
         batch = make_sampler(corpus.index, config.data).next_batch()
-    architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.facts.vocab_size)
-    check_vocabulary(corpus.facts, architecture.vocab_size)
+    architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
+    check_vocabulary(corpus.metadata, architecture.vocab_size)
     ranks = config.parallel.ranks
     if isinstance(architecture, AttachedArchitecture):
         (described, memory, cost), times = _attached(config, architecture, device, dtype), None
@@ -54,7 +54,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         described = f"{format_si(flops.total_parameters(architecture))} parameters"
     plan = verified_planner(config, memory, cost, hdp_ranks(config.parallel), times)(batch.lengths)
     print_line(f"model   {described} on {ranks} x {device.type}")
-    print_line(f"data    {describe_corpus(corpus.facts)}")
+    print_line(f"data    {describe_corpus(corpus.metadata)}")
     for line in (*kernel_lines, *memory.lines()):
         print_line(line)
     print_line(f"plan    {gist(plan)}")

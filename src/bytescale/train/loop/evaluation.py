@@ -39,7 +39,7 @@ class Evaluation:
             return None
         data = replace(job.config.data, sources=job.config.eval.sources, weights=())
         corpus = prepare_corpus(data)
-        check_vocabulary(corpus.facts, job.architecture.vocab_size)
+        check_vocabulary(corpus.metadata, job.architecture.vocab_size)
         planner = job.forward_planner()
         batches = [(batch, planner(batch.lengths)) for batch in batches_once(corpus.index, data.batch_tokens)]
         return Evaluation(job=job, corpus=corpus, batches=batches)

@@ -109,8 +109,8 @@ class Job:
 
 def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
-    architecture = resolve_model(config.model, tokenizer_vocab_size=feed.facts.vocab_size)
-    check_vocabulary(feed.facts, architecture.vocab_size)
+    architecture = resolve_model(config.model, tokenizer_vocab_size=feed.metadata.vocab_size)
+    check_vocabulary(feed.metadata, architecture.vocab_size)
     if isinstance(architecture, AttachedArchitecture):
         check_attached(config, architecture)
         return _attached_job(config, ranks, kernels, feed, stop, architecture)

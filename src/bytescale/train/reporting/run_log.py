@@ -12,7 +12,7 @@ from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_si
 from bytescale.config import Config
 from bytescale.data.loading.loader import StepData
-from bytescale.data.order.index import CorpusFacts
+from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.io import save_plan
 from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
@@ -95,7 +95,7 @@ class RunLog:
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
         self.say(f"model   {job.description}")
-        self.say(f"data    {describe_corpus(job.feed.facts)}")
+        self.say(f"data    {describe_corpus(job.feed.metadata)}")
         self.say(
             f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "
             f"{format_count(job.memory.capacity_tokens)} tokens each, context "
@@ -198,7 +198,7 @@ def _peak(job: Job) -> str:
     return "" if peak is None else f"; peak {format_si(peak)}FLOP/s a rank"
 
 
-def describe_corpus(corpus: CorpusFacts) -> str:
+def describe_corpus(corpus: CorpusMetadata) -> str:
     """Documents, sequences and tokens, and what the over-length policy did."""
     counts = corpus.counts
     first = f"first {corpus.num_parts_read} of {corpus.num_parts} shards: " if not corpus.is_complete else ""

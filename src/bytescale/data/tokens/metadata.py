@@ -1,4 +1,4 @@
-"""Facts of a ``.bin/.idx`` pair that its index does not hold, kept beside the pair as ``prefix.meta.json``.
+"""Metadata of a ``.bin/.idx`` pair that its index does not hold, kept beside the pair as ``prefix.meta.json``.
 
 ``bytescale data tokenize`` writes that file. A pair that another program made has no such file. It is read through
 once, for its highest token id and the hash of its content, and the result is kept in the cache folder.
@@ -22,7 +22,7 @@ from bytescale.common.errors import DataError
 from bytescale.common.parsing import parse_json
 from bytescale.data.sources.files import SourceFile, fingerprint_files
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix
-from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, facts_path, pair_paths
+from bytescale.data.tokens.indexed import IndexedDataset, TokenIndex, metadata_path, pair_paths
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -30,8 +30,8 @@ _SCAN_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenFacts:
-    """Facts of one pair. A field is None where it is not known, because another program made the pair."""
+class TokenMetadata:
+    """Metadata of one pair. A field is None where it is not known, because another program made the pair."""
 
     num_documents: int
     num_tokens: int
@@ -63,14 +63,14 @@ class TokenFacts:
         return json.dumps(content, indent=2).encode()
 
     def describes(self, index: TokenIndex) -> bool:
-        """Return whether these facts fit a pair that has this index."""
+        """Return whether these metadata fit a pair that has this index."""
         return (self.num_tokens, self.dtype) == (index.num_tokens, index.dtype.str) and (
             self.lengths_hash == _hash(index.document_lengths.astype("<i8"))
         )
 
 
-class FactsGatherer:
-    """Gathers the facts of a pair while its tokens are written or read."""
+class MetadataGatherer:
+    """Gathers the metadata of a pair while its tokens are written or read."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -117,13 +117,13 @@ class FactsGatherer:
         num_empty: int = 0,
         skipped_files: tuple[str, ...] = (),
         corrupt_records: tuple[str, ...] = (),
-    ) -> TokenFacts:
-        """Return the facts. ``tokenizer`` is None if it is not known."""
+    ) -> TokenMetadata:
+        """Return the metadata. ``tokenizer`` is None if it is not known."""
         lengths_hash = self._lengths_hash.hexdigest()
         self._tokens_hash.update(lengths_hash.encode())
         for name in sorted(self._field_hashes):
             self._tokens_hash.update(self._field_hashes[name].digest())
-        return TokenFacts(
+        return TokenMetadata(
             fields=tuple(sorted(self._field_hashes)),
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
@@ -142,55 +142,59 @@ class FactsGatherer:
         )
 
 
-def facts_of(dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback) -> TokenFacts:
-    """Return the facts of a pair. They are looked for beside the pair, then in the cache.
+def metadata_of(
+    dataset: IndexedDataset, file: SourceFile, cache_dir: Path, progress: ProgressCallback
+) -> TokenMetadata:
+    """Return the metadata of a pair. They are looked for beside the pair, then in the cache.
 
-    If neither has facts that fit, the pair is read through (some GB a second) and the cache keeps the result. Raises
+    If neither has metadata that fit, the pair is read through (some GB a second) and the cache keeps the result. Raises
     ``DataError`` if the pair was made with fields that have vanished.
     """
     cached = cache_dir / "facts" / f"{_key_of(dataset, file)}.json"
-    for path in (facts_path(dataset.prefix), cached):
-        facts = _load(path)
-        if facts is None or not facts.describes(dataset.index):
+    for path in (metadata_path(dataset.prefix), cached):
+        metadata = _load(path)
+        if metadata is None or not metadata.describes(dataset.index):
             continue
-        lost = [name for name in facts.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
+        lost = [name for name in metadata.fields if not pair_paths(field_prefix(dataset.prefix, name))[1].exists()]
         if lost:
             raise DataError(
                 f"{dataset.prefix}.bin was made with {' and '.join(lost)}, which do not lie beside it",
                 so="its tokens would be trained on as if they had none",
                 fix=f"restore {field_prefix(dataset.prefix, lost[0]).name}.bin and .idx",
             )
-        if set(facts.fields) >= set(dataset.fields):
-            return facts
-    facts = _scan(dataset, progress)
+        if set(metadata.fields) >= set(dataset.fields):
+            return metadata
+    metadata = _scan(dataset, progress)
     cached.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(cached, facts.to_json())
-    return facts
+    write_atomically(cached, metadata.to_json())
+    return metadata
 
 
-def is_as_written(dataset: IndexedDataset, facts: TokenFacts, progress: ProgressCallback = ignore_progress) -> bool:
-    """Read a pair through, and return whether it holds the tokens and lengths of which ``facts`` were gathered."""
-    if not facts.describes(dataset.index):
+def is_as_written(
+    dataset: IndexedDataset, metadata: TokenMetadata, progress: ProgressCallback = ignore_progress
+) -> bool:
+    """Read a pair through, and return whether it holds the tokens and lengths of which ``metadata`` were gathered."""
+    if not metadata.describes(dataset.index):
         return False
-    dataset = IndexedDataset.open(dataset.prefix, facts.fields)
-    return _scan(dataset, progress).content_hash == facts.content_hash
+    dataset = IndexedDataset.open(dataset.prefix, metadata.fields)
+    return _scan(dataset, progress).content_hash == metadata.content_hash
 
 
-def load_facts(prefix: Path) -> TokenFacts | None:
-    """Return the facts that stand beside a pair, or None if there are none that can be read."""
-    return _load(facts_path(prefix))
+def load_metadata(prefix: Path) -> TokenMetadata | None:
+    """Return the metadata that stand beside a pair, or None if there are none that can be read."""
+    return _load(metadata_path(prefix))
 
 
-def _load(path: Path) -> TokenFacts | None:
+def _load(path: Path) -> TokenMetadata | None:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the file is absent, or another program's: the facts are gathered again
+    except (OSError, ValueError):  # the file is absent, or another program's: the metadata are gathered again
         return None
-    names = {spec.name for spec in fields(TokenFacts)}
+    names = {spec.name for spec in fields(TokenMetadata)}
     if not isinstance(content, dict) or set(content) | {"fields"} != names:
         return None
     lists = {name: tuple(content.get(name, ())) for name in ("skipped_files", "corrupt_records", "fields")}
-    return TokenFacts(**{**content, **lists})
+    return TokenMetadata(**{**content, **lists})
 
 
 def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
@@ -204,9 +208,9 @@ def _key_of(dataset: IndexedDataset, file: SourceFile) -> str:
     return fingerprint_files([file, *beside])
 
 
-def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenFacts:
+def _scan(dataset: IndexedDataset, progress: ProgressCallback) -> TokenMetadata:
     """Read all tokens once, in order."""
-    gatherer = FactsGatherer(dataset.index.dtype)
+    gatherer = MetadataGatherer(dataset.index.dtype)
     gatherer.add_fields({name: values[:0] for name, values in dataset.fields.items()})
     none = np.zeros(0, dtype=np.int64)
     itemsize = dataset.index.dtype.itemsize
