@@ -244,9 +244,9 @@ class Storm:
 
 def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
     """Return ``[number of tokens]`` how often each token of the corpus was given to a rank."""
-    counts = np.zeros(corpus.pieces.num_tokens + 1, dtype=np.int64)
-    for pieces, starts, stops, _ in (segments.T for segments, _ in read_record(run / "data", steps)):
-        first = corpus.pieces.start[corpus.index.rows(pieces)]
+    counts = np.zeros(corpus.samples.num_tokens + 1, dtype=np.int64)
+    for samples, starts, stops, _ in (segments.T for segments, _ in read_record(run / "data", steps)):
+        first = corpus.samples.start[corpus.index.rows(samples)]
         np.add.at(counts, first + starts, 1)
         np.add.at(counts, first + stops, -1)
     return np.cumsum(counts)[:-1]
@@ -254,9 +254,9 @@ def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
 
 def times_expected(corpus: Corpus, state: dict) -> np.ndarray:
     """Return the counts that follow from the seed: ``epoch`` times all tokens, and the start of the last epoch."""
-    counts = np.full(corpus.pieces.num_tokens, state["epoch"], dtype=np.int64)
-    for piece in epoch_order(corpus.pieces.num_pieces, state["shuffle_seed"], state["epoch"])[: state["position"]]:
-        counts[corpus.pieces.start[piece] :][: corpus.pieces.length[piece]] += 1
+    counts = np.full(corpus.samples.num_tokens, state["epoch"], dtype=np.int64)
+    for sample in epoch_order(corpus.samples.num_samples, state["shuffle_seed"], state["epoch"])[: state["position"]]:
+        counts[corpus.samples.start[sample] :][: corpus.samples.length[sample]] += 1
     return counts
 
 

@@ -17,7 +17,7 @@ from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
-from bytescale.data.order.pieces import OverLength
+from bytescale.data.order.samples import OverLength
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
@@ -105,25 +105,25 @@ def config(tmp_path: Path, *sources: object, **settings: Any) -> DataConfig:
 
 
 def read(
-    corpus: Corpus, pieces: Sequence[int], starts: Sequence[int], stops: Sequence[int], names: Sequence[str] = ()
+    corpus: Corpus, samples: Sequence[int], starts: Sequence[int], stops: Sequence[int], names: Sequence[str] = ()
 ) -> tuple[IntArray, IntArray, dict[str, np.ndarray]]:
-    """Tokens, labels and fields of ranges of pieces, as a loader reads them."""
-    columns = [np.array(column, dtype=np.int64).reshape(-1) for column in (pieces, starts, stops)]
+    """Tokens, labels and fields of ranges of samples, as a loader reads them."""
+    columns = [np.array(column, dtype=np.int64).reshape(-1) for column in (samples, starts, stops)]
     batch = GlobalBatch.of(corpus.index, columns[0], step=0, epoch=0, ends_epoch=False)
     segments = Segments.cut(batch, np.arange(len(columns[0])), *columns[1:], np.ones(len(columns[0])))
     return labelled(segments, corpus.parts.slices(segments.parts, segments.places, segments.ranges), names)
 
 
-def read_whole(corpus: Corpus, pieces: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Tokens and labels of whole pieces."""
-    lengths = corpus.pieces.length[corpus.index.rows(np.asarray(pieces))]
-    return read(corpus, pieces, np.zeros_like(lengths), lengths)[:2]
+def read_whole(corpus: Corpus, samples: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Tokens and labels of whole samples."""
+    lengths = corpus.samples.length[corpus.index.rows(np.asarray(samples))]
+    return read(corpus, samples, np.zeros_like(lengths), lengths)[:2]
 
 
 def texts_of(corpus: Corpus) -> list[str]:
-    """The pieces of a corpus as text."""
+    """The samples of a corpus as text."""
     assert corpus.tokenizer is not None
-    return [corpus.tokenizer.decode(read_whole(corpus, [piece])[0]) for piece in corpus.all_pieces.tolist()]
+    return [corpus.tokenizer.decode(read_whole(corpus, [sample])[0]) for sample in corpus.all_samples.tolist()]
 
 
 __all__ = ["config", "memory_corpus", "prepare_corpus", "read", "read_whole", "texts_of", "write_jsonl", "write_pair"]

@@ -16,23 +16,23 @@ LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)
 
 
 def batches_slowly(lengths: list[int], budget: int, seed: int, count: int) -> list[list[int]]:
-    """The obvious twin: one piece at a time, into the batch while it fits."""
+    """The obvious twin: one sample at a time, into the batch while it fits."""
     batches: list[list[int]] = [[]]
     epoch = used = 0
     while True:
-        for piece in epoch_order(len(lengths), seed, epoch).tolist():
-            if used + lengths[piece] > budget:
+        for sample in epoch_order(len(lengths), seed, epoch).tolist():
+            if used + lengths[sample] > budget:
                 if len(batches) == count:
                     return batches
                 batches.append([])
                 used = 0
-            batches[-1].append(piece)
-            used += lengths[piece]
+            batches[-1].append(sample)
+            used += lengths[sample]
         epoch += 1
 
 
 def same(a: GlobalBatch, b: GlobalBatch) -> bool:
-    return (a.step, a.epoch, a.ends_epoch) == (b.step, b.epoch, b.ends_epoch) and np.array_equal(a.pieces, b.pieces)
+    return (a.step, a.epoch, a.ends_epoch) == (b.step, b.epoch, b.ends_epoch) and np.array_equal(a.samples, b.samples)
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 100), seed=st.integers(0, 5))
@@ -40,7 +40,7 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
     budget = max(lengths) + extra
     sampler = BatchSampler(memory_corpus(lengths, 20).index, budget, seed)
     batches = [sampler.next_batch() for _ in range(12)]
-    assert [batch.pieces.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
+    assert [batch.samples.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
     for step, batch in enumerate(batches):
         assert batch.step == step
         assert batch.lengths.dtype == np.int64
@@ -49,18 +49,18 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 30))
-def test_every_epoch_consumes_every_piece_exactly_once(lengths: list[int], extra: int) -> None:
+def test_every_epoch_consumes_every_sample_exactly_once(lengths: list[int], extra: int) -> None:
     corpus = memory_corpus(lengths, 7)
     sampler = BatchSampler(corpus.index, 7 + extra, shuffle_seed=3)
-    num_pieces = corpus.pieces.num_pieces
+    num_samples = corpus.samples.num_samples
     stream: list[int] = []
-    while len(stream) < 3 * num_pieces:
+    while len(stream) < 3 * num_samples:
         batch = sampler.next_batch()
-        assert batch.epoch == len(stream) // num_pieces
-        stream.extend(batch.pieces.tolist())
-        assert batch.ends_epoch == (len(stream) // num_pieces > batch.epoch)
+        assert batch.epoch == len(stream) // num_samples
+        stream.extend(batch.samples.tolist())
+        assert batch.ends_epoch == (len(stream) // num_samples > batch.epoch)
     for epoch in range(3):
-        assert sorted(stream[epoch * num_pieces : (epoch + 1) * num_pieces]) == list(range(num_pieces))
+        assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
 
 
 @given(lengths=LENGTHS, stop=st.integers(0, 8))
@@ -81,11 +81,11 @@ def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], s
 def test_resuming_with_another_budget_repeats_and_skips_nothing() -> None:
     corpus = memory_corpus(list(range(1, 30)), 30)
     first = BatchSampler(corpus.index, 40, shuffle_seed=1)
-    seen = [first.next_batch().pieces for _ in range(4)]
+    seen = [first.next_batch().samples for _ in range(4)]
     second = BatchSampler(corpus.index, 100, shuffle_seed=1)
     second.load_state_dict(first.state_dict())
     while sum(map(len, seen)) < 29:
-        seen.append(second.next_batch().pieces)
+        seen.append(second.next_batch().samples)
     assert sorted(np.concatenate(seen)[:29].tolist()) == list(range(29))
 
 
@@ -97,18 +97,18 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
     assert epoch_order(8, 1234, 0).tolist() == [5, 6, 3, 7, 4, 1, 2, 0]
 
 
-def test_a_million_pieces_take_no_loop() -> None:
+def test_a_million_samples_take_no_loop() -> None:
     lengths = np.random.default_rng(0).integers(1, 16, 1_000_000).tolist()
     sampler = BatchSampler(memory_corpus(lengths, 16).index, 2**20, shuffle_seed=0)
     batches = [sampler.next_batch() for _ in range(7)]
     assert all(2**20 - 16 < batch.num_tokens <= 2**20 for batch in batches)
-    assert len(np.unique(np.concatenate([batch.pieces for batch in batches]))) > 900_000
+    assert len(np.unique(np.concatenate([batch.samples for batch in batches]))) > 900_000
 
 
 def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
     batch = BatchSampler(memory_corpus([3, 4], 10).index, 15, shuffle_seed=0).next_batch()
     assert batch.num_tokens == 14
-    assert sorted(batch.pieces.tolist()) == [0, 0, 1, 1]
+    assert sorted(batch.samples.tolist()) == [0, 0, 1, 1]
     assert batch.ends_epoch
 
 

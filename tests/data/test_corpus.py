@@ -16,8 +16,8 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import check_vocabulary, plan_shards, prepare_corpus
 from bytescale.data.order.batches import make_sampler
-from bytescale.data.order.epoch import PieceStream
-from bytescale.data.order.pieces import OverLength, make_pieces
+from bytescale.data.order.epoch import SampleStream
+from bytescale.data.order.samples import OverLength, make_samples
 from bytescale.data.tokens import shards
 from bytescale.data.tokens.progress import Progress
 from bytescale.data.tokens.tokenizer import ByteTokenizer
@@ -27,9 +27,9 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
 POLICIES = st.sampled_from(["split", "truncate", "drop"])
 
 
-def pieces_slowly(lengths: list[int], context_length: int, over_length: str) -> list[tuple[int, int, int, int]]:
-    """The obvious twin of ``make_pieces``: (document, start, length, targets) of each piece."""
-    pieces = []
+def samples_slowly(lengths: list[int], context_length: int, over_length: str) -> list[tuple[int, int, int, int]]:
+    """The obvious twin of ``make_samples``: (document, start, length, targets) of each sample."""
+    samples = []
     first = 0
     for document, length in enumerate(lengths):
         kept = length
@@ -40,19 +40,19 @@ def pieces_slowly(lengths: list[int], context_length: int, over_length: str) -> 
         for start in range(0, kept, context_length):
             stop = min(start + context_length, kept)
             targets = sum(token + 1 < kept for token in range(start, stop))
-            pieces.append((document, first + start, stop - start, targets))
+            samples.append((document, first + start, stop - start, targets))
         first += length
-    return pieces
+    return samples
 
 
 @given(lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES)
-def test_pieces_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: OverLength) -> None:
+def test_samples_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: OverLength) -> None:
     ends = np.cumsum(lengths)
-    table, counts = make_pieces(ends - lengths, np.array(lengths), context_length, over_length)
+    table, counts = make_samples(ends - lengths, np.array(lengths), context_length, over_length)
     rows = zip(
         table.document.tolist(), table.start.tolist(), table.length.tolist(), table.num_targets.tolist(), strict=True
     )
-    assert list(rows) == pieces_slowly(lengths, context_length, over_length)
+    assert list(rows) == samples_slowly(lengths, context_length, over_length)
     too_long = sum(length > context_length for length in lengths)
     assert (counts.num_split, counts.num_truncated, counts.num_dropped) == {
         "split": (too_long, 0, 0),
@@ -69,28 +69,28 @@ def test_pieces_are_those_of_the_obvious_way(lengths: list[int], context_length:
 @given(
     lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES, parts=st.integers(1, 3), data=st.data()
 )
-def test_reading_ranges_of_pieces(
+def test_reading_ranges_of_samples(
     lengths: list[int], context_length: int, over_length: OverLength, parts: int, data: st.DataObject
 ) -> None:
     """Against a loop over tokens that knows documents only: the label is the next token of the same document."""
     kept = [length for length in lengths if length and (over_length != "drop" or length <= context_length)]
-    assume(kept)  # a corpus without a piece is refused
+    assume(kept)  # a corpus without a sample is refused
     corpus = memory_corpus(lengths, context_length, over_length, num_parts=min(parts, len(lengths)))
-    table = corpus.pieces
+    table = corpus.samples
     ranges = []
-    for _ in range(data.draw(st.integers(0, 6)) if table.num_pieces else 0):
-        piece = data.draw(st.integers(0, table.num_pieces - 1))
-        start = data.draw(st.integers(0, int(table.length[piece])))
-        ranges.append((piece, start, data.draw(st.integers(start, int(table.length[piece])))))
-    pieces, starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 3).T
-    tokens, labels, _ = read(corpus, corpus.all_pieces[pieces], starts, stops)
+    for _ in range(data.draw(st.integers(0, 6)) if table.num_samples else 0):
+        sample = data.draw(st.integers(0, table.num_samples - 1))
+        start = data.draw(st.integers(0, int(table.length[sample])))
+        ranges.append((sample, start, data.draw(st.integers(start, int(table.length[sample])))))
+    samples, starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 3).T
+    tokens, labels, _ = read(corpus, corpus.all_samples[samples], starts, stops)
     expected_tokens, expected_labels = [], []
     ends = np.cumsum(lengths)
-    for piece, start, stop in ranges:
-        end = ends[table.document[piece]]
+    for sample, start, stop in ranges:
+        end = ends[table.document[sample]]
         if over_length == "truncate":
-            end = min(end, end - lengths[table.document[piece]] + context_length)
-        for place in range(table.start[piece] + start, table.start[piece] + stop):
+            end = min(end, end - lengths[table.document[sample]] + context_length)
+        for place in range(table.start[sample] + start, table.start[sample] + stop):
             expected_tokens.append(place)
             expected_labels.append(place + 1 if place + 1 < end else IGNORE_INDEX)
     assert tokens.tolist() == expected_tokens
@@ -106,7 +106,7 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     assert corpus.metadata.vocab_size == 257
     assert corpus.metadata.counts.num_empty_documents == 1
     assert isinstance(corpus.parts[0].base, np.memmap)
-    tokens, labels, _ = read(corpus, corpus.all_pieces[[3, 0]], [0, 1], [2, 4])
+    tokens, labels, _ = read(corpus, corpus.all_samples[[3, 0]], [0, 1], [2, 4])
     assert tokens.tolist() == [99, 256, 98, 99, 256]
     assert labels.tolist() == [256, IGNORE_INDEX, 99, 256, IGNORE_INDEX]
 
@@ -121,7 +121,7 @@ def test_the_second_call_tokenises_nothing(tmp_path: Path) -> None:
     second = prepare_corpus(settings, calls.append)
     assert calls == []
     assert second.fingerprint == first.fingerprint
-    assert second.pieces.length.tolist() == first.pieces.length.tolist()
+    assert second.samples.length.tolist() == first.samples.length.tolist()
     assert second.tokenizer is not None
     assert second.metadata.vocab_size == second.tokenizer.vocab_size <= 270
 
@@ -269,7 +269,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     while not (batch := sampler.next_batch()).ends_epoch:
         same = other.next_batch()
         assert sampler.state_dict() == other.state_dict()
-        for mine, theirs in zip(read_whole(later, batch.pieces), read_whole(at_once, same.pieces), strict=True):
+        for mine, theirs in zip(read_whole(later, batch.samples), read_whole(at_once, same.samples), strict=True):
             assert np.array_equal(mine, theirs)
     assert later.metadata == at_once.metadata
 
@@ -299,7 +299,7 @@ def test_a_broken_file_is_found_when_its_window_comes(tmp_path: Path, monkeypatc
     settings = config(tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=1, batch_tokens=100_000)
     planned, _ = plan_shards(settings)
     index = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "whole"))).index
-    stream = PieceStream(index, np.arange(8), 1, settings.shuffle_seed)
+    stream = SampleStream(index, np.arange(8), 1, settings.shuffle_seed)
     last = stream.windows(0)[-1][0]
     broken = planned[last].units[0].files[0].path
     assert isinstance(broken, Path)

@@ -40,12 +40,12 @@ def tokens_config(tmp_path: Path, *sources: object, **settings: Any) -> DataConf
 
 def weights_by_label(corpus: Corpus) -> list[list[float]]:
     """Of every sample, the weights of its labels."""
-    pieces = corpus.all_pieces
-    rows = corpus.index.rows(pieces)
-    lengths = corpus.pieces.length[rows]
-    found = read(corpus, pieces, np.zeros_like(lengths), lengths, ["weights"])[2]["weights"]
+    samples = corpus.all_samples
+    rows = corpus.index.rows(samples)
+    lengths = corpus.samples.length[rows]
+    found = read(corpus, samples, np.zeros_like(lengths), lengths, ["weights"])[2]["weights"]
     parts = np.split(found, np.cumsum(lengths)[:-1])
-    return [part[:count].tolist() for part, count in zip(parts, corpus.pieces.num_targets[rows], strict=True)]
+    return [part[:count].tolist() for part, count in zip(parts, corpus.samples.num_targets[rows], strict=True)]
 
 
 def pair_of(tmp_path: Path, source: Path) -> Path:
@@ -75,8 +75,8 @@ def test_labels_and_weights(tmp_path: Path, kind: str) -> None:
     assert weights_by_label(split) == [
         EXPECTED[0][1:], EXPECTED[1][1:], [0.0] * 8, [0.0] + [1.0] * 7, [1.0] * 8, [1.0] * 5,
     ]  # fmt: skip
-    assert split.pieces.num_trained.tolist() == [2, 1, 0, 7, 8, 5]
-    assert split.pieces.weight_sums.tolist() == [2.5, 1.5, 0.0, 7.0, 8.0, 5.0]
+    assert split.samples.num_trained.tolist() == [2, 1, 0, 7, 8, 5]
+    assert split.samples.weight_sums.tolist() == [2.5, 1.5, 0.0, 7.0, 8.0, 5.0]
 
 
 @pytest.mark.parametrize(("loss_per", "divisor"), [("token", 23.0), ("weight", 24.0), ("sequence", 5.0)])
@@ -127,7 +127,7 @@ def test_prompt_and_completion(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "", "completion": "x"}]
     )
     corpus = prepare_corpus(config(tmp_path, source, content="prompt"))
-    assert [read_whole(corpus, [piece])[0].tolist() for piece in corpus.all_pieces.tolist()] == [
+    assert [read_whole(corpus, [sample])[0].tolist() for sample in corpus.all_samples.tolist()] == [
         [*b"1+1=", *b"2", 256],
         [*b"x", 256],
     ]
@@ -146,8 +146,8 @@ def test_labels_that_are_not_the_tokens(tmp_path: Path, kind: str) -> None:
         source = pair_of(tmp_path, source)
         assert np.fromfile(source / "all.labels.bin", "<i4").tolist() == [1, 200, 3, 4, 50, 6, 7, 8]
     corpus = prepare_corpus(tokens_config(tmp_path, source, context_length=3))
-    pieces = corpus.all_pieces
-    tokens, labels = read_whole(corpus, pieces)
+    samples = corpus.all_samples
+    tokens, labels = read_whole(corpus, samples)
     assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert labels.tolist() == [200, 3, 4, 50, IGNORE_INDEX, 7, 8, IGNORE_INDEX]
     assert weights_by_label(corpus) == [[2, 0, 4], [5], [1, 1]]
@@ -193,7 +193,7 @@ def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
     assert run(["tokenize", str(tmp_path / "pair"), *options, "--output", again]) == 0
     for place in (source, tmp_path / "pair", f"{again}.bin"):
         corpus = prepare_corpus(tokens_config(tmp_path, place, fields=("advantages",)))
-        assert read(corpus, corpus.all_pieces, [0, 0], [3, 2], ["advantages"])[2]["advantages"].tolist() == [
+        assert read(corpus, corpus.all_samples, [0, 0], [3, 2], ["advantages"])[2]["advantages"].tolist() == [
             0.5,
             -2,
             0,
@@ -219,8 +219,8 @@ def test_further_fields(tmp_path: Path) -> None:
     records = [{"tokens": [1, 2, 3], "advantages": [0, 0.5, -2]}, {"tokens": [4, 5], "advantages": [7, 8]}]
     settings = tokens_config(tmp_path, write_jsonl(tmp_path / "a.jsonl", records), fields=("advantages",))
     corpus = prepare_corpus(settings)
-    pieces = corpus.all_pieces
-    found = read(corpus, pieces, [0, 0], [3, 2], ["advantages", "weights"])[2]
+    samples = corpus.all_samples
+    found = read(corpus, samples, [0, 0], [3, 2], ["advantages", "weights"])[2]
     assert found["advantages"].tolist() == [0.5, -2, 0, 8, 0]
     assert found["weights"].tolist() == [1, 1, 0, 1, 0]
     (batch,) = batches_once(corpus.index, 100)

@@ -60,16 +60,16 @@ def test_all_ranks_together_read_the_batch_exactly_once(
             for data in loader:
                 assert data.num_targets == batches[data.step].total_targets
                 assert len(data.micro_batches) == len(data.rank_plan.micro_batches)
-                for piece, wanted in zip(data.micro_batches, data.rank_plan.micro_batches, strict=True):
-                    assert len(piece.tokens) == wanted.num_tokens
-                    assert piece.tokens.dtype == piece.labels.dtype == piece.position_ids.dtype == np.int64
-                    columns = (piece.tokens.tolist(), piece.labels.tolist(), piece.position_ids.tolist())
+                for sample, wanted in zip(data.micro_batches, data.rank_plan.micro_batches, strict=True):
+                    assert len(sample.tokens) == wanted.num_tokens
+                    assert sample.tokens.dtype == sample.labels.dtype == sample.position_ids.dtype == np.int64
+                    columns = (sample.tokens.tolist(), sample.labels.tolist(), sample.position_ids.tolist())
                     read[data.step].extend(zip(*columns, strict=True))
     for step, batch in batches.items():
         expected = []
-        for piece in corpus.index.rows(batch.pieces).tolist():
-            start, length = int(corpus.pieces.start[piece]), int(corpus.pieces.length[piece])
-            targets = int(corpus.pieces.num_targets[piece])
+        for sample in corpus.index.rows(batch.samples).tolist():
+            start, length = int(corpus.samples.start[sample]), int(corpus.samples.length[sample])
+            targets = int(corpus.samples.num_targets[sample])
             for place in range(length):
                 label = start + place + 1 if place < targets else IGNORE_INDEX
                 expected.append((start + place, label, place))
@@ -80,11 +80,11 @@ def test_all_ranks_together_read_the_batch_exactly_once(
 @given(lengths=LENGTHS, seed=st.integers(0, 100))
 def test_batches_do_not_depend_on_the_ranks(lengths: list[int], seed: int) -> None:
     corpus = memory_corpus(lengths, 12)
-    pieces = []
+    samples = []
     for num_ranks in (1, 3):
         with loader_of(corpus, num_ranks - 1, random_planner(num_ranks, seed), stop_step=3) as loader:
-            pieces.append([data.plan.lengths.tolist() for data in loader if data.plan])
-    assert pieces[0] == pieces[1]
+            samples.append([data.plan.lengths.tolist() for data in loader if data.plan])
+    assert samples[0] == samples[1]
 
 
 def test_tokens_lie_in_the_order_of_the_segments() -> None:

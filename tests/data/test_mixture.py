@@ -30,19 +30,19 @@ def settings(tmp_path: Path) -> DataConfig:
 def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
     sampler = make_sampler(corpus.index, settings)
-    of_piece = corpus.index.part_sources[corpus.all_pieces >> 32]
+    of_sample = corpus.index.part_sources[corpus.all_samples >> 32]
     drawn: list[int] = []
     for step in range(40):
         batch = sampler.next_batch()
         assert batch.step == step
         assert 400 < batch.num_tokens <= 500
-        drawn.extend(corpus.index.rows(batch.pieces).tolist())
-        tokens = np.bincount(of_piece[drawn], weights=corpus.pieces.length[drawn])
+        drawn.extend(corpus.index.rows(batch.samples).tolist())
+        tokens = np.bincount(of_sample[drawn], weights=corpus.samples.length[drawn])
         assert abs(tokens[0] - 0.25 * tokens.sum()) <= 2 * 100
     # Each source on its own passes through its epochs in the order of (seed, epoch, source).
     for source in (0, 1):
-        own = np.flatnonzero(of_piece == source)
-        passed = np.array([piece for piece in drawn if of_piece[piece] == source])
+        own = np.flatnonzero(of_sample == source)
+        passed = np.array([sample for sample in drawn if of_sample[sample] == source])
         assert len(passed) > len(own)
         expected = np.concatenate([own[epoch_order(len(own), 1234, epoch, source)] for epoch in range(20)])
         assert np.array_equal(passed, expected[: len(passed)])
@@ -55,10 +55,10 @@ def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
     for _ in range(7):
         sampler.next_batch()
     state = sampler.state_dict()
-    expected = [sampler.next_batch().pieces.tolist() for _ in range(20)]
+    expected = [sampler.next_batch().samples.tolist() for _ in range(20)]
     resumed = make_sampler(corpus.index, settings)
     resumed.load_state_dict(state)
-    assert [resumed.next_batch().pieces.tolist() for _ in range(20)] == expected
+    assert [resumed.next_batch().samples.tolist() for _ in range(20)] == expected
     other = make_sampler(corpus.index, replace(settings, weights=(0.5, 0.5)))
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has \[0.5, 0.5\]"):
         other.load_state_dict(state)
@@ -87,22 +87,22 @@ def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch
     batches: list[list[int]] = []
     states = [sampler.state_dict()]
     while states[-1]["sources"][0]["epoch"] == 0:
-        batches.append(sampler.next_batch().pieces.tolist())
+        batches.append(sampler.next_batch().samples.tolist())
         states.append(sampler.state_dict())
-    drawn = [piece for batch in batches for piece in batch]
+    drawn = [sample for batch in batches for sample in batch]
     assert {state["sources"][0]["window"] for state in states} == {0, 1}
     assert {state["sources"][1]["window"] for state in states} == {0}
     assert states[-1]["sources"][1]["epoch"] > 1
     source = corpus.index.part_sources
     for number in (0, 1):
-        own = [piece for piece in corpus.all_pieces.tolist() if source[piece >> 32] == number]
-        passed = [piece for piece in drawn if source[piece >> 32] == number]
+        own = [sample for sample in corpus.all_samples.tolist() if source[sample >> 32] == number]
+        passed = [sample for sample in drawn if source[sample >> 32] == number]
         assert len(passed) > len(own)
         for epoch in range(len(passed) // len(own)):
             assert sorted(passed[epoch * len(own) : (epoch + 1) * len(own)]) == own
     middle = len(batches) // 2
     resumed = make_sampler(corpus.index, settings, states[middle])
-    assert [resumed.next_batch().pieces.tolist() for _ in batches[middle:]] == batches[middle:]
+    assert [resumed.next_batch().samples.tolist() for _ in batches[middle:]] == batches[middle:]
     with pytest.raises(CheckpointError, match="data shuffle_window 1 MiB, this run has everything"):
         make_sampler(corpus.index, replace(settings, shuffle_window_mib=2), states[middle])
 

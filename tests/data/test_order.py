@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bytescale.common.errors import CheckpointError, DataError
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch
-from bytescale.data.order.epoch import MIB, PieceStream, epoch_order
+from bytescale.data.order.epoch import MIB, SampleStream, epoch_order
 from bytescale.data.tokens.shards import PartContent
 from tests.data.support import PartsAtHand, memory_corpus, read_whole
 
@@ -54,7 +54,7 @@ def batches(corpus: Corpus, count: int, window_mib: int, state: dict | None = No
 
 
 def names(drawn: Sequence[GlobalBatch]) -> list[list[int]]:
-    return [batch.pieces.tolist() for batch in drawn]
+    return [batch.samples.tolist() for batch in drawn]
 
 
 @given(lengths=LENGTHS, num_parts=st.integers(1, 7), window_mib=st.integers(1, 30), epoch=st.integers(0, 3))
@@ -62,7 +62,7 @@ def test_the_windows_of_an_epoch_are_all_parts_once(
     lengths: list[int], num_parts: int, window_mib: int, epoch: int
 ) -> None:
     corpus = memory_corpus(lengths, 20, num_parts=min(num_parts, len(lengths)), part_mib=4)
-    stream = PieceStream(corpus.index, np.arange(corpus.index.num_parts), window_mib, seed=3)
+    stream = SampleStream(corpus.index, np.arange(corpus.index.num_parts), window_mib, seed=3)
     windows = stream.windows(epoch)
     assert sorted(np.concatenate(windows).tolist()) == list(range(corpus.index.num_parts))
     sizes = [int(corpus.index.part_bytes[window].sum()) for window in windows]
@@ -75,21 +75,21 @@ def test_the_windows_of_an_epoch_are_all_parts_once(
 
 
 @given(lengths=LENGTHS, num_parts=st.integers(1, 7), window_mib=st.integers(1, 30))
-def test_every_epoch_is_every_piece_once_window_by_window(lengths: list[int], num_parts: int, window_mib: int) -> None:
+def test_every_epoch_is_every_sample_once_window_by_window(lengths: list[int], num_parts: int, window_mib: int) -> None:
     """Against the slow way: windows one after the other, each in the order of its own draws."""
     corpus = memory_corpus(lengths, 20, num_parts=min(num_parts, len(lengths)), part_mib=4)
-    stream = PieceStream(corpus.index, np.arange(corpus.index.num_parts), window_mib, seed=1)
+    stream = SampleStream(corpus.index, np.arange(corpus.index.num_parts), window_mib, seed=1)
     expected: list[int] = []
     for epoch in range(3):
         windows = stream.windows(epoch)
         for number, parts in enumerate(windows):
-            pieces = [piece for piece in corpus.all_pieces.tolist() if piece >> 32 in parts]
+            samples = [sample for sample in corpus.all_samples.tolist() if sample >> 32 in parts]
             draws = (3, number) if stream.is_windowed else ()
-            expected.extend(pieces[place] for place in epoch_order(len(pieces), 1, epoch, *draws))
+            expected.extend(samples[place] for place in epoch_order(len(samples), 1, epoch, *draws))
     drawn: list[int] = []
     sampler = BatchSampler(corpus.index, 25, 1, window_mib=window_mib)
     while len(drawn) < len(expected):
-        drawn.extend(sampler.next_batch().pieces.tolist())
+        drawn.extend(sampler.next_batch().samples.tolist())
     assert drawn[: len(expected)] == expected
     assert set(Counter(expected).values()) == {3}
 
@@ -118,8 +118,8 @@ def test_the_order_does_not_depend_on_what_was_read_when(
         assert mine.num_targets.tolist() == other.num_targets.tolist()
     # The tokens too, whatever was read first.
     for corpus, batch in ((as_needed, given_batches[-1]), (resumed, rest[-1])):
-        tokens, labels = read_whole(corpus, batch.pieces)
-        same = read_whole(at_once, batch.pieces)
+        tokens, labels = read_whole(corpus, batch.samples)
+        same = read_whole(at_once, batch.samples)
         assert np.array_equal(tokens, same[0])
         assert np.array_equal(labels, same[1])
 
@@ -127,13 +127,13 @@ def test_the_order_does_not_depend_on_what_was_read_when(
 def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     corpus, parts = later([5] * 40, num_parts=8)
     sampler = BatchSampler(corpus.index, 25, 1, window_mib=8)
-    windows = PieceStream(corpus.index, np.arange(8), 8, 1).windows(0)
+    windows = SampleStream(corpus.index, np.arange(8), 8, 1).windows(0)
     assert [len(window) for window in windows] == [2, 2, 2, 2]
     assert parts.found == windows[0].tolist()
     assert parts.expected == windows[1].tolist()
     assert corpus.index.metadata.num_parts_read == 2
     assert corpus.index.metadata.num_tokens == 50
-    sampler.next_batch()  # 5 of the 10 pieces
+    sampler.next_batch()  # 5 of the 10 samples
     assert parts.found == windows[0].tolist()
     sampler.next_batch()
     assert parts.found == [*windows[0], *windows[1]]
@@ -153,18 +153,18 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     bins=st.lists(st.integers(1, 9), min_size=1, max_size=30),
     part_mib=st.sampled_from([4, 2**30]),
 )
-def test_pieces_of_bins_are_dealt_to_the_windows(text: list[int], bins: list[int], part_mib: int) -> None:
+def test_samples_of_bins_are_dealt_to_the_windows(text: list[int], bins: list[int], part_mib: int) -> None:
     """All of them once an epoch, about as many to a window as its share of the text; also of petabytes of it."""
     corpus = memory_corpus([*text, *bins], 20, num_parts=4, part_mib=part_mib, num_bins=1)
-    of_bins = set(corpus.index.pieces_of([4]).tolist())
-    stream = PieceStream(corpus.index, np.arange(5), window_mib=2 * part_mib, seed=1)
+    of_bins = set(corpus.index.samples_of([4]).tolist())
+    stream = SampleStream(corpus.index, np.arange(5), window_mib=2 * part_mib, seed=1)
     for epoch in range(2):
         seen: list[int] = []
         for window, parts in enumerate(stream.windows(epoch)):
-            wanted = corpus.index.pieces_of(parts.tolist())
+            wanted = corpus.index.samples_of(parts.tolist())
             stream._load(epoch, window, stream.windows(epoch))
-            own = set(stream.pieces.tolist()) & of_bins
-            assert set(stream.pieces.tolist()) == set(wanted.tolist()) | own
+            own = set(stream.samples.tolist()) & of_bins
+            assert set(stream.samples.tolist()) == set(wanted.tolist()) | own
             assert abs(len(own) - len(of_bins) * len(parts) / 4) <= 1
             seen.extend(own)
         assert len(stream.windows(epoch)) == 2
@@ -176,13 +176,13 @@ def test_one_part_that_holds_anything_is_found_wherever_it_comes(seed: int, plac
     lengths = [3 if part == place else 0 for part in range(6)]
     corpus = memory_corpus(lengths, 20, num_parts=6, part_mib=4)
     sampler = BatchSampler(corpus.index, 3, seed, window_mib=4)
-    assert [sampler.next_batch().pieces.tolist() for _ in range(5)] == [[place << 32]] * 5
+    assert [sampler.next_batch().samples.tolist() for _ in range(5)] == [[place << 32]] * 5
 
 
-def test_windows_without_a_piece_are_passed_over() -> None:
+def test_windows_without_a_sample_are_passed_over() -> None:
     corpus = memory_corpus([0, 0, 3, 0, 0, 4], 20, num_parts=6, part_mib=4)
-    drawn = np.concatenate([batch.pieces for batch in batches(corpus, 4, window_mib=4)])
-    assert Counter(drawn.tolist()).keys() == set(corpus.all_pieces.tolist())
+    drawn = np.concatenate([batch.samples for batch in batches(corpus, 4, window_mib=4)])
+    assert Counter(drawn.tolist()).keys() == set(corpus.all_samples.tolist())
 
 
 def test_a_corpus_of_which_nothing_is_left_is_found_out_when_all_was_read() -> None:

@@ -40,7 +40,7 @@ def blocks_of(tmp_path: Path) -> list[int]:
 
 
 def read(corpus: Corpus, row: int) -> list[int]:
-    tokens, labels = read_whole(corpus, corpus.all_pieces[[row]])
+    tokens, labels = read_whole(corpus, corpus.all_samples[[row]])
     return [*tokens.tolist(), *labels.tolist()]
 
 
@@ -53,8 +53,8 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, base: str) -> None:
     assert not list((tmp_path / "cache").rglob("*.bin"))
     row = 20
     assert read(there, row) == read(here, row)
-    first = int(here.pieces.start[row])
-    assert blocks_of(tmp_path) == sorted({first // 64, (first + int(here.pieces.length[row]) - 1) // 64})
+    first = int(here.samples.start[row])
+    assert blocks_of(tmp_path) == sorted({first // 64, (first + int(here.samples.length[row]) - 1) // 64})
     # All of it, in another process that finds the blocks: a file system that is asked for none of them.
     assert [read(there, row) for row in range(40)] == [read(here, row) for row in range(40)]
     assert blocks_of(tmp_path) == list(range(16))

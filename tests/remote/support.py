@@ -115,7 +115,7 @@ def assert_same_data(ours: StepData, theirs: StepData) -> None:
     assert ours.summary == theirs.summary
     assert ours.sampler_state_after == theirs.sampler_state_after
     for mine, other in zip(ours.micro_batches, theirs.micro_batches, strict=True):
-        for name in ("tokens", "labels", "position_ids", "segment_pieces"):
+        for name in ("tokens", "labels", "position_ids", "segment_samples"):
             left, right = getattr(mine, name), getattr(other, name)
             assert left.dtype == right.dtype
             assert np.array_equal(left, right), name

@@ -125,7 +125,7 @@ def test_a_rank_receives_its_own_slices_and_no_more(tmp_path: Path, corpus: int)
         for ranks in take_steps(opened, 5)[0]:
             for data in ranks:
                 num_tokens = sum(len(micro_batch.tokens) for micro_batch in data.micro_batches)
-                num_segments = sum(len(micro_batch.segment_pieces) for micro_batch in data.micro_batches)
+                num_segments = sum(len(micro_batch.segment_samples) for micro_batch in data.micro_batches)
                 # 4 bytes a token; each segment may bring the one token behind it, its last label.
                 assert 4 * num_tokens <= data.times.bytes_read <= 4 * (num_tokens + num_segments)
                 assert data.times.bytes_received > data.times.bytes_read
@@ -148,9 +148,9 @@ def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
                 if step in (3, 6):
                     break
     # The first epoch is every token once. The last batches went on into the second: as far as the state says.
-    pieces = prepare_corpus(numbered_config(tmp_path)).pieces
-    begun = epoch_order(pieces.num_pieces, state["shuffle_seed"], 1)[: state["position"]]
-    again = [range(pieces.start[piece], pieces.start[piece] + pieces.length[piece]) for piece in begun]
+    samples = prepare_corpus(numbered_config(tmp_path)).samples
+    begun = epoch_order(samples.num_samples, state["shuffle_seed"], 1)[: state["position"]]
+    again = [range(samples.start[sample], samples.start[sample] + samples.length[sample]) for sample in begun]
     assert state["epoch"] == 1
     assert counts == Counter(range(corpus)) + Counter(token for tokens in again for token in tokens)
 

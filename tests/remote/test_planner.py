@@ -124,16 +124,18 @@ def test_what_is_cut_for_ranks_is_the_batch_once(tmp_path: Path, corpus: Corpus,
     for rank in range(num_ranks):
         data, table = planned.part_of(rank)
         assert data.rank_plan.digest == planned.plan.digest()
-        for place, count, piece, labels in zip(table.places, table.counts, table.pieces, table.num_labels, strict=True):
+        for place, count, sample, labels in zip(
+            table.places, table.counts, table.samples, table.num_labels, strict=True
+        ):
             tokens = np.arange(place, place + count)  # of a numbered corpus: token ids are places
             assert np.array_equal(corpus.parts[0][place : place + count], tokens)
-            last = corpus.pieces.start[piece] + corpus.pieces.num_targets[piece]
+            last = corpus.samples.start[sample] + corpus.samples.num_targets[sample]
             assert labels == np.count_nonzero(tokens < last)
             seen.append(tokens)
     batch = planned.batch
     wanted = [
         np.arange(start, start + length)
-        for start, length in zip(corpus.pieces.start[batch.pieces], batch.lengths, strict=True)
+        for start, length in zip(corpus.samples.start[batch.samples], batch.lengths, strict=True)
     ]
     assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(np.concatenate(wanted)))
 

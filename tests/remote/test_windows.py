@@ -18,7 +18,7 @@ from bytescale.common.errors import CheckpointError, DataError
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import plan_shards, prepare_corpus
 from bytescale.data.loading.loader import StepData
-from bytescale.data.order.epoch import PieceStream
+from bytescale.data.order.epoch import SampleStream
 from bytescale.data.remote.remote_feed import RemoteFeed
 from bytescale.data.tokens import shards
 from tests.data.support import write_jsonl
@@ -45,11 +45,11 @@ def num_tokenised(folder: Path) -> int:
     return len(list((folder / "cache/tokens").rglob("*.idx")))
 
 
-def pieces_of(steps: list[list[StepData]]) -> list[int]:
-    """Pieces that somebody was given something of, step by step."""
+def samples_of(steps: list[list[StepData]]) -> list[int]:
+    """Samples that somebody was given something of, step by step."""
     found = []
     for ranks in steps:
-        segments = [mb.segment_pieces for data in ranks for mb in data.micro_batches]
+        segments = [mb.segment_samples for data in ranks for mb in data.micro_batches]
         found.extend(np.unique(np.concatenate(segments)).tolist())
     return found
 
@@ -105,18 +105,18 @@ def test_an_epoch_of_windows_through_kills_and_over_other_ranks(tmp_path: Path, 
         for ours, theirs in zip(steps, expected, strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 assert_same_data(mine, other)
-        taken.extend(pieces_of(steps))
+        taken.extend(samples_of(steps))
         state = after
     corpus = prepare_corpus(config)
     assert state is not None
     assert state["epoch"] == 1
-    # Every piece once, and again what the second epoch has begun with.
-    stream = PieceStream(corpus.index, np.arange(NUM_SHARDS), 1, config.shuffle_seed)
+    # Every sample once, and again what the second epoch has begun with.
+    stream = SampleStream(corpus.index, np.arange(NUM_SHARDS), 1, config.shuffle_seed)
     begun: list[int] = []
     for window in range(state["window"] + 1):
         stream.enter(1, window)
-        begun.extend(stream.pieces[: state["position"] if window == state["window"] else None].tolist())
-    assert Counter(taken) == Counter(corpus.all_pieces.tolist()) + Counter(begun)
+        begun.extend(stream.samples[: state["position"] if window == state["window"] else None].tolist())
+    assert Counter(taken) == Counter(corpus.all_samples.tolist()) + Counter(begun)
 
 
 @pytest.mark.exhaustive
@@ -143,7 +143,7 @@ def test_a_step_may_wait_for_its_text_for_longer_than_an_answer_may_take(
     """Servers that take their time for the second window: the run says what it waits for, and goes on."""
     hurried = replace(config, answer_seconds=20.0)
     index = prepare_corpus(replace(config, cache_dir=str(tmp_path / "elsewhere"))).index
-    first, second, *_ = PieceStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
+    first, second, *_ = SampleStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
     names = [shard.name for shard in plan_shards(config)[0]]
     steps_of_first = int(index.part_bytes[first].sum() / index.part_bytes.sum() * 80)
     go_on = tmp_path / "go-on"
@@ -183,7 +183,7 @@ def test_a_file_that_is_broken_ends_the_run_on_all_ranks_when_its_window_comes(
 ) -> None:
     """And one that was broken only when it was expected, which nobody needed then, does not."""
     index = prepare_corpus(replace(config, cache_dir=str(tmp_path / "elsewhere"))).index
-    windows = PieceStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
+    windows = SampleStream(index, np.arange(NUM_SHARDS), 1, config.shuffle_seed).windows(0)
     paths = [shard.units[0].files[0].path for shard in plan_shards(config)[0]]
     passing, lasting = paths[windows[1][0]], paths[windows[2][0]]
     whole = {path: path.read_bytes() for path in (passing, lasting)}

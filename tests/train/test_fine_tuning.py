@@ -68,8 +68,8 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     model.initialise(config.trainer.seed)
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}
     sums, weighed = [], []
-    for piece in batch.pieces.tolist():
-        tokens = torch.as_tensor(read_whole(corpus, [piece])[0].astype(np.int64))
+    for sample in batch.samples.tolist():
+        tokens = torch.as_tensor(read_whole(corpus, [sample])[0].astype(np.int64))
         found, labels = by_tokens[tuple(tokens.tolist())]
         weights = torch.tensor(found, dtype=torch.float64)[1:]
         hidden = model(tokens, torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)]))
@@ -167,7 +167,7 @@ def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str)
 
     corpus = prepare_corpus(config.data)
     batch = make_sampler(corpus.index, config.data).next_batch()
-    drawn = {tuple(read_whole(corpus, [piece])[0].tolist()) for piece in batch.pieces.tolist()}
+    drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.tolist()}
     tokenizer = TRANSFORMERS.AutoTokenizer.from_pretrained(folder)
     model = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     losses_of = []

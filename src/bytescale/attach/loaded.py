@@ -97,7 +97,7 @@ def _rank_batch(data: StepData, fields: Sequence[str], dtype: torch.dtype) -> Ra
     """What a loader has read, as rows of every field. Weights are fp32, or fp64 for a model in fp64."""
     wide = torch.promote_types(dtype, torch.float32)
     nothing = MicroBatchData(
-        tokens=_NO_TOKENS, labels=_NO_TOKENS, position_ids=_NO_TOKENS, segment_pieces=_NO_TOKENS,
+        tokens=_NO_TOKENS, labels=_NO_TOKENS, position_ids=_NO_TOKENS, segment_samples=_NO_TOKENS,
         fields={name: np.zeros(0, np.float32) for name in fields},
     )  # fmt: skip
     return RankBatch(

@@ -172,9 +172,9 @@ def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: 
             so="the rows of the output would not be those of the input",
             fix="delete them from the sources",
         )
-    longest = int(corpus.pieces.length.max())
+    longest = int(corpus.samples.length.max())
     if longest > num_ranks * capacity_tokens:
-        place = place_of_document(data, int(corpus.pieces.document[corpus.pieces.length.argmax()]))
+        place = place_of_document(data, int(corpus.samples.document[corpus.samples.length.argmax()]))
         raise DataError(
             f"{place}: the document has {longest} tokens, but {num_ranks} ranks of {capacity_tokens} "
             f"tokens hold {num_ranks * capacity_tokens}",

@@ -225,9 +225,9 @@ def audit_command(config: AuditConfig) -> int:
 
 
 def document_lengths(corpus: Corpus) -> IntArray:
-    """Return ``[D]`` the tokens of each document of a corpus, whether or not its documents were split into pieces."""
-    _, first = np.unique(corpus.pieces.document, return_index=True)
-    return np.add.reduceat(corpus.pieces.length, first)
+    """Return ``[D]`` the tokens of each document of a corpus, whether or not its documents were split into samples."""
+    _, first = np.unique(corpus.samples.document, return_index=True)
+    return np.add.reduceat(corpus.samples.length, first)
 
 
 def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:

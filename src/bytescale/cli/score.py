@@ -133,7 +133,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
             say=print if ranks.is_first else lambda line: None,
         )
         if ranks.is_first:
-            print(f"{corpus.metadata.num_pieces} documents, {corpus.metadata.num_tokens} tokens -> {options.out}")
+            print(f"{corpus.metadata.num_samples} documents, {corpus.metadata.num_tokens} tokens -> {options.out}")
 
 
 def load_model(folder: str, dtype: Any) -> Any:

@@ -36,7 +36,7 @@ class TokenRun:
 
 def runs_of_documents(corpus: Corpus, most_documents: int) -> list[TokenRun]:
     """Return the runs of the first documents. The first token of a document, which nothing predicts, has weight 0."""
-    shown = GlobalBatch.of(corpus.index, corpus.all_pieces[:most_documents], step=0, epoch=0, ends_epoch=False)
+    shown = GlobalBatch.of(corpus.index, corpus.all_samples[:most_documents], step=0, epoch=0, ends_epoch=False)
     return [run for number, one in enumerate(corpus.documents(shown)) for run in _runs(corpus, number, one)]
 
 

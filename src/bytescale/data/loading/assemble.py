@@ -1,7 +1,7 @@
 """From ranges of tokens to the data of micro-batches: labels, weights and fields. Both loaders do it here.
 
 A *slice* is a range of tokens of one part of the corpus, with those fields that the part has. A loader of this process
-slices memory maps, and servers send slices. In identifiers a sample is called a *piece* (``data.order.pieces``).
+slices memory maps, and servers send slices.
 Letters: P segments of all micro-batches of a rank, in their order; T tokens.
 """
 
@@ -29,7 +29,7 @@ class MicroBatchData:
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or what its record names; or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
-    segment_pieces: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.pieces_of)
+    segment_samples: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.samples_of)
     weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
     fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """``[T]`` by name, those of ``data.fields``: the number of the token that each label stands for, 0 without one."""
@@ -39,7 +39,7 @@ class MicroBatchData:
 class Segments:
     """Where the tokens of segments lie in the corpus."""
 
-    pieces: IntArray  # [P] name of the sample that the segment is cut from
+    samples: IntArray  # [P] name of the sample that the segment is cut from
     parts: IntArray  # [P] part of the corpus that holds it
     places: IntArray  # [P] its first token inside the part
     counts: IntArray  # [P] its number of tokens
@@ -68,7 +68,7 @@ class Segments:
     ) -> Segments:
         """Return tokens ``starts[i]`` to ``stops[i] - 1`` of ``sequences[i]`` of ``batch``."""
         return Segments(
-            pieces=batch.pieces[sequences],
+            samples=batch.samples[sequences],
             parts=batch.parts[sequences],
             places=batch.places[sequences] + starts,
             counts=stops - starts,
@@ -138,7 +138,7 @@ def assemble(
                 tokens=tokens[token:stop],
                 labels=labels[token:stop],
                 position_ids=micro_batch.position_ids(),
-                segment_pieces=segments.pieces[segment : segment + num_segments],
+                segment_samples=segments.samples[segment : segment + num_segments],
                 weights=None if scaled is None else scaled[token:stop],
                 fields={name: values[token:stop] for name, values in found.items()},
             )

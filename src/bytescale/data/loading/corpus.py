@@ -1,7 +1,5 @@
 """The corpus: the tokens on disk of everything that ``[data]`` names, and the samples to train on.
 
-(In identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.)
-
 The launcher and every rank may call ``prepare_corpus`` at the same time. The first caller does the work; the others
 wait for it and open what it wrote.
 """
@@ -27,7 +25,7 @@ from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
 from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
-from bytescale.data.order.pieces import PieceTable
+from bytescale.data.order.samples import SampleTable
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
@@ -54,9 +52,9 @@ class Corpus:
     """Ends the threads that tokenise in the background."""
 
     @property
-    def pieces(self) -> PieceTable:
+    def samples(self) -> SampleTable:
         """The samples of the parts read so far, in the order of reading."""
-        return self.index.pieces
+        return self.index.samples
 
     @property
     def metadata(self) -> CorpusMetadata:
@@ -94,9 +92,9 @@ class Corpus:
         return self.parts.slices(segments.parts, segments.places, segments.ranges)
 
     @property
-    def all_pieces(self) -> IntArray:
+    def all_samples(self) -> IntArray:
         """``[P]`` names of all samples, ordered by the number of their part."""
-        return self.index.pieces_of(range(self.index.num_parts))
+        return self.index.samples_of(range(self.index.num_parts))
 
 
 def prepare_corpus(

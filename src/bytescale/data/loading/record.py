@@ -58,10 +58,10 @@ def segments_of(data: StepData) -> IntArray:
     rows = []
     for wanted, given in zip(data.rank_plan.micro_batches, data.micro_batches, strict=True):
         ends = np.cumsum(wanted.segment_stops - wanted.segment_starts)
-        columns = (given.segment_pieces, wanted.segment_starts, wanted.segment_stops, ends)
-        for piece, start, stop, end in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (given.segment_samples, wanted.segment_starts, wanted.segment_stops, ends)
+        for sample, start, stop, end in zip(*(column.tolist() for column in columns), strict=True):
             if stop > start:
-                rows.append((piece, start, stop, _checksum(given.tokens[end - (stop - start) : end])))
+                rows.append((sample, start, stop, _checksum(given.tokens[end - (stop - start) : end])))
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
@@ -132,21 +132,21 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
             config = replace(config, batch_tokens=batch_size)
             sampler = make_sampler(corpus.index, config, sampler.state_dict())
         batch = sampler.next_batch()
-        pieces, starts, stops, checksums = segments.T
-        rows = corpus.index.rows(pieces)
-        base = corpus.pieces.start[rows]
+        samples, starts, stops, checksums = segments.T
+        rows = corpus.index.rows(samples)
+        base = corpus.samples.start[rows]
         given = _coverage(base + starts, base + stops)
-        wanted_starts = corpus.pieces.start[corpus.index.rows(batch.pieces)]
+        wanted_starts = corpus.samples.start[corpus.index.rows(batch.samples)]
         wanted = _coverage(wanted_starts, wanted_starts + batch.lengths)
         if not np.array_equal(given, wanted):
             count, batch_tokens = int((stops - starts).sum()), batch.num_tokens
             raise _wrong(
                 step, f"its ranks were given {count} tokens, which are not exactly the {batch_tokens} of its batch"
             )
-        parts, places = corpus.index.locate(pieces)
+        parts, places = corpus.index.locate(samples)
         for row, (tokens, _) in enumerate(corpus.parts.slices(parts, places + starts, stops - starts)):
             if _checksum(tokens) != checksums[row]:
-                document = int(corpus.pieces.document[rows[row]])
+                document = int(corpus.samples.document[rows[row]])
                 raise _wrong(step, f"tokens {starts[row]} to {stops[row]} of a sample of document {document} differ")
         num_tokens += batch.num_tokens
     attempts = len(list(folder.glob("attempt-*")))

@@ -1,7 +1,7 @@
 """Decides which samples make up which global batch.
 
-The decision depends on the corpus, the seed and the token budget. It never depends on the number of ranks. (In
-identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.)
+The decision depends on the corpus, the seed and the token budget. It never depends on the number of ranks. A
+sample is a document, or a part of one (``data.order.samples``).
 
 Epoch ``e`` reads the samples in an order that depends on (seed, ``e``) alone (``data.order.epoch``). The epochs form
 one endless stream of samples. A batch takes whole samples from the stream until the next one would exceed the budget.
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config.schema import DataConfig, LossPer
-from bytescale.data.order.epoch import EVERYTHING, PieceStream
+from bytescale.data.order.epoch import EVERYTHING, SampleStream
 from bytescale.data.order.index import CorpusIndex
 
 SamplerState = dict[str, Any]
@@ -49,7 +49,7 @@ class GlobalBatch:
     """Number of the batch, from 0."""
     epoch: int
     """Epoch of the first sequence."""
-    pieces: IntArray  # [S] names of the samples in the corpus (CorpusIndex.pieces_of)
+    samples: IntArray  # [S] names of the samples in the corpus (CorpusIndex.samples_of)
     parts: IntArray  # [S] part of the corpus that holds each
     places: IntArray  # [S] its first token inside the part
     lengths: IntArray  # [S] tokens
@@ -60,26 +60,26 @@ class GlobalBatch:
     weight_sums: NDArray[np.float64]  # [S] sums of the absolute weights of labels
 
     @staticmethod
-    def of(index: CorpusIndex, pieces: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
-        """Return the batch of ``pieces``, whose parts must have been read."""
-        rows = index.rows(pieces)
-        parts, places = index.locate(pieces)
+    def of(index: CorpusIndex, samples: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
+        """Return the batch of ``samples``, whose parts must have been read."""
+        rows = index.rows(samples)
+        parts, places = index.locate(samples)
         return GlobalBatch(
             step=step,
             epoch=epoch,
-            pieces=pieces,
+            samples=samples,
             parts=parts,
             places=places,
-            lengths=index.pieces.length[rows],
-            num_targets=index.pieces.num_targets[rows],
+            lengths=index.samples.length[rows],
+            num_targets=index.samples.num_targets[rows],
             ends_epoch=ends_epoch,
-            num_trained=index.pieces.num_trained[rows],
-            weight_sums=index.pieces.weight_sums[rows],
+            num_trained=index.samples.num_trained[rows],
+            weight_sums=index.samples.weight_sums[rows],
         )
 
     @property
     def num_sequences(self) -> int:
-        return len(self.pieces)
+        return len(self.samples)
 
     @property
     def num_tokens(self) -> int:
@@ -110,11 +110,11 @@ def check_drawable(index: CorpusIndex, batch_tokens: int, shuffle_seed: int) -> 
     Samples of parts that have not been read yet need no check here: no sample is longer than the context, and the
     validation of the configuration has compared the context with the budget.
     """
-    longest = int(index.pieces.length.max(initial=0))
+    longest = int(index.samples.length.max(initial=0))
     if longest > batch_tokens:
-        piece = int(index.pieces.length.argmax())
+        sample = int(index.samples.length.argmax())
         raise ConfigError(
-            f"document {index.pieces.document[piece]} has a sequence of {longest} tokens, more than "
+            f"document {index.samples.document[sample]} has a sequence of {longest} tokens, more than "
             f"data.batch_tokens = {batch_tokens}",
             so="it would fit in no global batch",
             fix=f"raise data.batch_tokens to at least {longest}, or lower data.context_length",
@@ -162,7 +162,7 @@ def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | N
 class _Source:
     """A stream of samples, and the number of tokens drawn from it."""
 
-    def __init__(self, stream: PieceStream, weight: float) -> None:
+    def __init__(self, stream: SampleStream, weight: float) -> None:
         self.stream = stream
         self._weight = weight
         self._num_tokens = 0
@@ -184,10 +184,10 @@ class _Source:
         else:
             tokens_before = stream.tokens_before[first : first + at_most + 1]
             count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
-        pieces = stream.pieces[first : first + count]
+        samples = stream.samples[first : first + count]
         num_tokens = int(stream.tokens_before[first + count] - stream.tokens_before[first])
         self._num_tokens += num_tokens
-        return pieces, num_tokens, stream.take(first + count)
+        return samples, num_tokens, stream.take(first + count)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.stream.state_dict(), "tokens": self._num_tokens}
@@ -235,9 +235,9 @@ class BatchSampler:
         self._weights = list(weights) or None
         self._step = 0
         parts = [np.flatnonzero(index.part_sources == number) for number in range(len(weights))]
-        streams = [PieceStream(index, own, window_mib, shuffle_seed, number) for number, own in enumerate(parts)]
+        streams = [SampleStream(index, own, window_mib, shuffle_seed, number) for number, own in enumerate(parts)]
         if self._weights is None:
-            streams = [PieceStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)]
+            streams = [SampleStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)]
         self._sources = [_Source(*pair) for pair in zip(streams, self._weights or [1.0], strict=True)]
         if state is None:
             self._require_first([None] * len(streams))
@@ -252,22 +252,22 @@ class BatchSampler:
         return self._step
 
     def next_batch(self) -> GlobalBatch:
-        """Draw the next global batch, which holds at least one sequence. Raises as ``PieceStream.enter``."""
+        """Draw the next global batch, which holds at least one sequence. Raises as ``SampleStream.enter``."""
         first_epoch = min(source.stream.epoch for source in self._sources)
         at_most = 1 if len(self._sources) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[IntArray] = []
         budget, ends_epoch = self._batch_tokens, False
         while True:
             source = min(self._sources, key=_PROGRESS)
-            pieces, num_tokens, epoch_ended = source.draw(budget, at_most)
-            if not len(pieces):
+            samples, num_tokens, epoch_ended = source.draw(budget, at_most)
+            if not len(samples):
                 break
-            drawn.append(pieces)
+            drawn.append(samples)
             budget -= num_tokens
             ends_epoch |= epoch_ended
         self._step += 1
-        pieces = np.concatenate(drawn)
-        return GlobalBatch.of(self._index, pieces, step=self._step - 1, epoch=first_epoch, ends_epoch=ends_epoch)
+        samples = np.concatenate(drawn)
+        return GlobalBatch.of(self._index, samples, step=self._step - 1, epoch=first_epoch, ends_epoch=ends_epoch)
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
@@ -288,7 +288,7 @@ class BatchSampler:
 
         Raises:
             CheckpointError: the state belongs to another corpus, context, over-length policy, order or mixture.
-            DataError: as ``PieceStream.enter``.
+            DataError: as ``SampleStream.enter``.
         """
         check_same("corpus", state, self._index.fingerprint, "the files, tokenizer, context_length, over_length")
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
@@ -323,11 +323,11 @@ def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]
     """
     # The index lists .bin files of all sources behind the text of all sources.
     parts = np.argsort(index.part_sources, kind="stable")
-    pieces = index.pieces_of(parts.tolist())
-    before = np.concatenate([[0], np.cumsum(index.pieces.length[index.rows(pieces)])])
+    samples = index.samples_of(parts.tolist())
+    before = np.concatenate([[0], np.cumsum(index.samples.length[index.rows(samples)])])
     start = step = 0
-    while start < len(pieces):
+    while start < len(samples):
         stop = int(np.searchsorted(before, before[start] + batch_tokens, side="right")) - 1
         stop = max(stop, start + 1)
-        yield GlobalBatch.of(index, pieces[start:stop], step=step, epoch=0, ends_epoch=stop == len(pieces))
+        yield GlobalBatch.of(index, samples[start:stop], step=step, epoch=0, ends_epoch=stop == len(samples))
         start, step = stop, step + 1

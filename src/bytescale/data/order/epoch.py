@@ -1,7 +1,5 @@
 """The order of the samples in an epoch. It depends on the corpus, the seed and the epoch, never on the ranks.
 
-(In identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.)
-
 If the text of the corpus fits in one *window* (``data.shuffle_window_mib``), all samples of an epoch are shuffled
 together. If the text is larger, an epoch goes through it window by window:
 
@@ -32,17 +30,17 @@ EVERYTHING = "everything"
 _DRAW_OF_BINS, _DRAW_OF_PARTS, _DRAW_OF_WINDOW = 1, 2, 3
 
 
-def epoch_order(num_pieces: int, seed: int, epoch: int, *stream: int) -> IntArray:
-    """Return the permutation of one epoch, int64 ``[num_pieces]``. Numbers in ``stream`` give independent ones.
+def epoch_order(num_samples: int, seed: int, epoch: int, *stream: int) -> IntArray:
+    """Return the permutation of one epoch, int64 ``[num_samples]``. Numbers in ``stream`` give independent ones.
 
     The permutation sorts raw 64-bit draws. NumPy promises that its bit streams and ``SeedSequence`` never change, but
     makes no such promise for ``Generator.permutation``, and a resumed run may use another version of NumPy.
     """
-    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch, *stream))).random_raw(num_pieces)
+    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch, *stream))).random_raw(num_samples)
     return np.argsort(draws, kind="stable")
 
 
-class PieceStream:
+class SampleStream:
     """The samples of some parts, epoch after epoch, and a position, which is always in front of a sample."""
 
     def __init__(self, index: CorpusIndex, parts: IntArray, window_mib: int, seed: int, source: int | None = None):
@@ -65,10 +63,10 @@ class PieceStream:
         self._bins = parts[~index.is_text[parts]]
         self._window_bytes = window_mib * MIB
         self.epoch = self.window = self.position = 0
-        self.pieces = self.lengths = np.zeros(0, dtype=np.int64)  # [W] names and lengths of the window's samples
+        self.samples = self.lengths = np.zeros(0, dtype=np.int64)  # [W] names and lengths of the window's samples
         self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each sample
         self._content = ""
-        self._bins_shuffled = (-1, self.pieces)  # an epoch, and all samples of .bin files in the order of that epoch
+        self._bins_shuffled = (-1, self.samples)  # an epoch, and all samples of .bin files in the order of that epoch
 
     @property
     def is_windowed(self) -> bool:
@@ -103,7 +101,7 @@ class PieceStream:
             windows = self.windows(epoch)
             self._load(epoch, window, windows)
             self._expect(windows[window + 1 :], epoch + 1)
-            if len(self.pieces):
+            if len(self.samples):
                 return
             epoch, window = (epoch, window + 1) if window + 1 < len(windows) else (epoch + 1, 0)
             if epoch > last_epoch:
@@ -121,7 +119,7 @@ class PieceStream:
         Returns whether this ended the epoch.
         """
         self.position = stop
-        if stop < len(self.pieces):
+        if stop < len(self.samples):
             return False
         before = self.epoch
         last = self.window + 1 == len(self.windows(before))
@@ -151,8 +149,8 @@ class PieceStream:
                 so="sequences would be repeated or skipped",
                 fix="restore the files that data.sources had then, or start a new run",
             )
-        if not 0 <= position < len(self.pieces):
-            raise _outside(f"position {position}", f"{len(self.pieces)} sequences")
+        if not 0 <= position < len(self.samples):
+            raise _outside(f"position {position}", f"{len(self.samples)} sequences")
         self.position = position
 
     def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
@@ -171,20 +169,20 @@ class PieceStream:
         self._index.require(parts)
         if self.is_windowed:
             stream = (*self._stream, _DRAW_OF_WINDOW, window)
-            together = np.concatenate([self._index.pieces_of(parts), self._share_of_bins(epoch, window, windows)])
+            together = np.concatenate([self._index.samples_of(parts), self._share_of_bins(epoch, window, windows)])
         else:
             stream = self._stream
-            together = self._index.pieces_of(sorted((*parts, *self._bins.tolist())))  # in corpus order
+            together = self._index.samples_of(sorted((*parts, *self._bins.tolist())))  # in corpus order
         self.epoch, self.window, self.position = epoch, window, 0
-        self.pieces = together[epoch_order(len(together), self._seed, epoch, *stream)]
-        self.lengths = self._index.pieces.length[self._index.rows(self.pieces)]
+        self.samples = together[epoch_order(len(together), self._seed, epoch, *stream)]
+        self.lengths = self._index.samples.length[self._index.rows(self.samples)]
         self.tokens_before = np.concatenate([[0], np.cumsum(self.lengths)])
         self._content = self._index.content_hash(parts)
 
     def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
         """Return the samples of ``.bin`` files that a window gets: in proportion to its bytes of text."""
         if self._bins_shuffled[0] != epoch:
-            of_bins = self._index.pieces_of(self._bins.tolist())
+            of_bins = self._index.samples_of(self._bins.tolist())
             order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
             self._bins_shuffled = (epoch, of_bins[order])
         shuffled = self._bins_shuffled[1]

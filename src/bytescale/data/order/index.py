@@ -4,8 +4,6 @@ A corpus is a list of parts (``data.tokens.shards``). The list is known as soon 
 of a part are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be
 tokenised first. So the corpus index grows. Whoever needs the samples of a part calls ``require``, and may announce it
 earlier with ``expect``.
-
-In identifiers a sample is called a *piece*; ``data.order.pieces`` defines it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.pieces import GrowingPieces, PieceCounts, PieceTable, make_pieces
+from bytescale.data.order.samples import GrowingSamples, SampleCounts, SampleTable, make_samples
 from bytescale.data.tokens.metadata import TokenMetadata
 from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records, example_encoder
 from bytescale.data.tokens.tokenizer import Tokenizer
@@ -52,8 +50,8 @@ class CorpusMetadata:
     num_parts: int
     num_parts_read: int
     """The other parts are text that has not been tokenised yet. The counts below do not include them."""
-    counts: PieceCounts
-    num_pieces: int
+    counts: SampleCounts
+    num_samples: int
     num_tokens: int
     """Tokens of all samples, which is what an epoch trains on."""
     vocab_size: int
@@ -95,9 +93,9 @@ class CorpusIndex:
         self._known: dict[int, TokenMetadata] = {}  # metadata of the parts read so far, in the order of reading
         self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part read, counted over all parts read
         self._first_row = np.zeros(len(shards), dtype=np.int64)
-        self._num_pieces = np.zeros(len(shards), dtype=np.int64)
+        self._num_samples = np.zeros(len(shards), dtype=np.int64)
         self._num_tokens = self._num_documents = 0  # of all parts read, before any document was left out
-        self._counts = PieceCounts()
+        self._counts = SampleCounts()
         self.part_sources = np.array([shard.source for shard in shards], dtype=np.int64)
         """``[number of parts]`` place of each part's source in ``data.sources``."""
         self.is_text = np.array([shard.file is None for shard in shards], dtype=np.bool_)
@@ -108,15 +106,15 @@ class CorpusIndex:
         """Whether some of the parts read so far have weights. Without any, every label has weight 1."""
         self.has_labels = False
         """Whether some of the parts read so far have labels of their own (``data.tokens.fields``)."""
-        self._pieces = GrowingPieces()
+        self._samples = GrowingSamples()
         self.metadata: CorpusMetadata
         """Summary of the parts read so far. It is replaced and never changed, because other threads may read it."""
         self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
 
     @property
-    def pieces(self) -> PieceTable:
+    def samples(self) -> SampleTable:
         """Samples of the parts read so far, in the order of reading. ``start`` and ``document`` count in that order."""
-        return self._pieces.table
+        return self._samples.table
 
     @property
     def num_parts(self) -> int:
@@ -183,29 +181,29 @@ class CorpusIndex:
             table, counts = self._cut(found[part])
             self._known[part] = found[part].metadata
             self._first_token[part] = self._num_tokens
-            self._first_row[part] = self._pieces.num_pieces
-            self._num_pieces[part] = table.num_pieces
-            self._pieces.append(table)
+            self._first_row[part] = self._samples.num_samples
+            self._num_samples[part] = table.num_samples
+            self._samples.append(table)
             self._counts += counts
             self._num_tokens += int(found[part].document_offsets[-1])
             self._num_documents += len(found[part].document_offsets) - 1
         self.metadata = self._metadata()
-        if self.is_complete and not self.pieces.num_pieces:
+        if self.is_complete and not self.samples.num_samples:
             raise self.nothing_to_draw()
 
-    def pieces_of(self, parts: Iterable[int]) -> IntArray:
+    def samples_of(self, parts: Iterable[int]) -> IntArray:
         """``[P]`` names of all samples of ``parts``, in the order of ``parts``, which must have been read."""
-        names = [(part << _PART_SHIFT) + np.arange(self._num_pieces[part]) for part in parts]
+        names = [(part << _PART_SHIFT) + np.arange(self._num_samples[part]) for part in parts]
         return np.concatenate([np.zeros(0, dtype=np.int64), *names])
 
-    def rows(self, pieces: IntArray) -> IntArray:
-        """``[P]`` row in ``self.pieces`` of each of the samples named ``pieces``."""
-        return self._first_row[pieces >> _PART_SHIFT] + (pieces & ((1 << _PART_SHIFT) - 1))
+    def rows(self, samples: IntArray) -> IntArray:
+        """``[P]`` row in ``self.samples`` of each of the samples named ``samples``."""
+        return self._first_row[samples >> _PART_SHIFT] + (samples & ((1 << _PART_SHIFT) - 1))
 
-    def locate(self, pieces: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the part that holds each of ``pieces``, and the place of its first token there; both int64 ``[P]``."""
-        part = pieces >> _PART_SHIFT
-        return part, self.pieces.start[self.rows(pieces)] - self._first_token[part]
+    def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the part that holds each of ``samples``, and the place of its first token there; int64 ``[P]``."""
+        part = samples >> _PART_SHIFT
+        return part, self.samples.start[self.rows(samples)] - self._first_token[part]
 
     def content_hash(self, parts: Iterable[int]) -> str:
         """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
@@ -219,8 +217,8 @@ class CorpusIndex:
             num_parts=self.num_parts,
             num_parts_read=len(known),
             counts=replace(self._counts, num_empty_documents=num_empty),
-            num_pieces=self.pieces.num_pieces,
-            num_tokens=self.pieces.num_tokens,
+            num_samples=self.samples.num_samples,
+            num_tokens=self.samples.num_tokens,
             vocab_size=max(vocabularies, default=0) if self._tokenizer is None else self._tokenizer.vocab_size,
             tokenizer=self._tokenizer.name if self._tokenizer else None,
             skipped_files=tuple(path for metadata in known for path in metadata.skipped_files),
@@ -249,9 +247,9 @@ class CorpusIndex:
             fix="check data.sources, data.text_key and data.over_length",
         )
 
-    def _cut(self, content: PartContent) -> tuple[PieceTable, PieceCounts]:
+    def _cut(self, content: PartContent) -> tuple[SampleTable, SampleCounts]:
         """Cut a part into samples, numbered behind those of the parts that were read before."""
-        table, counts = make_pieces(
+        table, counts = make_samples(
             content.document_offsets[:-1] + self._num_tokens,
             np.diff(content.document_offsets),
             self._config.context_length,

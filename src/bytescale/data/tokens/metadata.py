@@ -83,7 +83,7 @@ class MetadataGatherer:
         self._field_hashes: dict[str, Any] = {}
 
     def add_fields(self, fields: Mapping[str, NDArray]) -> None:
-        """Add the next numbers of every field, in any pieces. Raises ``DataError`` for a label below 0."""
+        """Add the next numbers of every field, in any samples. Raises ``DataError`` for a label below 0."""
         for name, values in fields.items():
             known = self._field_hashes.setdefault(name, hashlib.blake2b(name.encode(), digest_size=8))
             known.update(np.ascontiguousarray(values, dtype=field_dtype(name)).data)

@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far one piece of work has come."""
+    """How far one sample of work has come."""
 
     stage: str
     """What is being done, in a few words, such as ``"tokenising"``."""

@@ -1,6 +1,6 @@
 """Cuts documents into samples: the sequences that the model is trained on, none longer than the context.
 
-A sample is called a *piece* in identifiers. It is a whole document or a part of one.
+A sample is a whole document or a part of one.
 
 The label of a token is the next token of the same DOCUMENT. So where a document continues in a second sample, the last
 token of the first sample predicts the first token of the second. The last token of a document (its EOS) predicts
@@ -23,7 +23,7 @@ OverLength = Literal["split", "truncate", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceTable:
+class SampleTable:
     """A table of samples, ordered by the part of the corpus that they lie in. Shape letter: P samples."""
 
     document: IntArray  # [P] number of the document among the documents of all parts in the table
@@ -34,9 +34,9 @@ class PieceTable:
     weight_sums: NDArray[np.float64]  # [P] sum of the absolute weights of these labels
 
     @staticmethod
-    def unweighted(*, document: IntArray, start: IntArray, length: IntArray, num_targets: IntArray) -> PieceTable:
+    def unweighted(*, document: IntArray, start: IntArray, length: IntArray, num_targets: IntArray) -> SampleTable:
         """Return the table of samples in which every label has weight 1."""
-        return PieceTable(
+        return SampleTable(
             document=document,
             start=start,
             length=length,
@@ -46,7 +46,7 @@ class PieceTable:
         )
 
     @property
-    def num_pieces(self) -> int:
+    def num_samples(self) -> int:
         return len(self.length)
 
     @property
@@ -54,35 +54,35 @@ class PieceTable:
         return int(self.length.sum())
 
 
-class GrowingPieces:
-    """A ``PieceTable`` that grows. Its arrays double when they are full, so a row is copied about twice on average."""
+class GrowingSamples:
+    """A ``SampleTable`` that grows. Its arrays double when they are full, so a row is copied about twice on average."""
 
     def __init__(self) -> None:
-        self.num_pieces = 0
+        self.num_samples = 0
         kinds: dict[str, type] = {"weight_sums": np.float64}
         self._columns: dict[str, Any] = {
-            spec.name: np.zeros(0, kinds.get(spec.name, np.int64)) for spec in fields(PieceTable)
+            spec.name: np.zeros(0, kinds.get(spec.name, np.int64)) for spec in fields(SampleTable)
         }
 
-    def append(self, table: PieceTable) -> None:
+    def append(self, table: SampleTable) -> None:
         """Add the samples of ``table`` at the end."""
-        stop = self.num_pieces + table.num_pieces
+        stop = self.num_samples + table.num_samples
         for name, column in self._columns.items():
             if stop > len(column):
                 column = np.zeros(max(stop, 2 * len(column)), dtype=column.dtype)
-                column[: self.num_pieces] = self._columns[name][: self.num_pieces]
+                column[: self.num_samples] = self._columns[name][: self.num_samples]
                 self._columns[name] = column
-            column[self.num_pieces : stop] = getattr(table, name)
-        self.num_pieces = stop
+            column[self.num_samples : stop] = getattr(table, name)
+        self.num_samples = stop
 
     @property
-    def table(self) -> PieceTable:
+    def table(self) -> SampleTable:
         """The table of all samples so far. Its arrays are views that a later ``append`` does not change."""
-        return PieceTable(**{name: column[: self.num_pieces] for name, column in self._columns.items()})
+        return SampleTable(**{name: column[: self.num_samples] for name, column in self._columns.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCounts:
+class SampleCounts:
     """How many documents the over-length policy and the length filters changed or left out."""
 
     num_documents: int = 0
@@ -100,21 +100,21 @@ class PieceCounts:
     num_lost_tokens: int = 0
     """Tokens of truncated ends and of documents that were left out."""
 
-    def __add__(self, other: PieceCounts) -> PieceCounts:
+    def __add__(self, other: SampleCounts) -> SampleCounts:
         """Return the sum of both counts, field by field."""
-        return PieceCounts(
-            **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(PieceCounts)}
+        return SampleCounts(
+            **{spec.name: getattr(self, spec.name) + getattr(other, spec.name) for spec in fields(SampleCounts)}
         )
 
 
-def make_pieces(
+def make_samples(
     starts: IntArray,
     lengths: IntArray,
     context_length: int,
     over_length: OverLength,
     least: int = 1,
     most: int | None = None,
-) -> tuple[PieceTable, PieceCounts]:
+) -> tuple[SampleTable, SampleCounts]:
     """Apply the length filters, then the over-length policy. Returns the samples and the counts.
 
     Args:
@@ -137,8 +137,8 @@ def make_pieces(
         table = _split(document, starts, lengths, context_length)
     else:
         length = np.minimum(lengths, context_length)
-        table = PieceTable.unweighted(document=document, start=starts, length=length, num_targets=length - 1)
-    counts = PieceCounts(
+        table = SampleTable.unweighted(document=document, start=starts, length=length, num_targets=length - 1)
+    counts = SampleCounts(
         num_documents=len(too_long) - num_empty,
         num_empty_documents=num_empty,
         num_split=int(cut.sum()) if over_length == "split" else 0,
@@ -150,15 +150,15 @@ def make_pieces(
     return table, counts
 
 
-def _split(document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> PieceTable:
-    num_pieces = -(-lengths // context_length)
-    place = concatenated_ranges(np.zeros_like(num_pieces), num_pieces)  # number of a sample inside its document
+def _split(document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> SampleTable:
+    num_samples = -(-lengths // context_length)
+    place = concatenated_ranges(np.zeros_like(num_samples), num_samples)  # number of a sample inside its document
     offset = place * context_length
-    length = np.minimum(np.repeat(lengths, num_pieces) - offset, context_length)
-    is_last = place == np.repeat(num_pieces, num_pieces) - 1
-    return PieceTable.unweighted(
-        document=np.repeat(document, num_pieces),
-        start=np.repeat(starts, num_pieces) + offset,
+    length = np.minimum(np.repeat(lengths, num_samples) - offset, context_length)
+    is_last = place == np.repeat(num_samples, num_samples) - 1
+    return SampleTable.unweighted(
+        document=np.repeat(document, num_samples),
+        start=np.repeat(starts, num_samples) + offset,
         length=length,
         num_targets=length - is_last,
     )
