@@ -46,6 +46,10 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                 f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
             )
         )
+    if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
+        name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
+        raise ConfigError(problem(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
+                                  fix="name the documents to evaluate on in eval.sources"))  # fmt: skip
     check_content(data)
     _check_weights(data)
     if data.batch_tokens < data.context_length:
@@ -291,6 +295,7 @@ def _at_least_one(config: Config) -> None:
         ("checkpoint.keep", config.checkpoint.keep, 1),
         ("checkpoint.keep_every", config.checkpoint.keep_every, 0),
         ("eval.every", config.eval.every, 0),
+        ("eval.patience", config.eval.patience, 0),
         ("checkpoint.export_every", config.checkpoint.export_every, 0),
     )
     for name, value, least in rules:
