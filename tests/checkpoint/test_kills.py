@@ -182,6 +182,6 @@ def test_space_is_looked_at_before_anything_is_written(tmp_path: Path) -> None:
 def test_which_checkpoints_are_kept() -> None:
     config = CheckpointConfig(keep=2, keep_every=30)
     assert to_delete([10, 20, 30, 40, 50], config) == [10, 20]
-    assert to_delete([10, 20, 30, 40, 50], config, in_use=[10]) == [20]
+    assert to_delete([10, 20, 30, 40, 50], config, also_kept=[10]) == [20]
     assert to_delete([30, 60], CheckpointConfig(keep=1)) == [30]
     assert to_delete([], config) == []

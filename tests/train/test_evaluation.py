@@ -13,12 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bytescale.attention.reference import reference_attention
-from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_architecture
+from bytescale.common.errors import ConfigError
+from bytescale.config import Config, EvalConfig, ModelConfig, ParallelConfig, resolve_architecture, validate
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
 from bytescale.parity import small_model
 from bytescale.runtime.loss import reference_cross_entropy, token_losses
+from bytescale.train.loop.best import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
@@ -137,3 +139,44 @@ def test_losses_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     labels[::4] = -100
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="none", ignore_index=-100)
     torch.testing.assert_close(token_losses(hidden, weight, labels), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_ends_when_losses_fall_no_more_and_keeps_the_best(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
+    """With weights that do not change, no evaluation is better than the first. Killed on the way, and resumed."""
+    config = with_trainer(small_run(corpora[0], tmp_path / "run"), steps=12)
+    config = replace(
+        config,
+        optimizer=replace(config.optimizer, lr=1e-30),
+        eval=EvalConfig(sources=(str(corpora[1]),), every=2, patience=2, keep_best=True),
+        checkpoint=replace(config.checkpoint, every=4, keep=1),
+    )
+    config = on_ranks(config, 2, 128)
+    interrupt(config, after_step=5)
+    run(with_trainer(config, resume=True))
+    assert [row["step"] for row in evaluations(tmp_path / "run")] == [2, 4, 6]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
+        "step-000002",
+        "step-000006",
+    ]
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "2 evaluations in a row had no lower loss than" in log
+    assert "that of step 2 (eval.patience = 2)" in log
+
+
+def test_the_best_of_losses_that_rise_and_fall() -> None:
+    best = BestEvaluation.of(EvalConfig(keep_best=True, patience=3), {})
+    seen = []
+    for step, loss in enumerate([5.0, 4.0, float("nan"), 4.5, 3.0, 3.0, 3.5, 3.1], start=1):
+        best = BestEvaluation.of(best.settings, best.after(step, loss).as_dict())
+        seen.append((best.step, best.num_worse, best.is_saved_at(step), best.is_final))
+    assert seen == [
+        (1, 0, True, False), (2, 0, True, False), (2, 1, False, False), (2, 2, False, False),
+        (5, 0, True, False), (5, 1, False, False), (5, 2, False, False), (5, 3, False, True),
+    ]  # fmt: skip
+    assert not BestEvaluation.of(EvalConfig(), best.as_dict()).is_final, "patience = 0"
+
+
+def test_patience_without_evaluations_is_refused(tmp_path: Path, corpora: tuple[Path, Path]) -> None:
+    config = replace(small_run(corpora[0], tmp_path / "run"), eval=EvalConfig(patience=2))
+    with pytest.raises(ConfigError, match=r"eval.patience is set, but eval.sources is empty"):
+        validate(config)

@@ -202,11 +202,12 @@ class Checkpointer:
             try:
                 publish(self._disk, hidden, self.folder / step_name(state.step))
                 self._start_export(state.step)
-                self._prune()
+                self._prune(state)
             except OSError as caught:
                 error = caught
         settle(error, group)
         if self._uploader is not None:
+            self._uploader.also_kept = best_step(state)
             self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
 
     def _clean_once(self) -> None:
@@ -262,11 +263,12 @@ class Checkpointer:
         newer = [step for step in steps if step > local_step]
         return str(self._uploader.store.checkpoint(newer[-1])) if newer else ""
 
-    def _prune(self) -> None:
+    def _prune(self, state: RunState) -> None:
         complete = {step_of(path.name): path for path in complete_checkpoints(self.folder)}
         under_way = self._uploader.step_under_way if self._uploader is not None else None
-        in_use = [*(step for step, future in self._exporting.items() if not future.done()), under_way]
-        for step in to_delete(list(complete), self.config, in_use=[step for step in in_use if step is not None]):
+        exported = (step for step, future in self._exporting.items() if not future.done())
+        kept = [*exported, *best_step(state), *([] if under_way is None else [under_way])]
+        for step in to_delete(list(complete), self.config, also_kept=kept):
             delete(self._disk, complete[step])
 
     def _start_export(self, step: int) -> None:
@@ -327,6 +329,11 @@ class Checkpointer:
                 f"check passes."
             )
         return damage
+
+
+def best_step(state: RunState) -> list[int]:
+    """The step of the checkpoint with the lowest loss, if the run keeps it."""
+    return [int(state.best["step"])] if state.best.get("kept") else []
 
 
 def _reason(error: Exception) -> str:

@@ -62,12 +62,12 @@ def delete(disk: Disk, checkpoint: Path) -> None:
     disk.remove_folder(doomed)
 
 
-def to_delete(steps: Sequence[int], config: CheckpointConfig, *, in_use: Collection[int] = ()) -> list[int]:
+def to_delete(steps: Sequence[int], config: CheckpointConfig, *, also_kept: Collection[int] = ()) -> list[int]:
     """The steps whose checkpoints are not kept, of all that are complete, in rising order.
 
-    Kept are the newest ``keep``, every one whose step ``keep_every`` divides, and what is ``in_use`` (it is being
-    uploaded or exported). When runs evaluate, the best checkpoint has to be kept here too.
+    Kept are the newest ``keep``, every one whose step ``keep_every`` divides, and ``also_kept``: what is being uploaded
+    or exported, and the best one by evaluation.
     """
     newest = set(sorted(steps)[-config.keep :])
     for_ever = {step for step in steps if config.keep_every and step % config.keep_every == 0}
-    return [step for step in sorted(steps) if step not in newest | for_ever | set(in_use)]
+    return [step for step in sorted(steps) if step not in newest | for_ever | set(also_kept)]

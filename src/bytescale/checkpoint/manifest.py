@@ -50,6 +50,7 @@ class RunState:
     sampler: dict[str, Any]  # where the data order stands
     architecture: dict[str, Any]
     mesh: dict[str, int]  # that wrote it; for people only
+    best: dict[str, float] = field(default_factory=dict)  # the lowest loss of evaluations (`train.loop.best`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Manifest:
             "sampler": self.state.sampler,
             "architecture": self.state.architecture,
             "mesh": self.state.mesh,
+            "best": self.state.best,
             "states": list(self.states),
             "layouts": [layout_to_json(layout) for layout in self.layouts],
             "files": [[file.num_bytes, file.header_bytes, hex_of(file.checksum)] for file in self.files],
@@ -133,6 +135,7 @@ def read_manifest(folder: Place) -> Manifest:
             sampler=_of(dict, content["sampler"]),
             architecture=_of(dict, content["architecture"]),
             mesh=_of(dict, content["mesh"]),
+            best=_of(dict, content.get("best", {})),
         )
         files = [_file(item) for item in _of(list, content["files"])]
         manifest = Manifest(

@@ -119,6 +119,7 @@ class Uploader:
         """``folder`` has the copies on this machine. ``say`` takes what people should know."""
         self.store = store
         self.config = config
+        self.also_kept: list[int] = []  # steps of the best checkpoints by evaluation
         self.is_first = is_first
         self._folder = folder
         self._run_id = run_id
@@ -179,7 +180,7 @@ class Uploader:
         self._wait_for_all(step, manifest)
         check_owner(self.store.folder, self._run_id)
         self.store.put_manifest(local, step)
-        for old in to_delete(self.store.complete(), self.config):
+        for old in to_delete(self.store.complete(), self.config, also_kept=self.also_kept):
             self.store.remove(old)
 
     def _wait_for_all(self, step: int, manifest: Manifest) -> None:

@@ -329,6 +329,10 @@ class EvalConfig:
     evaluation."""
     every: int = field(default=100, metadata=limits(least=0))
     """Steps between evaluations; 0: only after the last step, which is always evaluated."""
+    keep_best: bool = False
+    """Also save after each evaluation with a lower loss than all before it, and keep the last checkpoint of these."""
+    patience: int = field(default=0, metadata=limits(least=0))
+    """The run ends early after this many evaluations in a row without a lower loss; 0: never."""
 
 
 @dataclass(slots=True, kw_only=True)

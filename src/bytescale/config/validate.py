@@ -43,6 +43,10 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} {kind}, a capacity of at "
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
+    if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
+        name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
+        raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
+                                  fix="name the documents to evaluate on in eval.sources")  # fmt: skip
     check_content(data)
     _check_weights(data)
     if data.batch_tokens < data.context_length:

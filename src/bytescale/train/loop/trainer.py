@@ -10,8 +10,10 @@ from pathlib import Path
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.hugging_face import export_checkpoint
+from bytescale.checkpoint.manifest import RunState
 from bytescale.common.versions import require_torch
 from bytescale.config import AttachedArchitecture, Config, resolve_model, validate
+from bytescale.train.loop.best import BestEvaluation
 from bytescale.train.loop.comparison import compare_planners
 from bytescale.train.loop.evaluation import Evaluation
 from bytescale.train.loop.step import train_step
@@ -64,19 +66,20 @@ def train(
         checkpoints = Checkpointer(
             run.checkpoints, ranks, config.checkpoint, say=log.say, export=lambda path: export_of_run(run, config, path)
         )
-        steps_done = restore_latest(job, checkpoints, log) if resume else 0
+        restored = restore_latest(job, checkpoints, log) if resume else None
+        steps_done, best = (restored.step, restored.best) if restored else (0, {})
         if job.calibration is not None:
             closing.callback(job.calibration.close)
             job.calibration.open(run.calibration, steps_done, ranks.checkpoint_group)
-        run_steps(job, run, checkpoints, log)
+        run_steps(job, run, checkpoints, log, BestEvaluation.of(config.eval, best))
         if compares and not stop.agreed:
             compare_planners(job, checkpoints, log.say)
         log.farewell(stopped=stop.agreed, suggests=not compares)
     return run.path
 
 
-def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog) -> None:
-    """Train to the last step, or until a signal has been heard, and write what is to be kept."""
+def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog, best: BestEvaluation) -> None:
+    """Train to the last step, until a signal is heard or evaluations stop to improve; write what is to be kept."""
     stop = job.stop
     traces = StepTraces(job, run, log.say)
     evaluation = Evaluation.of(job)
@@ -89,26 +92,27 @@ def run_steps(job: Job, run: RunFolder, checkpoints: Checkpointer, log: RunLog) 
             traces.write(record, metrics, data)
             log.step(metrics, data)
             if evaluation is not None and evaluation.is_due(step):
-                log.evaluated(evaluation.run(step))
+                evaluated = evaluation.run(step)
+                log.evaluated(evaluated)
+                best = best.after(step, evaluated.loss)
             checkpoints.poll()
-            if job.checkpoint_is_due(step) or stop.agreed:
-                checkpoints.save(job.state_after(step, data), job.optimizer)
-            if stop.agreed:
+            if job.checkpoint_is_due(step) or best.is_saved_at(step) or best.is_final or stop.agreed:
+                checkpoints.save(job.state_after(step, data, best.as_dict()), job.optimizer)
+            if best.is_final and step < job.config.trainer.steps:
+                log.say(best.why_final())
+            if best.is_final or stop.agreed:
                 break
     job.optimizer.wait_for_parameters()
     checkpoints.finish(job.config.parallel.stop_seconds / 2 if stop.agreed else None)
     traces.farewell()
 
 
-def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> int:
-    """Continue from the newest checkpoint, or from step 1 when the run was killed before its first.
-
-    Returns the number of steps that are done.
-    """
+def restore_latest(job: Job, checkpoints: Checkpointer, log: RunLog) -> RunState | None:
+    """Continue from the newest checkpoint and return what it says; None: the run was killed before its first."""
     path = checkpoints.newest()
-    steps_done = job.restore(checkpoints, path) if path else 0
-    log.resumed(path, steps_done)
-    return steps_done
+    state = job.restore(checkpoints, path) if path else None
+    log.resumed(path, state.step if state else 0)
+    return state
 
 
 def export_of_run(run: RunFolder, config: Config, checkpoint: Path) -> Path:

@@ -21,7 +21,6 @@ from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
-from bytescale.data.order.batches import SamplerState
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
@@ -82,29 +81,27 @@ class Job:
         planner = self.planner if self.calibration is None else self.calibration.planner
         return self.feed.open(planner, stop_step=self.config.trainer.steps)
 
-    def state_after(self, step: int, data: StepData) -> RunState:
-        """The state of the run that a checkpoint after this step stores."""
-        return self._state(step, data.sampler_state_after)
+    def state_after(self, step: int, data: StepData, best: dict[str, float]) -> RunState:
+        """The state of the run that a checkpoint after this step stores, with the ``best`` evaluation so far."""
+        return RunState(
+            step=step,
+            sampler=data.sampler_state_after,
+            architecture=self.architecture.as_dict(),
+            mesh=asdict(self.ranks.mesh.shape),
+            best=best,
+        )
 
-    def restore(self, checkpoints: Checkpointer, path: Place) -> int:
-        """Continue from a checkpoint. Returns the number of steps that were done before it."""
+    def restore(self, checkpoints: Checkpointer, path: Place) -> RunState:
+        """Continue from a checkpoint. Returns what it says of the run."""
         state = checkpoints.restore(path, self.optimizer, self.architecture.as_dict())
         self.feed.load_state_dict(state.sampler)
-        return state.step
+        return state
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Whether to save after this step: as often as ``checkpoint`` says, and after the last step."""
         checkpoint = self.config.checkpoint
         intervals = (checkpoint.every, checkpoint.export_every)
         return step == self.config.trainer.steps or any(every > 0 and step % every == 0 for every in intervals)
-
-    def _state(self, step: int, sampler: SamplerState) -> RunState:
-        return RunState(
-            step=step,
-            sampler=sampler,
-            architecture=self.architecture.as_dict(),
-            mesh=asdict(self.ranks.mesh.shape),
-        )
 
 
 def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest) -> Job:
