@@ -25,7 +25,7 @@ from bytescale.common.limits import limits
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
-from bytescale.config.schema import DataConfig
+from bytescale.config.schema import CorpusConfig, DataConfig
 from bytescale.config.validate import check_content
 from bytescale.data.length_distributions import bucket_edges, token_shares
 from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corpus
@@ -44,32 +44,14 @@ _SHOWN_SKIPPED = 5
 
 
 @dataclass(slots=True, kw_only=True)
-class CorpusOptions:
+class CorpusOptions(CorpusConfig):
     """The options with which a command reads a corpus. They mean the same as in the ``[data]`` section."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders, files, globs or URLs (s3://, webhdfs://, hdfs://, http://); `python:stdlib` is Python's own library, and
     `python:functions` the functions of it."""
-    format: Literal["auto", "text", "jsonl", "parquet", "bin"] = "auto"
-    """Format of the sources; auto goes by each file's ending."""
-    content: Literal["text", "messages", "prompt", "tokens"] = "text"
-    """What a JSONL or Parquet record is: a text, a conversation, a prompt with its completion, or tokens."""
-    chat_template: str = ""
-    """messages only. A file with the chat template; empty: the tokenizer's own."""
-    fields: tuple[str, ...] = ()
-    """tokens only. Further keys with a number per token."""
-    text_key: str = "text"
-    """JSONL key or Parquet column that holds the text."""
     tokenizer: str = "bytes"
     """`bytes`, the path of a tokenizer.json, or `bpe` to train one on the sources (cached)."""
-    bpe_vocab_size: int = 4096
-    """Vocabulary of the tokenizer that `bpe` trains."""
-    eos_token: str | None = None
-    """Token of a tokenizer.json that ends a document; unset: found by its usual names."""
-    cache_dir: str = ".cache/bytescale"
-    """The folder where a trained tokenizer and tokenised text are kept."""
-    num_workers: int = field(default=2, metadata=limits(least=1))
-    """Number of processes that tokenise. The result does not depend on it."""
 
     def data_config(self) -> DataConfig:
         """Return the ``[data]`` section with these options."""

@@ -72,8 +72,8 @@ class ModelConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class DataConfig:
-    """Where the text comes from, how it becomes tokens, and how many make a global batch."""
+class CorpusConfig:
+    """Where the text comes from, and how it becomes tokens."""
 
     sources: tuple[str, ...] = ()
     """Folders, files, globs, URLs of them (s3://, hdfs://, http://), `python:stdlib`, Python's own
@@ -88,10 +88,6 @@ class DataConfig:
     """messages only. A file with the chat template; empty: the tokenizer's own."""
     fields: tuple[str, ...] = ()
     """tokens only. Further keys with a number per token (advantages, old log-probabilities), for loops of your own."""
-    loss_per: LossPer = "token"
-    """What the sum of weighted losses is divided by. token: the tokens of the GLOBAL batch whose weight is not 0.
-    weight: the sum of their absolute weights. sequence: each sequence's by its own sum of absolute weights, and then by
-    the number of sequences in the GLOBAL batch that are trained on."""
     text_key: str = "text"
     """JSONL key or Parquet column that holds the text."""
     tokenizer: str = "auto"
@@ -101,6 +97,20 @@ class DataConfig:
     """Vocabulary of the tokenizer that `bpe` trains."""
     eos_token: str | None = None
     """Token of a tokenizer.json that ends a document; unset: what tokenizer_config.json says, or a usual one."""
+    cache_dir: str = ".cache/bytescale"
+    """Where tokenizers and tokenised corpora are kept between runs."""
+    num_workers: int = field(default=2, metadata=limits(least=1))
+    """Processes that tokenise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig(CorpusConfig):
+    """Where the text comes from, how it becomes tokens, and how many make a global batch."""
+
+    loss_per: LossPer = "token"
+    """What the sum of weighted losses is divided by. token: the tokens of the GLOBAL batch whose weight is not 0.
+    weight: the sum of their absolute weights. sequence: each sequence's by its own sum of absolute weights, and then by
+    the number of sequences in the GLOBAL batch that are trained on."""
     weights: tuple[float, ...] = ()
     """The share of tokens that each source gives: one number per source, 1 in all. Empty: all are one corpus."""
     min_document_tokens: int = field(default=1, metadata=limits(least=1))
@@ -125,10 +135,6 @@ class DataConfig:
     shuffle_window_mib: int = field(default=256, metadata=limits(least=1))
     """MiB of text that are shuffled together. A larger corpus is shuffled in random parts of this size, one after the
     other, so training can start when the first part is tokenised."""
-    cache_dir: str = ".cache/bytescale"
-    """Where tokenizers and tokenised corpora are kept between runs."""
-    num_workers: int = field(default=2, metadata=limits(least=1))
-    """Processes that tokenise."""
     prefetch_steps: int = field(default=2, metadata=limits(least=1))
     """Global batches that are read and planned ahead of the step that runs."""
     record: bool = False
