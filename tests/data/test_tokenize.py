@@ -87,7 +87,7 @@ def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: l
         assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
 
 
-def test_facts_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
+def test_metadata_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
     written = tokenize_files(mixed, ENCODE, tmp_path / "out")
     (tmp_path / "out.meta.json").unlink()
     (file,) = expand_sources([str(tmp_path / "out.bin")])
@@ -100,7 +100,7 @@ def test_facts_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: 
     assert found[0].vocab_size is None
 
 
-def test_facts_of_another_pair_are_not_believed(tmp_path: Path) -> None:
+def test_metadata_of_another_pair_are_not_believed(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 2], [3]], ByteTokenizer())
     write_pair(tmp_path / "b", [[7], [8, 9]])
     (tmp_path / "a.meta.json").rename(tmp_path / "b.meta.json")
