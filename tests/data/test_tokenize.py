@@ -87,7 +87,7 @@ def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: l
         assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
 
 
-def test_metadata_of_a_pair_from_elsewhere_equal_those_that_were_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
+def test_metadata_of_a_pair_from_elsewhere_are_those_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
     written = tokenize_files(mixed, ENCODE, tmp_path / "out")
     (tmp_path / "out.meta.json").unlink()
     (file,) = expand_sources([str(tmp_path / "out.bin")])
