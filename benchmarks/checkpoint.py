@@ -70,7 +70,7 @@ def optimizer_of(num_bytes: float) -> tuple[ShardedOptimizer, Architecture]:
         for number in range(4)
     ]
     mesh = Mesh.of_hdp(RankGroup(dist.group.WORLD))
-    optimizer = ShardedOptimizer.adamw(FlatParameters(named, 1, bucket_bytes=25 * 2**20), OptimizerConfig(), mesh)
+    optimizer = ShardedOptimizer.of_config(FlatParameters(named, 1, bucket_bytes=25 * 2**20), OptimizerConfig(), mesh)
     optimizer.require_states()
     for ranges in optimizer.states().values():
         for own in ranges:

@@ -227,7 +227,7 @@ class Step:
         self.rank_plan = one_micro_batch(lengths, ratio)
         self.mesh = Mesh.of_hdp(RankGroup(device=device.device))
         self.parameters = FlatParameters(model.named_parameters(), 1)
-        self.optimizer = ShardedOptimizer.adamw(self.parameters, OptimizerConfig(), self.mesh)
+        self.optimizer = ShardedOptimizer.of_config(self.parameters, OptimizerConfig(), self.mesh)
         activations = Activations(
             list(model.layers),
             checkpointing=checkpointing,  # type: ignore[arg-type]

@@ -143,7 +143,7 @@ class Trainer:
         bucket_bytes = int(bucket_mib * 2**20) if mode == "buckets" else 0
         model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes)
         self.mesh = mesh
-        self.optimizer = ShardedOptimizer.adamw(model.parameters, OptimizerConfig(lr=1e-4), mesh)
+        self.optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
             self.optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
         self.part = ModelPart(model=model.chunks[0])

@@ -92,7 +92,7 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
             model.model.named_parameters(), group.size, bucket_bytes=2**20,
             late=late_parameters(model.model, layers, model.head),
         )  # fmt: skip
-    optimizer = ShardedOptimizer.adamw(flat, OptimizerConfig(), mesh)
+    optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
     optimizer.overlap_with([Chunk(model=model, layers=layers)])
     executor = Executor(
         parts=[ModelPart(model=model, activations=Activations([]))],

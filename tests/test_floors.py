@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 2450,
     "cli": 2800,
     "common": 650,
-    "config": 1350,
+    "config": 1400,
     "cost": 3350,
     "data": 6500,
     "models": 1650,
@@ -28,10 +28,10 @@ BUDGET = {
     "plan": 1550,
     "planner": 3150,
     "report": 1450,
-    "runtime": 3650,
+    "runtime": 3800,
     "simulator": 1450,
     "storage": 650,
-    "train": 4950,
+    "train": 5000,
 }
 """Lines of Python that each package may have."""
 SLACK = 150

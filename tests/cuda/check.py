@@ -254,7 +254,7 @@ def optimizer() -> str:
     with fake.fake_ranks(2, 4) as group, fake.fake_gpu(), the_norm:
         model = on_gpu(build_model(SHAPE))
         flat = FlatParameters(model.named_parameters(), 4, bucket_bytes=2**20)
-        adam = ShardedOptimizer.adamw(flat, OptimizerConfig(), Mesh.of_hdp(RankGroup(group, device=fake.DEVICE)))
+        adam = ShardedOptimizer.of_config(flat, OptimizerConfig(), Mesh.of_hdp(RankGroup(group, device=fake.DEVICE)))
         for _ in range(2):
             flat.zero_gradients()
             norm = adam.reduce_gradients()

@@ -48,7 +48,7 @@ def training_step(
         own = build_own_model(
             architecture, mesh, virtual_stages=num_chunks, dtype=torch.float32, seed=0, bucket_bytes=bucket_bytes
         )
-        optimizer = ShardedOptimizer.adamw(own.parameters, OptimizerConfig(), mesh, own.tied_head)
+        optimizer = ShardedOptimizer.of_config(own.parameters, OptimizerConfig(), mesh, own.tied_head)
         if bucket_bytes:
             optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in own.chunks])
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)

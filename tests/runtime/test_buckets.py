@@ -72,7 +72,7 @@ def train(
 
     def one_rank(mesh: Mesh) -> tuple[list, list, list, dict]:
         model = build_own_model(shape, mesh, virtual_stages=num_chunks, dtype=dtype, seed=0, bucket_bytes=bucket_bytes)
-        optimizer = ShardedOptimizer.adamw(model.parameters, CLIPPING, mesh, model.tied_head)
+        optimizer = ShardedOptimizer.of_config(model.parameters, CLIPPING, mesh, model.tied_head)
         if bucket_bytes:
             assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 2
             optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
@@ -330,7 +330,7 @@ def test_more_ranks_than_elements() -> None:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         flat = FlatParameters(model.named_parameters(), mesh.hdp.size, bucket_bytes=1)
-        optimizer = ShardedOptimizer.adamw(flat, CLIPPING, mesh)
+        optimizer = ShardedOptimizer.of_config(flat, CLIPPING, mesh)
         optimizer.overlap_with([Chunk(model=model, layers=[])])
         for _ in range(2):
             optimizer.begin_step(RankPlan.of(random_plan([1], mesh.hdp.size, 0), mesh.hdp.rank))

@@ -56,7 +56,7 @@ def test_sharded_updates_equal_adamw(num_ranks: int) -> None:
     def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
         model = make_model(small_shape(), torch.float64)
         flat = FlatParameters(model.named_parameters(), hdp.size)
-        optimizer = ShardedOptimizer.adamw(flat, CONFIG, Mesh.of_hdp(hdp))
+        optimizer = ShardedOptimizer.of_config(flat, CONFIG, Mesh.of_hdp(hdp))
         for step in range(STEPS):
             flat.zero_gradients()
             for parameter, gradient in zip(model.parameters(), gradients_of(model, step, hdp.rank), strict=True):
@@ -76,7 +76,7 @@ def test_bf16_parameters_keep_fp32_master_weights() -> None:
     """A thousand updates far below bf16's resolution must add up, as they do in fp32."""
     model = make_model(small_shape(), torch.bfloat16)
     flat = FlatParameters(model.named_parameters(), 1)
-    optimizer = ShardedOptimizer.adamw(
+    optimizer = ShardedOptimizer.of_config(
         flat, OptimizerConfig(lr=1e-5, weight_decay=0.0, clip_grad_norm=0.0), Mesh.of_hdp(RankGroup())
     )
     before = model.layers[0].input_layernorm.weight.detach().float().clone()
@@ -116,7 +116,7 @@ def test_an_update_needs_no_copies_of_the_gradients() -> None:
     """They are there when memory is full of states; a norm in fp64 taken whole would need 16 bytes a weight."""
     model = torch.nn.Linear(4096, 4096, bias=False)
     flat = FlatParameters(model.named_parameters(), 1)
-    optimizer = ShardedOptimizer.adamw(flat, CONFIG, Mesh.of_hdp(RankGroup()))
+    optimizer = ShardedOptimizer.of_config(flat, CONFIG, Mesh.of_hdp(RankGroup()))
     flat.gradients.fill_(0.01)
     optimizer.update(optimizer.reduce_gradients() ** 0.5, CONFIG.clip_grad_norm)  # makes the states
     with LiveBytes() as live:

@@ -214,8 +214,12 @@ class CostConfig:
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
+    """AdamW or Muon with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum."""
     lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"

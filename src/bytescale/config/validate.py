@@ -43,6 +43,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             fix=f"use at least {-(-data.context_length // parallel.capacity_tokens)} {kind}, a capacity of at "
             f'least {-(-data.context_length // ranks)}, a shorter context, or memory.offload = "on"',
         )
+    _check_optimizer(config)
     if (config.eval.keep_best or config.eval.patience) and not config.eval.sources:
         name = "eval.keep_best" if config.eval.keep_best else "eval.patience"
         raise ConfigError(f"{name} is set, but eval.sources is empty", so="no loss would be lower than another",
@@ -226,4 +227,15 @@ def _check_weights(data: DataConfig) -> None:
             f"data.weights are {', '.join(map(str, data.weights))}, with the sum {total:.6g}",
             so="it is not clear what share of the tokens each source should give",
             fix="use numbers above 0 that sum to 1",
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    if not 0 <= config.optimizer.momentum < 1:
+        raise ConfigError(f"optimizer.momentum is {config.optimizer.momentum}", fix="use a number from 0 to below 1")
+    if config.optimizer.name == "muon" and config.parallel.tp > 1:
+        raise ConfigError(
+            f"optimizer.name is muon, and parallel.tp is {config.parallel.tp}",
+            so="a rank would orthogonalise a part of a matrix, which is another update",
+            fix="set parallel.tp to 1 (stages and HDP ranks may be any), or use adamw",
         )

@@ -22,6 +22,7 @@ from bytescale.runtime.elementwise import require_elementwise
 from bytescale.runtime.flat import FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.muon import DealtMatrices, MuonOnShards, is_hidden_matrix
 from bytescale.runtime.replicas import TiedHead
 from bytescale.runtime.zero import OptimizerShard, ZeroShards
 
@@ -106,28 +107,28 @@ class ShardedOptimizer:
         return ShardedOptimizer([ZeroShards(flat, mesh) for flat in buffers], cls, options, group_options)
 
     @staticmethod
-    def adamw(
+    def of_config(
         parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
     ) -> ShardedOptimizer:
-        """AdamW of the trainer: decoupled weight decay, on matrices alone."""
+        """The optimizer of the trainer: AdamW or Muon, with decoupled weight decay on matrices alone."""
+        zero = ZeroShards(parameters, mesh, tied_head)
+        betas, decays = (config.beta1, config.beta2), {"weight_decay": config.weight_decay}
+        options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True, **decays}
+        if config.name == "muon":
+            options |= {"matrices": DealtMatrices(parameters, mesh.gradients), "momentum": config.momentum}
+
+        def own_options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+            decay = {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
+            return decay if config.name == "adamw" else {"muon": is_hidden_matrix(name, parameter), **decay}
+
         return ShardedOptimizer(
-            [ZeroShards(parameters, mesh, tied_head)],
-            torch.optim.AdamW,
-            {
-                "lr": config.lr,
-                "betas": (config.beta1, config.beta2),
-                "eps": config.eps,
-                "weight_decay": config.weight_decay,
-                "fused": True,
-            },
-            lambda name, parameter: {} if parameter.dim() >= 2 else {"weight_decay": 0.0},
+            [zero], MuonOnShards if config.name == "muon" else torch.optim.AdamW, options, own_options
         )
 
     @property
     def parameters(self) -> FlatParameters:
         """The parameters of a model that has a single dtype."""
-        (zero,) = self.zeros
-        return zero.parameters
+        return self.zeros[0].parameters
 
     @property
     def tied_head(self) -> TiedHead | None:

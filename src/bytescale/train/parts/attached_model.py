@@ -134,7 +134,7 @@ class HFModel:
 
     def optimizer(self, config: Config, ranks: Ranks) -> ShardedOptimizer:
         """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
-        optimizer = ShardedOptimizer.adamw(self.parameters, config.optimizer, ranks.mesh)
+        optimizer = ShardedOptimizer.of_config(self.parameters, config.optimizer, ranks.mesh)
         if config.trainer.gradient_bucket_mib:
             optimizer.overlap_with([Chunk(model=self.part, layers=self.part.layers)])
         if self.masters:

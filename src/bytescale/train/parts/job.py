@@ -201,7 +201,7 @@ def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tupl
         seed=config.trainer.seed,
         bucket_bytes=int(bucket_mib * 2**20),
     )
-    optimizer = ShardedOptimizer.adamw(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
+    optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
     if bucket_mib:
         optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
     if config.trainer.init:
