@@ -21,6 +21,7 @@ import torch
 
 from bytescale.config import config_to_toml, load_config
 from bytescale.parity import small_model
+from tests.data.support import write_jsonl
 from tests.helpers.effort import one_of
 from tests.train.runs import losses, on_ranks, small_run, write_corpus
 
@@ -48,14 +49,23 @@ class Hub(BaseHTTPRequestHandler):
         elif path in ("/api/models/acme/tiny/revision/main", f"/api/models/acme/tiny/revision/{COMMIT}"):
             files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
             self.json({"id": "acme/tiny", "sha": COMMIT, "siblings": files})
-        elif path.startswith("/api/models/acme/tiny/tree/"):
+        elif path == "/api/datasets/acme/chats":
+            self.json({"id": "acme/chats", "sha": COMMIT, "siblings": []})
+        elif path.startswith(("/api/models/acme/tiny/tree/", "/api/datasets/acme/chats/tree/")):
             files = sorted(self.folder.iterdir())
             self.json([{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": etag(f)} for f in files])
         elif path.startswith("/api/models/acme/tiny/revision/"):
             self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        elif path.startswith("/acme/tiny/resolve/"):
+        elif path.startswith(("/acme/tiny/resolve/", "/datasets/acme/chats/resolve/")):
             file = self.folder / path.rpartition("/")[2]
-            self.answer(200, file.read_bytes(), {"ETag": f'"{etag(file)}"', "X-Repo-Commit": COMMIT})
+            headers = {"ETag": f'"{etag(file)}"', "X-Repo-Commit": COMMIT}
+            content, wanted = file.read_bytes(), re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            if wanted is None:
+                self.answer(200, content, headers)
+            else:
+                first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
+                headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+                self.answer(206, content[first : last + 1], headers)
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -157,3 +167,13 @@ def test_without_a_network(tmp_path: Path, hub: dict[str, str]) -> None:
     assert told.returncode == 2
     assert "hf download acme/tiny --local-dir FOLDER" in told.stderr
     assert "Traceback" not in told.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_dataset_of_the_hub_is_a_source(tmp_path: Path, hub: dict[str, str]) -> None:
+    """By the URL that huggingface_hub gives to fsspec."""
+    records = [{"text": "the ring waits for none " * n} for n in range(1, 20)]
+    write_jsonl(tmp_path / "served" / "chats.jsonl", records)
+    told = bytescale("data", "stats", "hf://datasets/acme/chats/*.jsonl", hub=hub)
+    assert told.returncode == 0, told.stderr
+    assert f"19 documents, {sum(len(r['text']) + 1 for r in records)} tokens" in told.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -59,7 +60,8 @@ def _with_adapters(model: nn.Module, lora: dict[str, Any], seed: int) -> nn.Modu
         task_type="CAUSAL_LM",
     )
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 reads what transformers 5 has renamed
             torch.manual_seed(seed)
             wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
             return wrapped
