@@ -69,6 +69,8 @@ def run(arguments: Sequence[str]) -> int:
     )
     size = sum(shard.stat().st_size for shard in shards)
     print(f"wrote {options.folder}: {len(shards)} safetensors files, {format_bytes(size)}, and config.json")
+    if (options.folder / "adapter").is_dir():
+        print(f"the adapters are merged into it; as peft loads them, they lie in {options.folder / 'adapter'}")
     print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
     return 0
 
