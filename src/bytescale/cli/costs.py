@@ -37,9 +37,11 @@ from bytescale.config import (
 )
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import may_offload
-from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost import Cluster, CostModel, Profile, load_profile
+from bytescale.cost.assumed import Rates
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import Checkpointing, DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
+from bytescale.cost.profile_file import require_model
 from bytescale.plan import Planner
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
@@ -112,7 +114,7 @@ class Costs:
         config, (kind, element_bytes) = self.config, self._device
         trainer = _trainer_of(config)
         if self.attached is not None:
-            return self.attached.measured_memory(kind, self.cluster.num_ranks, trainer.ring_gradients)
+            return self.attached.memory(kind, self.cluster.num_ranks, trainer.ring_gradients)
         share = ModelShare(
             architecture=self.profile.architecture,
             tensor_parallel=self.profile.tensor_parallel,
@@ -190,6 +192,10 @@ def costs_of(
     attached = _attached_model(options, config, cluster, longest)
     if attached is not None:
         profile = attached.profile(_rates(options.cost.rates), ring_gradients)
+        if options.cost.profile is not None:
+            measured = load_profile(options.cost.profile)
+            require_model(measured, attached.spec.stack)
+            profile = replace(measured.of_model(attached.spec.stack), activation_bytes=profile.activation_bytes)
     else:
         profile = read_profile(
             options.cost,
@@ -239,14 +245,15 @@ def _usable_bytes_here(config: Config | None, kind: DeviceKind) -> float:
     return usable_device_bytes(config, torch.device(kind), config.parallel.ranks)
 
 
-def _rates(rates: RatesConfig) -> Any:
-    from bytescale.attach.costs import Rates
-
+def _rates(rates: RatesConfig) -> Rates:
     return Rates(
         flops_per_second=rates.flops,
         attention_flops_per_second=rates.attention_flops,
         launch_seconds=rates.launch,
-        links=rates.links(),
+        intra_node_bytes_per_second=rates.intra_node,
+        inter_node_bytes_per_second=rates.inter_node,
+        latency_seconds=rates.latency,
+        host_bytes_per_second=rates.host,
     )
 
 

@@ -6,12 +6,15 @@ import math
 from dataclasses import dataclass, field, replace
 
 from bytescale.config import RingGradients
+from bytescale.cost.curve import Curve
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory
 from bytescale.cost.memory.nccl import nccl_reserve_bytes
 from bytescale.cost.memory.phases import Phases
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
 from bytescale.cost.memory.states import States
+from bytescale.cost.offload_rule import OffloadRule
+from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
 from bytescale.plan.limits import MemoryLimits, Phase
 
@@ -189,3 +192,13 @@ class MemoryModel:
         its ``stages()``.
         """
         return self.limits().most_tokens(device_bytes, moved_share)
+
+    def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
+        """What a micro-batch may offload into ``host_bytes`` of a rank, by what each of its layers saves."""
+        kept = Curve(0.0, self.layer_saved_bytes_per_token, 0.0)
+        return OffloadRule(
+            profile=replace(times, activation_bytes=kept, points=()),
+            num_layers=self.share.num_layers,
+            movable_share=self.limits().movable_share,
+            host_bytes=host_bytes / self.share.num_in_flight,
+        )
