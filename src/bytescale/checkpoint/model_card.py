@@ -25,7 +25,7 @@ def model_card(config: Config, step: int) -> str:
         "",
         "# Model card",
         "",
-        f"This model was {how} by [bytescale]" + (f" from `{base.rpartition(':')[2]}`{part}." if base else "."),
+        f"This model was {how} by bytescale" + (f" from `{base.rpartition(':')[2]}`{part}." if base else "."),
         "",
         f"It has seen {step} global batches of at most {data.batch_tokens} tokens, in sequences of at most "
         f"{data.context_length} tokens, of:",
