@@ -175,7 +175,14 @@ def test_train_downloads_a_model_by_name_and_pins_its_commit(tmp_path: Path, hub
 @pytest.mark.exhaustive
 def test_plan_downloads_no_weights(tmp_path: Path, hub: dict[str, str]) -> None:
     told = bytescale(
-        "plan", "--ranks", "4", "--model.preset", f"hf:acme/tiny@{COMMIT}", "--batch.tokens", "4K", hub=hub
+        "plan",
+        "--parallel.ranks",
+        "4",
+        "--model.preset",
+        f"hf:acme/tiny@{COMMIT}",
+        "--data.batch-tokens",
+        "4K",
+        hub=hub,
     )
     assert told.returncode == 0, told.stderr
     assert not list((tmp_path / "home").rglob("*.safetensors"))

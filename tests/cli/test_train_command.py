@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from bytescale.cli.main import main
-from bytescale.cli.options import _OTHER_WORDS, check_setting_names
+from bytescale.cli.options import _OTHER_WORDS
 from bytescale.cli.train import _prepare_data
-from bytescale.common.errors import ConfigError
 from bytescale.config import config_to_toml
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
@@ -132,7 +131,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
     [
         (["--data.contxt-length", "9"], r"Unknown option --data.contxt-length.*did you mean --data.context-length\?"),
         (["--lr", "1e-3"], r"Unknown option --lr.*did you mean --optimizer.lr\?"),
-        (["--set", "trainer.steps=9"], r"Unknown option --set.*write a setting as --section.key value"),
+        (["--set", "trainer.steps=9"], r"Unknown option --set.*--help lists the options"),
         (["--data.context-length", "1000"], r"1000 exceeds 2 ranks x .*capacity_tokens = 128.*at least 8 ranks"),
         (["--data.batch-tokens", "100"], r"batch_tokens = 100 is smaller than data.context_length = 256.*raise"),
         (["--data.sources", "/nowhere/*.txt"], r"/nowhere/\*\.txt"),
@@ -161,21 +160,42 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("command", "written", "meant"),
     [
-        ("--parallel.cp", "--planner.static-cp"),
-        ("--optimizer.learning-rate", "--optimizer.lr"),
-        ("--optimizer.learning_rate=1", "--optimizer.lr"),
-        ("--max-steps", "--trainer.steps"),
+        ("train", "--parallel.cp", "--planner.static-cp"),
+        ("train", "--optimizer.learning-rate", "--optimizer.lr"),
+        ("demo", "--optimizer.learning_rate=1", "--optimizer.lr"),
+        ("train", "--max-steps", "--trainer.steps"),
+        ("plan", "--tp", "--parallel.tp"),
+        ("simulate", "--cluster.num-gpus", "--parallel.ranks"),
+        ("simulate", "--cluster.tp", "--parallel.tp"),
+        ("simulate", "--planner", "--planner.name"),
+        ("profile", "--dtype", "--trainer.dtype"),
+        ("data stats", "--tokeniser", "--tokenizer"),
+        ("score", "--capacity-token", "--capacity-tokens"),
     ],
 )
-def test_words_of_other_frameworks_are_understood(written: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"write {re.escape(meant)}\.$"):
-        check_setting_names([written])
+def test_a_wrong_option_suggests_the_right_one(
+    command: str, written: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One vocabulary in all commands; words of other frameworks and of older versions are understood."""
+    assert main([*command.split(), written, "2"]) == 2
+    assert re.search(rf"(write|did you mean) {re.escape(meant)}[.?]$", capsys.readouterr().err.strip())
 
 
-def test_the_words_of_other_frameworks_stand_for_settings() -> None:
-    check_setting_names([f"--{setting}" for setting in _OTHER_WORDS.values()])
+def test_the_words_of_other_frameworks_stand_for_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help is short; what it leaves out is one word away."""
+    names = {}
+    for argument in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["plan", argument])
+        printed = capsys.readouterr().out
+        names[argument] = set(re.findall(r"--[a-z][\w.-]+", printed))
+        assert len(printed.splitlines()) < (100 if argument == "--help" else 1000)
+    assert {f"--{option}" for option in _OTHER_WORDS.values()} <= names["--help-all"]
+    assert (
+        {"--parallel.tp", "--planner.name", "--batch.lengths"} <= names["--help"] < names["--help-all"] | {"--help-all"}
+    )
 
 
 def test_a_renamed_setting_tells_its_new_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

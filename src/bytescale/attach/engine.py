@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.costs import assumed_rates, counted_profile
+from bytescale.attach.costs import counted_profile
 from bytescale.attach.head import hidden_states
 from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.micro_batch import Micro
@@ -18,6 +18,7 @@ from bytescale.attach.probe import ModelFacts
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, problem
+from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule, measured_rule
 from bytescale.plan import MicroBatch
@@ -131,7 +132,7 @@ class Engine:
             [-memory.limits().movable_share, rows.moved_per_token, -float(self._host_bytes)]
         )
         return measured_rule(
-            counted_profile(self.model, self.facts, assumed_rates(kind), bytes_per_element=element_bytes),
+            counted_profile(self.model, self.facts, ASSUMED[kind], bytes_per_element=element_bytes),
             share=-minus_share,
             moved_per_token=moved,
             num_layers=len(self._layers),

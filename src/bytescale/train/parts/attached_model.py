@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytescale.attach.costs import Rates, assumed_rates, count_costs, counted_profile, training_flops
+from bytescale.attach.costs import count_costs, counted_profile, training_flops
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
 from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.part import AttachedPart, late_parameters
@@ -26,6 +26,7 @@ from bytescale.common.units import format_si
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
 from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.cost import CostModel, Profile
+from bytescale.cost.assumed import ASSUMED, Rates
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.plan import MicroBatch
@@ -101,7 +102,7 @@ class HFModel:
         return measured_budget(
             config,
             self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), ring_gradients),
-            times=self.profile(assumed_rates(kind), ring_gradients),
+            times=self.profile(ASSUMED[kind], ring_gradients),
             num_layers=len(self.part.layers),
             device=device,
             num_ranks=num_ranks,

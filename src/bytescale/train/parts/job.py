@@ -16,7 +16,7 @@ from bytescale.config import Architecture, AttachedArchitecture, Config, resolve
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, flops, load_profile
-from bytescale.cost.assumed import assumed_cost, assumed_profile
+from bytescale.cost.assumed import ASSUMED, assumed_cost
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary
@@ -347,7 +347,7 @@ def predicting_profile(
     """The times that the simulator predicts steps of this run from, at the run's tp: those of ``planning_cost``."""
     if profile is not None:
         return profile.of_model(architecture)
-    assumed = assumed_profile(architecture, device=_kind(device), bytes_per_element=dtype.itemsize)
+    assumed = ASSUMED[_kind(device)].profile(architecture, bytes_per_element=dtype.itemsize)
     tp = config.parallel.tp
     scaled = assumed if tp == 1 else assumed.scaled_to(architecture, tensor_parallel=tp)
     return scaled.with_ring_gradients(config.trainer.ring_gradients)
