@@ -51,7 +51,7 @@ def test_plan_simulate_and_train_agree_about_a_folder(
     assert usable == pytest.approx(0.1 * 2**30)
     assert capacity == memory.capacity_tokens(usable) > 0
     assert f"full micro-batch of {capacity / 1024:.3g}K tokens" in " ".join(printed.split())
-    assert main(["simulate", str(tmp_path / "config.toml"), "--cluster.num-gpus", "2"]) == 0
+    assert main(["simulate", str(tmp_path / "config.toml"), "--parallel.ranks", "2"]) == 0
     assert "what its windows reach" in " ".join(capsys.readouterr().out.split())
 
 
@@ -75,8 +75,8 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
-        (["simulate", "--cluster.num-gpus", "2", "--cluster.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
+        (["plan", "--parallel.tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
+        (["simulate", "--parallel.ranks", "2", "--parallel.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
         (["plan", "--cost.profile", "case-study"], "is of another model: its hidden_size"),
         (["profile", "--out", "TMP/profile.toml"], "measures the layers of our own Llama and Mixtral only"),
     ],

@@ -51,7 +51,7 @@ from bytescale.cost.memory import DeviceKind
 from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.checkpointing import Checkpointing
-from bytescale.runtime.sharded_optimizer import GroupOptions
+from bytescale.runtime.optimizers import GroupOptions
 
 
 class HDP:

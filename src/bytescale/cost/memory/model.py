@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from bytescale.config import RingGradients
+from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
+from bytescale.config.validate import may_offload
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory
 from bytescale.cost.memory.nccl import nccl_reserve_bytes
@@ -75,6 +76,37 @@ class MemoryModel:
             ring_gradients=ring_gradients,
             nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, share.num_stages) if kind == "cuda" else 0,
         )
+
+    @staticmethod
+    def of_config(
+        config: Config,
+        architecture: Architecture,
+        kind: DeviceKind,
+        *,
+        element_bytes: int,
+        num_ranks: int,
+        device_bytes: float,
+    ) -> MemoryModel:
+        """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
+        parallel, trainer = config.parallel, config.trainer
+        whole = MemoryModel.on_device(
+            ModelShare(
+                architecture=architecture,
+                tensor_parallel=parallel.tp,
+                num_stages=parallel.pp,
+                virtual_stages=parallel.virtual_stages,
+            ),
+            kind,
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+            checkpointing=trainer.checkpointing,
+            attention=trainer.attention,
+            ring_gradients=trainer.ring_gradients,
+        )
+        if trainer.head_groups != AUTO_HEAD_GROUPS:
+            return replace(whole, head_groups=trainer.head_groups)
+        tokens = parallel.capacity_tokens or None
+        return whole.in_head_groups(device_bytes, capacity_tokens=tokens, offload=may_offload(config, kind))
 
     # What is chosen
 

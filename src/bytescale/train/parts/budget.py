@@ -12,11 +12,11 @@ import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
+from bytescale.config import Architecture, Config
 from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, fitting_capacity
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
@@ -129,7 +129,7 @@ def memory_budget(
     whole = (
         memory
         if isinstance(memory, MeasuredMemory)
-        else counted_memory(
+        else MemoryModel.of_config(
             config, memory, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=device_bytes
         )
     )
@@ -151,37 +151,6 @@ def memory_budget(
     )
     _check_context(config, budget, hdp)
     return budget
-
-
-def counted_memory(
-    config: Config,
-    architecture: Architecture,
-    kind: DeviceKind,
-    *,
-    element_bytes: int,
-    num_ranks: int,
-    device_bytes: float,
-) -> MemoryModel:
-    """The memory of our own model, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
-    parallel, trainer = config.parallel, config.trainer
-    whole = MemoryModel.on_device(
-        ModelShare(
-            architecture=architecture,
-            tensor_parallel=parallel.tp,
-            num_stages=parallel.pp,
-            virtual_stages=parallel.virtual_stages,
-        ),
-        kind,
-        element_bytes=element_bytes,
-        num_ranks=num_ranks,
-        checkpointing=trainer.checkpointing,
-        attention=trainer.attention,
-        ring_gradients=trainer.ring_gradients,
-    )
-    if trainer.head_groups != AUTO_HEAD_GROUPS:
-        return replace(whole, head_groups=trainer.head_groups or 1)
-    wanted = parallel.capacity_tokens or None
-    return whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=may_offload(config, kind))
 
 
 def _unequal(
