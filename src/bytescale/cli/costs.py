@@ -25,6 +25,7 @@ from bytescale.config import (
     AUTO_CAPACITY,
     CHECKPOINT_PREFIX,
     HF_PREFIX,
+    Architecture,
     AttachedArchitecture,
     Config,
     DataConfig,
@@ -39,8 +40,9 @@ from bytescale.config.attached import check_attached
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.assumed import Rates
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.memory import DeviceKind, DeviceMemory, MemoryModel, fitting_capacity
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
+from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Planner
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
@@ -133,7 +135,7 @@ class Costs:
         return _usable_bytes_here(self.config, self._device[0])
 
     @cached_property
-    def memory(self) -> MemoryModel | MeasuredMemory:
+    def memory(self) -> DeviceMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
         config, (kind, element_bytes), num_ranks = self.config, self._device, self.cluster.num_ranks
         if self.attached is not None:
@@ -172,10 +174,9 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        memory = None if self.config.trainer.checkpointing == "none" else self.memory
-        if memory is None or isinstance(memory, MeasuredMemory):
-            return self.profile  # rows of attached models are measured under their checkpointing
-        return replace(self.profile, activation_bytes=Curve(0.0, memory.layer_saved_bytes_per_token, 0.0))
+        if self.attached is None and self.config.trainer.checkpointing == "none":
+            return self.profile
+        return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
     @property
     def _device(self) -> tuple[DeviceKind, int]:
@@ -207,27 +208,25 @@ def _profile(options: CostOptions, attached: HFModel | None, vocab_size: int | N
     A profile has a model of its own. If a model is given as well, its layers must have the same shape.
     """
     config, tp = options.config, options.config.parallel.tp
-    ring_gradients, counted = config.trainer.ring_gradients, None
+    model: Architecture | ModelSpec | None = None
     if attached is not None:
-        counted, stack = attached.profile(options.rates, ring_gradients), attached.spec.stack
+        model = attached.spec
     elif config.cost.profile is None or config.data.sources or config.model != DEFAULTS.model:
-        stack = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
-    else:
-        stack = None
+        model = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
     if config.cost.profile is None:
-        assert stack is not None, "without a profile there is a model"
-        profile = counted or options.rates.profile(stack, tensor_parallel=tp)
+        assert model is not None, "without a profile there is a model"
+        element_bytes = _kind_and_precision(config, "")[1]
+        profile = options.rates.profile(model, tensor_parallel=tp, bytes_per_element=element_bytes)
     else:
         profile = load_profile(config.cost.profile)
         warn_of_bad_fits(profile)
-        if stack is not None:
+        if model is not None:
+            stack = ModelSpec.of(model).stack
             require_model(profile, stack)
             profile = profile.of_model(stack)
         if tp != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-        if counted is not None:
-            profile = replace(profile, activation_bytes=counted.activation_bytes)
-    return profile.with_ring_gradients(ring_gradients)
+    return profile.with_ring_gradients(config.trainer.ring_gradients)
 
 
 def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, int]:

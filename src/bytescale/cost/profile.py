@@ -176,7 +176,7 @@ class Profile:
         old, new, tp = self.architecture, architecture, tensor_parallel / self.tensor_parallel
         attention = flops.layer_attention_flops_per_square(new) / flops.layer_attention_flops_per_square(old) / tp
         rest = flops.layer_linear_flops_per_token(new) / flops.layer_linear_flops_per_token(old) / tp
-        head = flops.head_flops_per_token(new) / flops.head_flops_per_token(old) / tp
+        head = flops.head_parameters(new) / flops.head_parameters(old) / tp
         kept = flops.layer_activation_bytes_per_token(new) / flops.layer_activation_bytes_per_token(old) / tp
         ring = flops.kv_bytes_per_token(new) / flops.kv_bytes_per_token(old) / tp
         return replace(
@@ -286,17 +286,6 @@ class Profile:
             changed = {f"{parts[0]}_{direction}": seconds / (2 * layers) for direction in ("forward", "backward")}
         values: dict[str, Any] = {name: replace(curves[name], **{term: value}) for name, value in changed.items()}
         return replace(self, **values)
-
-    def capacity_tokens(self, *, device_bytes: float, pipeline_parallel: int = 1) -> int:
-        """Tokens that one micro-batch may hold if ``device_bytes`` are free for activations on every device.
-
-        The first stage of a pipeline keeps ``pp`` micro-batches, each with ``1 / pp`` of the layers. A rank without a
-        pipeline keeps as much for one micro-batch. So a pipeline changes the result only if its stages are uneven.
-        """
-        layers = math.ceil(self.architecture.num_layers / pipeline_parallel) * pipeline_parallel
-        per_token = layers * self.activation_bytes.linear
-        fixed = layers * self.activation_bytes.constant
-        return max(0, int((device_bytes - fixed) / per_token)) if per_token else 0
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:

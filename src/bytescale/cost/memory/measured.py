@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
+from bytescale.cost.memory.device_memory import DeviceMemory
 from bytescale.cost.memory.ring_widths import RingWidths
 from bytescale.cost.memory.states import States
 from bytescale.cost.offload_rule import OffloadRule, measured_rule
@@ -47,10 +48,10 @@ class MeasuredRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredMemory:
+class MeasuredMemory(DeviceMemory):
     """The same for a measured model as ``MemoryModel`` is for ours, on one device that has the whole model."""
 
-    states: States
+    of_weights: States
     rows: MeasuredRows
     rings: tuple[RingWidths, ...]
     """Of the layers without a window, and of those of each window."""
@@ -67,41 +68,25 @@ class MeasuredMemory:
 
     num_layers: int = 1
     head_groups: int = 1
-    most_head_groups: int = 1
 
     def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
         """The model itself: it has no stages."""
         return self
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return self.states.element_bytes
-
-    @property
-    def parameter_bytes(self) -> int:
-        """The weights that compute."""
-        return self.states.parameter_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Gradient sums of all weights, in fp32 or wider."""
-        return self.states.gradient_bytes
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """This rank's shard of master weights and moments."""
-        return self.states.optimizer_bytes
-
-    @property
-    def states_bytes(self) -> int:
-        """What also exists between micro-batches."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+    def states(self) -> States:
+        """As ``DeviceMemory``."""
+        return self.of_weights
 
     @property
     def saved_bytes_per_token(self) -> float:
         """What all layers keep of a token, from forward to backward."""
         return self.rows.saved_per_token
+
+    @property
+    def layer_saved_bytes_per_token(self) -> float:
+        """The same of one layer, on average."""
+        return self.rows.saved_per_token / self.num_layers
 
     @property
     def movable_bytes_per_token(self) -> float:
@@ -115,16 +100,9 @@ class MeasuredMemory:
         return (self._loss(), layers, *(self._ring(ring, beside) for ring in self.rings))
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
-        """The same as plain numbers, for ``plan.verify``."""
-        return MemoryLimits(
-            states_bytes=self.states_bytes + self.nccl_bytes,
-            saved_bytes_per_token=self.saved_bytes_per_token,
-            movable_bytes_per_token=self.movable_bytes_per_token,
-            phases=self.phases(),
-            device_bytes=device_bytes,
-            # The limit counts bytes that leave the device. What else keeps them alive takes host memory in addition.
-            host_bytes=host_bytes * self.movable_bytes_per_token / (self.rows.moved_per_token or math.inf),
-        )
+        """As ``DeviceMemory``. What else keeps moved bytes alive takes host memory in addition."""
+        freed = self.movable_bytes_per_token / (self.rows.moved_per_token or math.inf)
+        return DeviceMemory.limits(self, device_bytes=device_bytes, host_bytes=host_bytes * freed)
 
     def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
         """What a micro-batch may offload into ``host_bytes`` of a rank. Raises as ``measured_rule``."""
@@ -135,10 +113,6 @@ class MeasuredMemory:
             num_layers=self.num_layers,
             host_bytes=host_bytes,
         )
-
-    def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
-        """The tokens that one micro-batch may hold if all of them are slices of a shared group (0: none)."""
-        return self.limits().most_tokens(device_bytes, moved_share)
 
     def _loss(self) -> Phase:
         """Chunks of logits, the gradient of hidden states, and the head's in fp32 or wider."""

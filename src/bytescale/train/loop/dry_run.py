@@ -11,12 +11,11 @@ from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import make_sampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
-from bytescale.train.parts.budget import memory_budget, rank_device
+from bytescale.train.parts.budget import rank_device
 from bytescale.train.parts.devices import Devices
-from bytescale.train.parts.job import measured_profile, planning_cost, predicting_profile, step_times, verified_planner
+from bytescale.train.parts.job import plan_of_run
 from bytescale.train.parts.rank_model import describe_model
 from bytescale.train.parts.run_kernels import open_kernels
-from bytescale.train.profiling.peak import device_name
 from bytescale.train.ranks import choose_device, choose_dtype
 from bytescale.train.reporting.run_log import describe_corpus
 
@@ -40,17 +39,12 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         kernel_lines = kernels.lines()
         spec, counted = describe_model(config, architecture, kernels.attention, device, dtype, num_ranks=hdp)
     devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp)
-    profile = measured_profile(config, spec.stack, {device_name(device, dtype)})
-    warn_of_bad_fits(profile)
-    predicting = predicting_profile(config, profile, spec, device, dtype)
-    memory = memory_budget(config, counted, device=device, dtype=dtype, devices=devices, profile=profile or predicting)
-    cost = planning_cost(config, profile, spec, device, dtype, ranks_per_node=ranks)
-    times = step_times(config, predicting, hdp, ranks_per_node=ranks)
-    plan = verified_planner(config, memory, cost, hdp, times)(batch.lengths)
-    described = spec.describe()
-    print_line(f"model   {described} on {ranks} x {device.type}")
+    planning = plan_of_run(config, spec, counted, devices, device=device, dtype=dtype, ranks_per_node=ranks)
+    warn_of_bad_fits(planning.profile)
+    plan = planning.planner(batch.lengths)
+    print_line(f"model   {spec.describe()} on {ranks} x {device.type}")
     print_line(f"data    {describe_corpus(corpus.metadata)}")
-    for line in (*kernel_lines, *memory.lines()):
+    for line in (*kernel_lines, *planning.memory.lines()):
         print_line(line)
     print_line(f"plan    {gist(plan)}")
     print_line(f"run     {config.trainer.steps} steps into {config.trainer.run_dir} (dry run: nothing was started)")

@@ -22,9 +22,6 @@ from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
 from bytescale.config.validate import may_offload
-from bytescale.cost import Profile
-from bytescale.cost.assumed import Rates
-from bytescale.cost.curve import Curve
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
 from bytescale.models.hf_folder import exact_dtype
@@ -70,12 +67,6 @@ class HFModel:
     def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
         return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients)
-
-    def profile(self, rates: Rates, ring_gradients: RingGradients) -> Profile:
-        """The times of a step by counted operations, with the bytes that layers were seen to keep."""
-        counted = rates.profile(self.spec, bytes_per_element=self.parameters.values.element_size())
-        kept = Curve(0.0, self.rows.saved_per_token / self.spec.stack.num_layers, 0.0)
-        return replace(counted.with_ring_gradients(ring_gradients), activation_bytes=kept)
 
     def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
         """Give the optimizer the initial weights in full precision."""
@@ -137,8 +128,7 @@ def build_attached_model(
         bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
         late=part.late_parameters(),
     )
-
-    masters = shard_of(exact, parameters, rank) if exact else []
+    masters = shard_of(exact, parameters, rank)
     exact.clear()
 
     # 3. Checkpointing and offloading, and what a token needs with them.
@@ -170,8 +160,8 @@ def _measured_activations(
 
 def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:
     """The values of ``exact``, by name, that lie in each of a rank's parts of the flat buffers, in host memory."""
-    shards = []
-    for place in parameters.shards(rank):
+    shards: list[Tensor] = []
+    for place in parameters.shards(rank) if exact else ():
         shard = torch.zeros(place.stop - place.start, dtype=parameters.master_dtype)
         for piece in parameters.pieces(place):
             own = exact[piece.entry.name].flatten()[piece.start - piece.entry.start : piece.stop - piece.entry.start]

@@ -16,7 +16,7 @@ from bytescale.config import Architecture, Config
 from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
@@ -41,7 +41,7 @@ class UnequalRanks:
 class MemoryBudget:
     """The ranks' memory, the same numbers on every rank. Bytes, of the rank with the least memory."""
 
-    model: MemoryModel | MeasuredMemory
+    model: DeviceMemory
     capacity_tokens: int
     device_bytes: float
     host_bytes: float  # for offloaded activations; 0 when nothing is offloaded
@@ -70,22 +70,11 @@ class MemoryBudget:
 
     def lines(self) -> list[str]:
         """The estimate for a full micro-batch, for people."""
-        tokens, limits = self.capacity_tokens, self.limits
-        phase = limits.worst_phase(tokens, tokens)
-        peak = float(limits.device_peak(tokens, 0, tokens))
-        states = (
-            f"parameters {format_bytes(self.model.parameter_bytes)}, gradients "
-            f"{format_bytes(self.model.gradient_bytes)}, optimizer {format_bytes(self.model.optimizer_bytes)}"
-        )
-        if self.model.nccl_bytes:
-            states += f", NCCL {format_bytes(self.model.nccl_bytes)}"
-        saved = self.model.saved_bytes_per_token * tokens
-        groups = self.model.head_groups
+        tokens = self.capacity_tokens
+        peak = float(self.limits.device_peak(tokens, 0, tokens))
         lines = [
             f"memory  {format_bytes(peak)} of {format_bytes(self.device_bytes)} at the peak of a full micro-batch of "
-            f"{format_count(tokens)} tokens: {states}, activations {format_bytes(saved)}, {phase.name} "
-            f"{format_bytes(float(phase.bytes(tokens, tokens)))}"
-            + (f"; attention in {groups} groups of heads" if groups > 1 else "")
+            f"{format_count(tokens)} tokens: {self.model.parts_in_words(tokens, tokens)}"
         ]
         if self.rule is not None:
             largest = self.rule.largest_slice(tokens)
@@ -153,9 +142,7 @@ def memory_budget(
     return budget
 
 
-def _unequal(
-    config: Config, whole: MemoryModel | MeasuredMemory, devices: Devices, profile: Profile | None
-) -> UnequalRanks | None:
+def _unequal(config: Config, whole: DeviceMemory, devices: Devices, profile: Profile | None) -> UnequalRanks | None:
     """The capacity and the speed of each rank; None if they are equal, or if the planner is for equal ranks."""
     if config.planner.name != "adaptive":
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from bytescale.config import Architecture, AttachedArchitecture, Config, resolve
 from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost
 from bytescale.cost.calibration import Calibrator, lag_of
-from bytescale.cost.memory import DeviceKind
+from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
@@ -116,25 +117,20 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         optimizer.overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
-    # 2. Speed: the peak is for MFU alone; planning uses only numbers that are the same on all ranks.
-    devices, spec, per_node = devices_of_all(config, ranks), model.spec, ranks.hdp_ranks_per_node()
-    profile = measured_profile(config, spec.stack, {device.name for device in devices.of_ranks})
-    if ranks.is_first:
-        warn_of_bad_fits(profile)
-    cost = planning_cost(config, profile, spec, ranks.device, ranks.dtype, ranks_per_node=per_node)
-    predicting = predicting_profile(config, profile, spec, ranks.device, ranks.dtype)
-    times = step_times(config, predicting, ranks.mesh.hdp.size, ranks_per_node=per_node)
-
-    # 3. Memory: capacity, offloading, and the limits of every plan, from the devices of all ranks.
-    memory = memory_budget(
+    # 2. Plans: from numbers that are the same on all ranks.
+    spec, hdp = model.spec, ranks.mesh.hdp.size
+    planning = plan_of_run(
         config,
-        model.memory(kind_of(ranks.device), ranks.mesh.hdp.size, config.trainer.ring_gradients),
+        spec,
+        model.memory(kind_of(ranks.device), hdp, config.trainer.ring_gradients),
+        devices_of_all(config, ranks),
         device=ranks.device,
         dtype=ranks.dtype,
-        devices=devices,
-        profile=profile or predicting,
+        ranks_per_node=ranks.hdp_ranks_per_node(),
     )
-    planner = verified_planner(config, memory, cost, ranks.mesh.hdp.size, times)
+    if ranks.is_first:
+        warn_of_bad_fits(planning.profile)
+    memory, planner = planning.memory, planning.planner
     return Job(
         config=config,
         ranks=ranks,
@@ -147,10 +143,39 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         memory=memory,
         planner=planner,
         calibration=run_calibration(config, planner, ranks, spec.stack.num_layers),
-        step_times=times,
+        step_times=planning.times,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
         stop=stop,
     )
+
+
+class Planning(NamedTuple):
+    """How a run is planned."""
+
+    profile: Profile | None  # that the config names
+    times: StepTimes
+    memory: MemoryBudget
+    planner: VerifiedPlanner
+
+
+def plan_of_run(
+    config: Config,
+    spec: ModelSpec,
+    memory: Architecture | MeasuredMemory,
+    devices: Devices,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks_per_node: int,
+) -> Planning:
+    """Times, capacity, limits and the planner, from the devices of all HDP ranks. Arguments as in ``memory_budget``."""
+    profile = measured_profile(config, spec.stack, {device.name for device in devices.of_ranks})
+    cost = planning_cost(config, profile, spec, device, dtype, ranks_per_node=ranks_per_node)
+    predicting = predicting_profile(config, profile, spec, device, dtype)
+    times = step_times(config, predicting, len(devices.of_ranks), ranks_per_node=ranks_per_node)
+    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile or predicting)
+    planner = verified_planner(config, budget, cost, len(devices.of_ranks), times)
+    return Planning(profile, times, budget, planner)
 
 
 def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: Kernels) -> Executor:
