@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 2475,
     "cli": 2810,
     "common": 650,
-    "config": 1440,
+    "config": 1450,
     "cost": 3475,
     "data": 6500,
     "models": 1650,
