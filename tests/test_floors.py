@@ -22,7 +22,7 @@ BUDGET = {
     "common": 650,
     "config": 1400,
     "cost": 3350,
-    "data": 6500,
+    "data": 6400,
     "models": 1650,
     "parity": 600,
     "plan": 1550,
