@@ -17,7 +17,7 @@ BUDGET = {
     ".": 100,
     "attach": 4050,
     "attention": 2950,
-    "checkpoint": 2475,
+    "checkpoint": 2450,
     "cli": 2810,
     "common": 650,
     "config": 1450,
