@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def layers_of(decoder: AttachedDecoder) -> dict[str, Any]:
-    """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing where they are unknown."""
+    """What ``take_over`` is told of the layers, in whose order gradients are complete; nothing if none has a number."""
     try:
         return {"chunk": (decoder.model, decoder.layers), "late": decoder.late_parameters()}
     except ConfigError:
