@@ -69,6 +69,9 @@ def start_training(options: TrainOptions) -> None:
     require_torch()
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())
+    if config.trainer.epochs:
+        config = _with_steps_of_epochs(config)
+        options = replace(options, config=config)
     if options.dry_run:
         _check_initial_weights(config)
         if config.trainer.resume:
@@ -282,6 +285,20 @@ def _prepare_data(config: Config) -> None:
                 make_sampler(corpus.index, config.data)
         else:
             plan_shards(config.data, progress)
+
+
+def _with_steps_of_epochs(config: Config) -> Config:
+    """Tokenise all text, and put the number of batches of so many epochs in the place of ``trainer.steps``."""
+    from bytescale.data.loading.corpus import prepare_corpus
+    from bytescale.data.order.batches import batches_of_epochs
+    from bytescale.data.tokens.progress import progress_bar
+
+    with progress_bar() as progress:
+        steps = batches_of_epochs(prepare_corpus(config.data, progress).index, config.data, config.trainer.epochs)
+    print(f"epochs  {config.trainer.epochs} of the data are {steps} steps")
+    known = replace(config, trainer=replace(config.trainer, steps=steps, epochs=0))
+    validate(known, num_ranks=_ranks_of_torchrun())
+    return known
 
 
 @contextmanager
