@@ -87,7 +87,7 @@ class CostOptions:
             tp=parallel.tp,
             pp=parallel.pp,
             virtual_stages=parallel.virtual_stages,
-            gradient_bucket_mib=0.0 if sync_overlap else self.config.trainer.gradient_bucket_mib,
+            gradient_bucket_mib=0.0 if sync_overlap else self.config.parallel.gradient_bucket_mib,
             sync_overlap=sync_overlap,
         )
 
@@ -137,9 +137,10 @@ class Costs:
     @cached_property
     def memory(self) -> MemoryModel | MeasuredMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        trainer, (kind, element_bytes) = self.config.trainer, self._device
+        config, (kind, element_bytes) = self.config, self._device
+        memory, ring_gradients = config.memory, config.parallel.ring_gradients
         if self.attached is not None:
-            return self.attached.measured_memory(kind, self.cluster.num_ranks, trainer.ring_gradients)
+            return self.attached.measured_memory(kind, self.cluster.num_ranks, ring_gradients)
         share = ModelShare(
             architecture=self.profile.architecture,
             tensor_parallel=self.profile.tensor_parallel,
@@ -151,16 +152,16 @@ class Costs:
             kind,
             element_bytes=element_bytes,
             num_ranks=self.cluster.num_ranks,
-            checkpointing=trainer.checkpointing,
-            attention=trainer.attention,
-            ring_gradients=trainer.ring_gradients,
+            checkpointing=memory.checkpointing,
+            attention=config.kernels.attention,
+            ring_gradients=ring_gradients,
         )
-        if trainer.head_groups == AUTO_HEAD_GROUPS:
+        if memory.head_groups == AUTO_HEAD_GROUPS:
             tokens = self.config.parallel.capacity_tokens or None
             offload = may_offload(self.config, kind)
             model = model.in_head_groups(self.usable_bytes, capacity_tokens=tokens, offload=offload)
         else:
-            model = replace(model, head_groups=trainer.head_groups)
+            model = replace(model, head_groups=memory.head_groups)
         return model.fullest_stage(self.usable_bytes)
 
     @cached_property
@@ -188,7 +189,7 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        memory = None if self.config.trainer.checkpointing == "none" else self.memory
+        memory = None if self.config.memory.checkpointing == "none" else self.memory
         if memory is None or isinstance(memory, MeasuredMemory):
             return self.profile  # rows of attached models are measured under their checkpointing
         return replace(self.profile, activation_bytes=Curve(0.0, memory.layer_saved_bytes_per_token, 0.0))
@@ -213,7 +214,7 @@ def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, voca
     """
     attached = _attached_model(options.config, longest)
     if attached is not None:
-        profile = attached.profile(options.rates, options.config.trainer.ring_gradients)
+        profile = attached.profile(options.rates, options.config.parallel.ring_gradients)
     else:
         profile = _own_profile(options, vocab_size)
     cluster.check_layers(profile.architecture.num_layers)
@@ -238,7 +239,7 @@ def _own_profile(options: CostOptions, vocab_size: int | None) -> Profile:
             profile = profile.of_model(architecture)
         if tp != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-    return profile.with_ring_gradients(config.trainer.ring_gradients)
+    return profile.with_ring_gradients(config.parallel.ring_gradients)
 
 
 def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, int]:

@@ -85,14 +85,14 @@ class AttachedArchitecture:
 def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     """Raise ``ConfigError`` for settings that only our own Llama and Mixtral have, and for changes of the model."""
     _check_changes(config.model, shape)
-    parallel, trainer = config.parallel, config.trainer
+    parallel, memory, traced = config.parallel, config.memory, config.log.trace_steps
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
         ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
         ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
-        ("trainer.compile", "true", trainer.compile, "false"),
-        ("trainer.head_groups", trainer.head_groups, trainer.head_groups > 1, '"auto"'),
-        ("trainer.trace_steps", list(trainer.trace_steps), bool(trainer.trace_steps), "[]"),
+        ("kernels.compile", "true", config.kernels.compile, "false"),
+        ("memory.head_groups", memory.head_groups, memory.head_groups > 1, '"auto"'),
+        ("log.trace_steps", list(traced), bool(traced), "[]"),
         ("cost.profile", f'"{config.cost.profile}"', config.cost.profile is not None, "nothing"),
     )
     for name, value, is_set, good in ours:
@@ -100,7 +100,7 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
             raise ConfigError(
                 f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
                 so="only our own Llama and Mixtral can do that",
-                fix=f"set {name} to {good}; HDP, trainer.checkpointing and memory.offload work with every model",
+                fix=f"set {name} to {good}; HDP, memory.checkpointing and memory.offload work with every model",
             )
     if shape.content.get("output_router_logits"):
         raise ConfigError(

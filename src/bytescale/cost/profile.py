@@ -155,7 +155,7 @@ class Profile:
         )
 
     def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
-        """This profile with another ``trainer.ring_gradients``, which changes only the bytes of a ring's backward."""
+        """This profile with another ``parallel.ring_gradients``, which changes only the bytes of a ring's backward."""
         numbers = flops.kv_bytes_per_token(self.architecture, bytes_per_element=1) / self.tensor_parallel
         forward = self.ring_forward_bytes_per_token
         gradient_bytes = flops.ring_gradient_bytes(round(forward / numbers), ring_gradients)

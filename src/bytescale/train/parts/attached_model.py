@@ -96,7 +96,7 @@ class HFModel:
     ) -> MemoryBudget:
         """The budget of a run. Raises ``ConfigError`` as ``budget.memory_budget``."""
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-        ring_gradients = config.trainer.ring_gradients
+        ring_gradients = config.parallel.ring_gradients
         return measured_budget(
             config,
             self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), ring_gradients),
@@ -131,7 +131,7 @@ class HFModel:
     def optimizer(self, config: Config, ranks: Ranks) -> ShardedOptimizer:
         """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
         optimizer = ShardedOptimizer.of_config(self.parameters, config.optimizer, ranks.mesh)
-        if config.trainer.gradient_bucket_mib:
+        if config.parallel.gradient_bucket_mib:
             optimizer.overlap_with([(self.part, self.part.layers)])
         if self.masters:
             for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
@@ -182,7 +182,7 @@ def build_attached_model(
     parameters = FlatParameters(
         part.model.named_parameters(),
         num_shards,
-        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
+        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
         late=part.late_parameters(),
     )
 
@@ -209,7 +209,7 @@ def _measured_activations(
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
-    activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, pool=pool, device=device)
+    activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device)
     rows = measure_rows(part, kernel, activations, device)
     if pool is not None:
         pool.token_bytes = rows.moved_per_token

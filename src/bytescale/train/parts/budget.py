@@ -136,13 +136,13 @@ def memory_budget(
         kind,
         element_bytes=dtype.itemsize,
         num_ranks=hdp,
-        checkpointing=config.trainer.checkpointing,
-        attention=config.trainer.attention,
-        ring_gradients=config.trainer.ring_gradients,
+        checkpointing=config.memory.checkpointing,
+        attention=config.kernels.attention,
+        ring_gradients=config.parallel.ring_gradients,
     )
-    whole = replace(whole, head_groups=config.trainer.head_groups or 1)
+    whole = replace(whole, head_groups=config.memory.head_groups or 1)
     offloads = may_offload(config, device.type)
-    if config.trainer.head_groups == AUTO_HEAD_GROUPS:
+    if config.memory.head_groups == AUTO_HEAD_GROUPS:
         wanted = parallel.capacity_tokens or None
         whole = whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=offloads)
     model = whole.fullest_stage(device_bytes)
@@ -283,8 +283,8 @@ def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
             + (", all offloaded that may be" if budget.rule else "")
             + f" ({format_bytes(over)} a rank too many)",
             so="a document of full length could not be trained on",
-            fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, trainer.checkpointing"
+            fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, memory.checkpointing"
             + (', memory.offload = "on"' if may_start_to else "")
-            + (f", trainer.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
+            + (f", memory.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
             + ", or more memory (memory.device_gib, memory.host_gib)",
         )

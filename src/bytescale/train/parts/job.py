@@ -117,7 +117,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     model, optimizer = _own_model(config, ranks, architecture)
 
     # 2. Speed: the peak is for MFU alone; planning uses only numbers that are the same on all ranks.
-    peak = known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops)
+    peak = known_peak(ranks.device, ranks.dtype, config.log.peak_tflops)
     devices = devices_of_all(config, ranks)
     profile = measured_profile(config, architecture, {device.name for device in devices.of_ranks})
     if ranks.is_first:
@@ -185,14 +185,14 @@ def _attached_job(
         planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
         calibration=None,  # what a rank computes is not counted in windows
         step_times=None,
-        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
+        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.log.peak_tflops),
         stop=stop,
     )
 
 
 def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedOptimizer]:
     """Make this rank's part of the model, with its initial weights, and the optimizer of it."""
-    bucket_mib = config.trainer.gradient_bucket_mib
+    bucket_mib = config.parallel.gradient_bucket_mib
     model = build_own_model(
         architecture,
         ranks.mesh,
@@ -211,7 +211,7 @@ def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tupl
 
 def _own_parts(config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
     """Apply kernels, head groups, checkpointing and offloading to the model."""
-    checkpointing, tp = config.trainer.checkpointing, ranks.mesh.tp
+    checkpointing, tp = config.memory.checkpointing, ranks.mesh.tp
     pool = memory.host_pool(ranks.device)
     parts = []
     for chunk in model.chunks:
@@ -237,7 +237,7 @@ def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: K
         kernel=kernels.attention,
         mesh=ranks.mesh,
         z_loss=config.optimizer.z_loss,
-        ring_gradients=torch.bfloat16 if config.trainer.ring_gradients == "bf16" else None,
+        ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
     )
 
 
@@ -262,7 +262,7 @@ def measured_profile(config: Config, architecture: Architecture, devices: Set[st
     tp = config.parallel.tp
     if tp != profile.tensor_parallel:
         profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-    return profile.with_ring_gradients(config.trainer.ring_gradients)
+    return profile.with_ring_gradients(config.parallel.ring_gradients)
 
 
 def verified_planner(
@@ -293,9 +293,9 @@ def step_times(config: Config, profile: Profile, num_hdp_ranks: int, *, ranks_pe
         tp=mesh.tp,
         pp=mesh.pp,
         virtual_stages=mesh.virtual_stages,
-        gradient_bucket_mib=config.trainer.gradient_bucket_mib,
+        gradient_bucket_mib=config.parallel.gradient_bucket_mib,
     )
-    return StepTimes(profile=profile, devices=devices, recompute=config.trainer.checkpointing == "full")
+    return StepTimes(profile=profile, devices=devices, recompute=config.memory.checkpointing == "full")
 
 
 def run_calibration(
@@ -332,7 +332,7 @@ def planning_cost(
             architecture,
             device=_kind(device),
             bytes_per_element=dtype.itemsize,
-            ring_gradients=config.trainer.ring_gradients,
+            ring_gradients=config.parallel.ring_gradients,
         )
         return replace(assumed, ranks_per_node=ranks_per_node)
     own = profile.of_model(architecture)
@@ -348,7 +348,7 @@ def predicting_profile(
     assumed = ASSUMED[_kind(device)].profile(architecture, bytes_per_element=dtype.itemsize)
     tp = config.parallel.tp
     scaled = assumed if tp == 1 else assumed.scaled_to(architecture, tensor_parallel=tp)
-    return scaled.with_ring_gradients(config.trainer.ring_gradients)
+    return scaled.with_ring_gradients(config.parallel.ring_gradients)
 
 
 def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
