@@ -85,15 +85,13 @@ class AttachedArchitecture:
 def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     """Raise ``ConfigError`` for settings that only our own Llama and Mixtral have, and for changes of the model."""
     _check_changes(config.model, shape)
-    parallel, memory, traced = config.parallel, config.memory, config.log.trace_steps
+    parallel, memory = config.parallel, config.memory
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
         ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
         ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
         ("kernels.compile", "true", config.kernels.compile, "false"),
         ("memory.head_groups", memory.head_groups, memory.head_groups > 1, '"auto"'),
-        ("log.trace_steps", list(traced), bool(traced), "[]"),
-        ("cost.profile", f'"{config.cost.profile}"', config.cost.profile is not None, "nothing"),
     )
     for name, value, is_set, good in ours:
         if is_set:
