@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bytescale
+from bytescale.attach.measure import measure_rows, measured_memory
+from bytescale.attention import select_kernel
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.plan import Plan
 
@@ -120,3 +122,17 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     model = deep_model()
     with pytest.raises(PlanError, match=r"no host memory for activations.*HDP\(host_gib="):
         printed_loop(bytescale.HDP(model, capacity_tokens=200), model, documents(LENGTHS), plan=moving)
+
+
+def test_gradients_that_do_not_exist_yet_do_not_hide_the_peak_of_layers() -> None:
+    """What a token needs is the same before there is an optimizer and after, when gradients are in flat memory."""
+    model = small_model("llama", dtype=torch.float32, num_hidden_layers=4, hidden_size=128, intermediate_size=512)
+    cpu = torch.device("cpu")
+    hdp = bytescale.HDP(model, capacity_tokens=64, checkpointing="full", host_gib=0.1)
+    rule = hdp.planner.cluster.offload
+    assert rule is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    hdp.adamw(lr=0.0)
+    rows = measure_rows(hdp.engine.decoder, select_kernel("auto", cpu, torch.float32), hdp.engine.activations, cpu)
+    memory = measured_memory(hdp.engine.decoder, rows, kind="cpu", num_ranks=1)
+    assert rule.movable_share == pytest.approx(memory.limits().movable_share, rel=0.02)

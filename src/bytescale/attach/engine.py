@@ -91,8 +91,8 @@ class Engine:
             return None
         parameters = list(self.decoder.parameters())
         gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        for parameter in parameters:  # gradients that backward would make would hide the peak of its layers
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         with torch.enable_grad():
             rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
         for parameter, gradient in zip(parameters, gradients, strict=True):
