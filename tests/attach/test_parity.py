@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bytescale.parity import FAMILIES, Setup, compare, small_model
-from bytescale.parity.__main__ import main, tolerance_of
+from bytescale.parity.__main__ import TOLERANCE, main
 from bytescale.parity.thread_ranks import run_ranks
 
 QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "deepseek_v3")
@@ -20,7 +20,7 @@ QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "dee
 def test_a_family_equals_one_process(name: str) -> None:
     """fp64 differs only in the order of sums. Norms and routers that compute in fp32 round equal numbers equally."""
     model = small_model(name)
-    assert compare(model, Setup(num_ranks=3)).worst <= tolerance_of(name, "fp64")
+    assert compare(model, Setup(num_ranks=3)).worst <= TOLERANCE["fp64"]
 
 
 def test_ranks_leave_no_thread_behind() -> None:
@@ -55,7 +55,7 @@ def test_ranks_that_fail_leave_no_thread_behind() -> None:
 def test_a_family_on_more_plans(name: str) -> None:
     model = small_model(name)
     for seed in (2, 4):
-        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= tolerance_of(name, "fp64")
+        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= TOLERANCE["fp64"]
 
 
 @pytest.mark.exhaustive

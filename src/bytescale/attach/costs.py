@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from bytescale.attach.probe import ModelFacts
+from bytescale.attach.probe import LayerAttention, ModelFacts
+from bytescale.attention import AttentionRules
 from bytescale.common.arrays import IntArray
 from bytescale.config import Architecture, RingGradients
 from bytescale.cost import CostModel, Links, Profile, flops
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.curve import Curve
+
+_STATE_FLOPS = 6
+"""Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +84,12 @@ def counted_profile(
             of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0.0) + layer.num_heads * widths
     matrices, trained = active_matrix_parameters(model)
     head, head_trained = _head_parameters(model)
-    count, fixed = len(layers), rates.launch_seconds
+    count, fixed = len(layers) + len(facts.mixers), rates.launch_seconds
+    recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in facts.mixers)
     attention = per_square / count / rates.attention_flops_per_second
     per_weight = 2.0 / rates.flops_per_second
-    forward, backward = matrices - head, matrices - head + trained - head_trained
+    forward = matrices - head + recurrences
+    backward = matrices - head + trained - head_trained + 2 * recurrences
     stack = _equal_layers(model, facts, (matrices - head) / count)
     vocabulary = flops.head_parameters(stack) * (1 if stack.tie_embeddings else 2)
     return Profile(
@@ -111,11 +117,14 @@ def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) 
     """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
     get_input, get_output = _embeddings_of(model)
     embedding, head = get_input(), get_output()
-    widest = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim)
+    plain = LayerAttention(
+        name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules(), has_sinks=False
+    )  # of a model without attention
+    widest: LayerAttention = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
     words, hidden = embedding.weight.shape
     stack = Architecture(
         vocab_size=words,
-        num_layers=len(facts.layers),
+        num_layers=len(facts.layers) + len(facts.mixers),
         hidden_size=hidden,
         num_heads=widest.num_heads,
         num_kv_heads=widest.num_kv_heads,
@@ -147,7 +156,7 @@ def training_flops(model: nn.Module, facts: ModelFacts, lengths: IntArray) -> in
     """
     lengths = lengths.astype(np.int64)
     matrices, _ = active_matrix_parameters(model)
-    forward = 2.0 * matrices * float(lengths.sum())
+    forward = (2.0 * matrices + _STATE_FLOPS * sum(m.state_numbers for m in facts.mixers)) * float(lengths.sum())
     for layer in facts.layers:
         reached = lengths if layer.rules.window is None else np.minimum(lengths, layer.rules.window)
         pairs = float((reached * (2 * lengths - reached)).sum()) / 2

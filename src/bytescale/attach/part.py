@@ -93,12 +93,13 @@ class AttachedPart(nn.Module):
 
 
 def layers_of(model: nn.Module, facts: ModelFacts) -> list[nn.Module]:
-    """The decoder's layers: of every attention, the numbered module around it, in the order of the calls.
+    """The decoder's layers: of every attention and recurrence, the numbered module around it, in the model's order.
 
-    Raises ``ConfigError`` where attention does not lie in numbered modules.
+    Raises ``ConfigError`` where one of them does not lie in numbered modules.
     """
     names: list[str] = []
-    for layer in facts.layers:
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    for layer in sorted([*facts.layers, *facts.mixers], key=lambda layer: places[layer.name]):
         numbered = re.match(r"(.*?\.\d+)(\.|$)", layer.name)
         if numbered is None:
             raise refusal(
