@@ -75,7 +75,7 @@ def test_planners_of_hdp(planner: str) -> None:
 
 def test_the_command_compares_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["qwen2", "--plans", "1"]) == 0
-    assert main(["mamba", "--plans", "1"]) == 2
+    assert main(["rwkv", "--plans", "1"]) == 2
     printed = capsys.readouterr().out
     assert "equal: loss" in printed
     assert "refused: " in printed

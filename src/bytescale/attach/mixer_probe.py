@@ -41,7 +41,7 @@ def probe_mixers(model: nn.Module, names: dict[nn.Module, str]) -> tuple[LayerRe
     random = torch.Generator().manual_seed(0)
     inner = torch.randint(2, _NUM_ROWS - 1, (4,), generator=random).tolist()
     tokens = torch.randint(2, 50, (_NUM_ROWS,), generator=random)
-    blind = Blind(names, OneProcessCuts(sorted([0, 1, *inner, inner[0], _NUM_ROWS])), compares=True)
+    blind = Blind(names, cuts=OneProcessCuts(sorted([0, 1, *inner, inner[0], _NUM_ROWS])), compares=True)
     with torch.no_grad(), mode(model, training=True):
         run_blind(model, blind, torch.arange(_NUM_ROWS), tokens)
     for mixer, difference, limit, _ in blind.mixed:

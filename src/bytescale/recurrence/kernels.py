@@ -118,7 +118,7 @@ def delta_rule(
 
 
 def mamba2(
-    cuts: Cuts, stock: Stock, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    cuts: Cuts, stock: Stock, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     *, dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
     **options: Any,
 ) -> Tensor:  # fmt: skip
@@ -128,7 +128,7 @@ def mamba2(
 
     def run(rows: slice, alone: bool) -> Run:
         out, after = stock(
-            x[:, rows], dt[:, rows], A, B[:, rows], C[:, rows], chunk_size=chunk_size, dt_bias=dt_bias,
+            x[:, rows], dt[:, rows], A, B[:, rows], C[:, rows], dt_bias=dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True, **options,
         )  # fmt: skip
         decays = (A * _steps(dt[0, rows], dt_bias, dt_softplus).clamp(*dt_limit)).to(wide).cumsum(0).exp()
