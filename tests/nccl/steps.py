@@ -12,7 +12,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, ShardedOptimizer
+from bytescale.runtime import Decoder, Executor, Mesh, ShardedOptimizer
 from bytescale.runtime.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.rules import apply_recurrence, apply_rules
@@ -40,8 +40,8 @@ def training_step(
     """What one rank does in one step, all its collectives included.
 
     ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
-    gathered during the second one's forwards. ``window``: of every second layer's attention. ``recurrence``: ``matrix`` or ``number``, how
-    states decay in every other layer.
+    gathered during the second one's forwards. ``window``: of every second layer's attention. ``recurrence``:
+    ``matrix`` or ``number``, how states decay in every other layer.
     """
     batch = random_batch(plan.lengths.tolist(), architecture.vocab_size, 0, masked_share=0.0)
 
@@ -52,7 +52,7 @@ def training_step(
         )
         optimizer = ShardedOptimizer.of_config(own.parameters, OptimizerConfig(), mesh, own.tied_head)
         if bucket_bytes:
-            optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in own.chunks])
+            optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in own.chunks])
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         parts = []
         for chunk in own.chunks:
@@ -69,7 +69,7 @@ def training_step(
                 row_wise=row_wise_parts(chunk, mesh.tp.size),
                 chunk_rows=8,
             )
-            parts.append(ModelPart(model=chunk, activations=activations))
+            parts.append(Decoder(module=chunk, activations=activations))
         for _ in range(2 if bucket_bytes else 1):
             mesh.world.agree("the plan", rank_plan.digest)
             optimizer.begin_step(rank_plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -123,15 +124,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@given(edges=st.lists(st.integers(0, 20), max_size=5), tail=st.lists(st.integers(1, 4), max_size=2), seed=st.integers(0, 99))
+@given(
+    edges=st.lists(st.integers(0, 20), max_size=5),
+    tail=st.lists(st.integers(1, 4), max_size=2),
+    seed=st.integers(0, 99),
+)
 def test_a_kernel_cut_anywhere_is_its_recurrence(name: str, edges: list[int], tail: list[int], seed: int) -> None:
-    """A document of 20 tokens in fragments, and whole ones behind it. fp64 with wide casts: other orders of sums alone."""
+    """A document of 20 tokens in fragments, and whole ones behind it. fp64 with wide casts: sums in other orders."""
     shapes, ours, twin = CASES[name]
     random, lengths = torch.Generator().manual_seed(seed), [20, *tail]
     given_ = {key: torch.randn(sum(lengths), *shape, generator=random).double() for key, shape in shapes.items()}
     weights = torch.randn(sum(lengths), generator=random).double()
     ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-    cuts = OneProcessCuts(sorted([0, *edges, 20]), [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)])
+    cuts = OneProcessCuts(sorted([0, *edges, 20]), [slice(a, b) for a, b in pairwise(ends)])
 
     def results(compute: Callable[[dict[str, Tensor]], Tensor]) -> list[Tensor]:
         leaves = {key: rows.clone().requires_grad_() for key, rows in given_.items()}

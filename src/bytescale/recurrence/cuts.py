@@ -27,17 +27,20 @@ from bytescale.recurrence.states import EntryStates, act
 
 
 class Cuts(Protocol):
-    """The fragments and documents of one micro-batch, in the order of its rows.
+    """The fragments and documents of one micro-batch, in the order of its rows."""
 
-    Attributes:
-        fragments: rows of every fragment of a shared sequence; may be empty.
-        opens: by fragment, whether its sequence begins with it.
-        documents: rows of every whole document.
-    """
-
-    fragments: list[slice]
-    opens: list[bool]
     documents: list[slice]
+    """Rows of every whole document."""
+
+    @property
+    def fragments(self) -> list[slice]:
+        """Rows of every fragment of a shared sequence; may be empty."""
+        ...
+
+    @property
+    def opens(self) -> list[bool]:
+        """By fragment, whether its sequence begins with it."""
+        ...
 
     def halo(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Fetch the ``width`` rows before each fragment.
@@ -67,7 +70,7 @@ class GroupCuts:
         """``attention``: of the same micro-batch, whose messages and memory are used."""
         self._attention = attention
         shared, edges = attention.shared, [0]
-        self.opens: list[bool] = []
+        self.opens = []
         if shared is not None:
             counts = np.stack([part[:, shared.member] for part in shared.segments], axis=1)
             edges = [0, *np.cumsum(counts.ravel()).tolist()]

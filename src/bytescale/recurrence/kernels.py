@@ -92,7 +92,7 @@ def convolution(
 def delta_rule(
     cuts: Cuts, stock: Stock, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """Gated delta rule and KDA: ``query, key [1, T, G, K]``, ``value [1, T, H, V]``, ``g [1, T, H]`` or for each key's."""
+    """Gated delta rule and KDA: ``query, key [1, T, G, K]``, ``value [1, T, H, V]``, ``g [1, T, H]`` or ``[1, T, H, K]``."""
     num_heads, columns, width = value.shape[2], value.shape[3], key.shape[3]
     wide = torch.promote_types(value.dtype, torch.float32)
     identity = torch.eye(width, dtype=wide, device=value.device).expand(1, num_heads, width, width)
@@ -213,7 +213,8 @@ class LightningAttention:
         """``MiniMaxLightningAttention.forward`` of ``hidden_states [1, T, width]``."""
         own: Any = mixer
         qkv = own.act_fn(own.qkv_proj(hidden_states))[0].unflatten(1, (own.num_attention_heads, -1))
-        out = LightningAttention.scan(cuts, *qkv.split(own.head_dim, dim=2), own.slope_rate.flatten())
+        q, k, v = qkv.split(own.head_dim, dim=2)
+        out = LightningAttention.scan(cuts, q, k, v, own.slope_rate.flatten())
         gated = own.output_gate(hidden_states).sigmoid() * own.norm(out.flatten(1))
         return own.out_proj(gated), None
 

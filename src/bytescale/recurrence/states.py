@@ -69,7 +69,7 @@ def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, 
     while distance <= last:
         sends: list[Message] = []
         receives: list[Message] = []
-        arrived: dict[int, tuple[Tensor, ...]] = {}
+        arrived: dict[int, list[Tensor]] = {}
         for slot, position in enumerate(positions):
             target, source = position + distance, position - distance
             if target <= last:
@@ -78,16 +78,14 @@ def _scan(decay: Tensor, state: Tensor, positions: tuple[int, int], grid: Grid, 
                     known = before[slot]
                     parts.append(decay[slot] if known is None else act(decay[slot], known, matrix=matrix))
                 if holder(target, grid.size) == grid.member:
-                    arrived[1] = tuple(parts)  # the next position of the same member is its back segment
+                    arrived[1] = parts  # the next position of the same member is its back segment
                 else:
                     sends.append((torch.cat([part.flatten() for part in parts]), _rank_of(target, grid)))
             if source >= 0 and holder(source, grid.size) != grid.member:
                 likes = [state[slot], decay[slot]] if source >= distance else [state[slot]]
                 room = state.new_empty(sum(like.numel() for like in likes))
-                arrived[slot] = tuple(
-                    part.view_as(like)
-                    for part, like in zip(room.split([like.numel() for like in likes]), likes, strict=True)
-                )
+                rooms = room.split([like.numel() for like in likes])
+                arrived[slot] = [part.view_as(like) for part, like in zip(rooms, likes, strict=True)]
                 receives.append((room, _rank_of(source, grid)))
         if sends or receives:
             grid.exchange.start_all(sends, receives, tag=kind.tag(grid.group)).wait()
