@@ -13,12 +13,14 @@ from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.__main__ import TOLERANCE, main
 from bytescale.parity.thread_ranks import run_ranks
 
-QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "deepseek_v3")
+CHUNKED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
+"""Delta rules solve a triangular system for every chunk, which loses more of fp32 than sums do."""
+QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_family_equals_one_process(name: str) -> None:
-    """fp64 differs only in the order of sums. Norms and routers that compute in fp32 round equal numbers equally."""
+    """In fp64, conversions to fp32 included, sums in another order are all that differs."""
     model = small_model(name)
     assert compare(model, Setup(num_ranks=3)).worst <= TOLERANCE["fp64"]
 
@@ -62,8 +64,9 @@ def test_a_family_on_more_plans(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_in_fp32(name: str) -> None:
     model = small_model(name, dtype=torch.float32)
+    tolerance = 1e-4 if name in CHUNKED else TOLERANCE["fp32"]
     for seed in (1, 2, 3):
-        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= 1e-5
+        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= tolerance
 
 
 @pytest.mark.parametrize("planner", ["adaptive", "static", "naive", "paper"])

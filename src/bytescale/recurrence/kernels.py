@@ -92,7 +92,7 @@ def convolution(
 def delta_rule(
     cuts: Cuts, stock: Stock, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """Gated delta rule and KDA: ``query, key [1, T, G, K]``, ``value [1, T, H, V]``, ``g [1, T, H]`` or ``[1, T, H, K]``."""
+    """Gated delta rule and KDA: ``query, key [1, T, G, K]``, ``value [1, T, H, V]``, ``g [1, T, H]`` or of all keys."""
     num_heads, columns, width = value.shape[2], value.shape[3], key.shape[3]
     wide = torch.promote_types(value.dtype, torch.float32)
     identity = torch.eye(width, dtype=wide, device=value.device).expand(1, num_heads, width, width)
