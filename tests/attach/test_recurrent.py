@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,15 +69,17 @@ def test_recomputed_layers(name: str, checkpointing: str) -> None:
     assert sent == as_before if checkpointing == "attention" else sent > as_before
 
 
+@pytest.mark.exhaustive
 def test_a_host_has_activations_of_recurrent_layers() -> None:
     model = small_model("qwen3_next", num_hidden_layers=6, layer_types=["linear_attention", "full_attention"] * 3)
     with WideCasts():
         reference = plain_step(copy.deepcopy(model), random_documents(model, Setup(lengths=LENGTHS)))
     batch = random_documents(model, Setup(lengths=LENGTHS))
-    hdp = bytescale.HDP(model, capacity_tokens=30, host_gib=0.25)
+    hdp = bytescale.HDP(model, capacity_tokens=40, host_gib=0.25)
     hdp.optimizer(torch.optim.SGD, lr=0.0)
+    plan = hdp.planner(np.array(LENGTHS))
     with WideCasts():
-        loss = printed_loop(hdp, model, batch)
+        loss = printed_loop(hdp, model, batch, plan=replace(plan, group_offload_ratio=np.ones(plan.num_groups)))
     offload = hdp.engine.activations.offload
     assert offload is not None
     assert offload.bytes_moved > 0
@@ -139,6 +143,7 @@ def test_hugging_faces_checkpointing() -> None:
         compare(model, Setup(num_ranks=1))
 
 
+@pytest.mark.exhaustive
 def test_a_multimodal_wrapper_trains_on_text() -> None:
     """Its vision tower is there, and takes no part."""
     layers = {"layer_types": ["linear_attention", "full_attention"]}
