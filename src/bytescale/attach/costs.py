@@ -52,6 +52,8 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
         head_trained=head_trained,
         total=total,
         total_trained=sum(size for size, is_trained in sizes if is_trained),
+        recurrent_share=len(facts.mixers) / count,
+        state_numbers=sum(2.0 * (one.state_numbers + one.decay_numbers) for one in facts.mixers) / count,
         windows=tuple((window, part / pairs) for window, part in sorted(of_windows.items())),
     )
 
