@@ -29,7 +29,7 @@ BUDGET = {
     "planner": 3150,
     "recurrence": 700,
     "report": 1450,
-    "runtime": 4035,
+    "runtime": 4050,
     "simulator": 1450,
     "storage": 650,
     "train": 4900,

@@ -15,6 +15,7 @@ from bytescale import HDP
 from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.__main__ import TOLERANCE, main
 from bytescale.parity.thread_ranks import run_ranks
+from bytescale.parity.wide_casts import WideCasts
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 
@@ -94,12 +95,14 @@ def test_a_grid_of_two_columns(name: str) -> None:
         schedule=[[[0, 1]], [[0]], [[0]], [[0]]],
     )
     reference = copy.deepcopy(model)
-    expected = plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), float("inf"))
+    with WideCasts():
+        expected = plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), float("inf"))
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, dict[str, Tensor]]:
         hdp = HDP(own, group, capacity_tokens=40)
         hdp.adamw(lr=0.0)
-        return printed_loop(hdp, own, batch, plan=plan), hdp.gradients()
+        with WideCasts():
+            return printed_loop(hdp, own, batch, plan=plan), hdp.gradients()
 
     results = on_ranks(4, model, work)
     assert sum(loss for loss, _ in results) == pytest.approx(expected, rel=1e-8)
