@@ -13,13 +13,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
-from bytescale.train.reporting.totals import Maxima, Report, Sums
+from bytescale.train.reporting.totals import RankFigures
 
 
 def median_ms(work: Callable[[], object], rounds: int = 20) -> float:
@@ -35,13 +35,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=16384)
     arguments = parser.parse_args()
-    names = Sums.__dataclass_fields__
-    sums = Sums(**dict.fromkeys(names, 1.0))
-    report = Report.of_rank(sums, LoaderTimes(planning_seconds=0.0, reading_seconds=0.0), memory_bytes=1)
+    names = [spec.name for spec in fields(RankFigures)]
+    report = RankFigures(**{name: [1] if name.startswith("bytes_re") else 1.0 for name in names})  # type: ignore
     for rank, name in ((0, "first rank"), (1, "any other")):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=arguments.ranks)
         world = RankGroup(dist.group.WORLD)
-        row = [1.0] * (len(names) + len(Maxima.__dataclass_fields__))
+        row = [1.0] * len(names)
         print(
             f"{name:>10} of {arguments.ranks}: report {median_ms(lambda world=world: report.of_all(world)):8.2f} ms, "
             f"a table of all reports {median_ms(lambda world=world, row=row: world.share(row)):8.2f} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -77,6 +78,49 @@ def test_commands_in_the_documents_have_options_that_exist(page: Path, monkeypat
             check_command(arguments)
         except SystemExit as error:
             pytest.fail(f"{page.name}: bytescale {shlex.join(arguments)} is refused ({error})")
+
+
+def commands_in(source: str) -> Iterator[list[str]]:
+    """The commands that texts of a module name, whole: between `backticks`, or a line that ends with the command."""
+    tree = ast.parse(source)
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    told |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in (node for node in ast.walk(tree) if id(node) not in told):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        pieces = [part.value if isinstance(part, ast.Constant) else "2" for part in parts]
+        if not isinstance(node, ast.JoinedStr | ast.Constant) or not all(isinstance(piece, str) for piece in pieces):
+            continue
+        text = "".join(pieces)
+        for quoted, plain in re.findall(
+            r"`bytescale ([^`]+)`|(?:^|: ) *bytescale ([^`]+?)(?:   .*)?$", text, re.MULTILINE
+        ):
+            words = shlex.split((quoted or plain).replace("'", ""))
+            is_prose = not quoted and len(words) > 2 and not any(word.startswith("--") for word in words)
+            if (
+                not is_prose
+                and not re.search(r"[|\[]|\.\.\.", " ".join(words))
+                and words[0].islower()
+                and words[1:] != ["2"]
+            ):
+                yield words
+
+
+def test_commands_that_are_printed_have_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every suggestion in a message of ours is one that its command's parser takes."""
+    monkeypatch.setattr(cli_options, "local_folder", lambda model, **_: model)
+    suggested = []
+    for path in sorted((ROOT / "src/bytescale").rglob("*.py")):
+        for arguments in commands_in(path.read_text(encoding="utf-8")):
+            try:
+                if len(arguments) > 1:
+                    check_command(arguments)
+                assert arguments[0] in {name.split()[0] for name in GENERATE.OPTIONS}
+            except (SystemExit, AssertionError, ValueError) as error:
+                pytest.fail(f"{path.name}: bytescale {shlex.join(arguments)} is refused ({error})")
+            suggested.append(shlex.join(arguments))
+    assert {"init", "train --resume 2", "train CONFIG.toml --cost.profile 2"} <= set(suggested)
+    with pytest.raises(ValueError, match="did you mean"):
+        check_command(next(commands_in('print(f"next: bytescale train {path} --trainer.step 1")')))
 
 
 def test_a_wrong_option_would_be_found() -> None:

@@ -11,6 +11,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -158,6 +159,7 @@ def _short_help(kind: Any, prog: str, default: Config) -> str:
     return "\n".join(lines)
 
 
+@cache
 def attribute_texts(kind: type) -> dict[str, str]:
     """The text below each attribute of a dataclass and of those that it extends."""
     texts = {

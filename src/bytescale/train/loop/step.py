@@ -12,7 +12,7 @@ from bytescale.train.loop.learning_rate import learning_rate
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import StepMetrics, Stopwatch, check_finite, memory_bytes
 from bytescale.train.reporting.span_recorder import StepRecorder
-from bytescale.train.reporting.totals import Report, Sums
+from bytescale.train.reporting.totals import RankFigures
 from bytescale.train.reporting.work import RankWork, measured_work
 
 
@@ -45,24 +45,24 @@ def train_step(job: Job, step: int, data: StepData, checkpoints: Checkpointer, r
     with record.span("reduction"), work.sync():
         norm_share = job.optimizer.reduce_gradients()  # the host waits for its device here, so clocks may be read
     with record.span("report"):
-        report = report_of_all(job, data, result, norm_share, work)
+        all_ranks = figures_of_all(job, data, result, norm_share, work)
     predicted = predicted_seconds(job, data)
     if job.calibration is not None:
         job.calibration.observe(data.step, data.rank_plan, work.busy_seconds())
-    job.stop.agreed = report.sums.stop_heard > 0
-    check_targets(step, report.sums.num_targets, data)
-    loss = report.sums.loss_sum / data.loss_divisor
-    check_finite(step, loss + report.sums.batch_loss, report.sums.grad_norm, checkpoints.latest())
+    job.stop.agreed = all_ranks.stop_heard > 0
+    check_targets(step, all_ranks.num_targets, data)
+    loss = all_ranks.loss_sum / data.loss_divisor
+    check_finite(step, loss + all_ranks.batch_loss, all_ranks.grad_norm, checkpoints.latest())
 
     # 4. Each rank updates its part of the weights, and all ranks gather them, possibly during the next forward.
     rate = learning_rate(step, job.config.trainer.steps, job.config.optimizer)
     with record.span("update"):
-        job.optimizer.update(report.sums.grad_norm, job.config.optimizer.clip_grad_norm, rate)
+        job.optimizer.update(all_ranks.grad_norm, job.config.optimizer.clip_grad_norm, rate)
 
     seconds = watch.elapsed() + data.times.wait_seconds
     if job.calibration is not None and data.plan is not None and job.ranks.is_first:
         job.calibration.took(data.plan, seconds)
-    metrics = step_metrics(job, step, data, report, learning_rate=rate, seconds=seconds)
+    metrics = step_metrics(job, step, data, all_ranks, learning_rate=rate, seconds=seconds)
     return replace(metrics, predicted_seconds=predicted)
 
 
@@ -73,35 +73,43 @@ def predicted_seconds(job: Job, data: StepData) -> float | None:
     return job.calibration.predict(data.plan)
 
 
-def report_of_all(job: Job, data: StepData, result: StepResult, norm_share: float, work: RankWork) -> Report:
+def figures_of_all(job: Job, data: StepData, result: StepResult, norm_share: float, work: RankWork) -> RankFigures:
     """Exchange what the ranks have to tell each other once a step. Every rank calls it."""
-    mesh = job.ranks.mesh
-    own = Sums(
+    mesh, times, busy = job.ranks.mesh, data.times, work.busy_seconds()
+    own = RankFigures(
         loss_sum=result.loss_sum,
-        num_targets=float(result.num_targets),
+        num_targets=result.num_targets,
         batch_loss=result.batch_loss if mesh.hdp.rank == mesh.tp.rank == 0 else 0.0,  # a stage's ranks all have it
         norm_share=norm_share,
-        busy_seconds=work.busy_seconds(),
+        busy_seconds=busy,
+        most_busy_seconds=busy,
         waiting_seconds=work.waiting_seconds(),
         sync_seconds=work.sync_seconds(),
-        bytes_sent=float(work.bytes_sent()),
-        stop_heard=float(job.stop.heard),
+        bytes_sent=work.bytes_sent(),
+        stop_heard=job.stop.heard,
+        memory_bytes=memory_bytes(job.ranks.device),
+        data_wait_seconds=times.wait_seconds,
+        planning_seconds=times.planning_seconds,
+        data_restarts=times.restarts,
+        steps_ready=times.steps_ready,
+        steps_planned=times.steps_planned,
+        bytes_read=[times.bytes_read],
+        bytes_received=[times.bytes_received],
     )
-    return Report.of_rank(own, data.times, memory_bytes=memory_bytes(job.ranks.device)).of_all(mesh.world)
+    return own.of_all(mesh.world)
 
 
 def step_metrics(
-    job: Job, step: int, data: StepData, report: Report, *, learning_rate: float, seconds: float
+    job: Job, step: int, data: StepData, all_ranks: RankFigures, *, learning_rate: float, seconds: float
 ) -> StepMetrics:
-    """The report of all ranks as one step's metrics."""
-    summary, sums, maxima, num_ranks = data.summary, report.sums, report.maxima, job.ranks.world.size
-    model_flops = job.training_flops(data)
-    mean_busy, peak = sums.busy_seconds / num_ranks, job.peak_flops_per_second
+    """The figures of all ranks as one step's metrics."""
+    summary, num_ranks, model_flops = data.summary, job.ranks.world.size, job.training_flops(data)
+    mean_busy, peak = all_ranks.busy_seconds / num_ranks, job.peak_flops_per_second
     return StepMetrics(
         step=step,
-        loss=sums.loss_sum / data.loss_divisor,
-        batch_loss=sums.batch_loss,
-        grad_norm=sums.grad_norm,
+        loss=all_ranks.loss_sum / data.loss_divisor,
+        batch_loss=all_ranks.batch_loss,
+        grad_norm=all_ranks.grad_norm,
         learning_rate=learning_rate,
         num_tokens=summary.num_tokens,
         num_sequences=summary.num_sequences,
@@ -109,19 +117,19 @@ def step_metrics(
         tokens_per_second=summary.num_tokens / seconds,
         model_flops_per_second=model_flops / seconds,
         mfu=None if peak is None else model_flops / seconds / (num_ranks * peak),
-        memory_bytes=int(maxima.memory_bytes),
-        imbalance=maxima.busy_seconds / mean_busy,
+        memory_bytes=int(all_ranks.memory_bytes),
+        imbalance=all_ranks.most_busy_seconds / mean_busy,
         waiting_share=max(0.0, 1.0 - mean_busy / seconds),
-        waiting_seconds=sums.waiting_seconds / num_ranks,
-        sync_seconds=sums.sync_seconds / num_ranks,
-        data_wait_seconds=maxima.data_wait_seconds,
-        planning_seconds=maxima.planning_seconds,
-        data_bytes_read=report.bytes_read,
-        data_bytes_received=report.bytes_received,
-        data_steps_ready=-int(maxima.minus_steps_ready),
-        data_steps_planned=-int(maxima.minus_steps_planned),
-        data_restarts=int(maxima.data_restarts),
-        attention_bytes_sent=int(sums.bytes_sent),
+        waiting_seconds=all_ranks.waiting_seconds / num_ranks,
+        sync_seconds=all_ranks.sync_seconds / num_ranks,
+        data_wait_seconds=all_ranks.data_wait_seconds,
+        planning_seconds=all_ranks.planning_seconds,
+        data_bytes_read=all_ranks.bytes_read,
+        data_bytes_received=all_ranks.bytes_received,
+        data_steps_ready=int(all_ranks.steps_ready),
+        data_steps_planned=int(all_ranks.steps_planned),
+        data_restarts=int(all_ranks.data_restarts),
+        attention_bytes_sent=int(all_ranks.bytes_sent),
         group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},
     )
 

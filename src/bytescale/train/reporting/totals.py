@@ -6,80 +6,55 @@ At 16,384 ranks a table of everybody's numbers takes longer to read than to send
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from bytescale.data.loading.loader import LoaderTimes
 from bytescale.runtime import RankGroup
+
+_SUM, _MAX, _MIN, _LIST = ({"over": how} for how in ("sum", "max", "min", "list"))
+"""How the figures of all ranks become one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
-    """Added up over ranks."""
+class RankFigures:
+    """The figures of one rank, or of all ranks together (``of_all``)."""
 
-    loss_sum: float
-    num_targets: float
-    batch_loss: float  # of a stage, told by one rank of it
-    norm_share: float  # sum of squares of the rank's part of the gradient
-    busy_seconds: float  # in forward and backward, without waiting for other ranks
-    waiting_seconds: float  # in forward and backward, for other ranks
-    sync_seconds: float  # until gradients are reduced, after the last backward
-    bytes_sent: float  # attention traffic
-    stop_heard: float  # 1: the rank was asked to stop
+    loss_sum: float = field(metadata=_SUM)
+    num_targets: float = field(metadata=_SUM)
+    batch_loss: float = field(metadata=_SUM)  # of a stage, told by one rank of it
+    norm_share: float = field(metadata=_SUM)  # sum of squares of the rank's part of the gradient
+    busy_seconds: float = field(metadata=_SUM)  # in forward and backward, without waiting for other ranks
+    most_busy_seconds: float = field(metadata=_MAX)  # the same
+    waiting_seconds: float = field(metadata=_SUM)  # in forward and backward, for other ranks
+    sync_seconds: float = field(metadata=_SUM)  # until gradients are reduced, after the last backward
+    bytes_sent: float = field(metadata=_SUM)  # attention traffic
+    stop_heard: float = field(metadata=_SUM)  # 1: the rank was asked to stop
+    memory_bytes: float = field(metadata=_MAX)
+    data_wait_seconds: float = field(metadata=_MAX)
+    planning_seconds: float = field(metadata=_MAX)
+    data_restarts: float = field(metadata=_MAX)
+    steps_ready: float = field(metadata=_MIN)
+    steps_planned: float = field(metadata=_MIN)
+    bytes_read: list[int] = field(
+        metadata=_LIST
+    )  # of the rank's loader; of all ranks in rank order, empty but on the first
+    bytes_received: list[int] = field(metadata=_LIST)  # likewise
 
     @property
     def grad_norm(self) -> float:
         """Norm of the whole gradient."""
         return self.norm_share**0.5
 
-
-@dataclass(frozen=True, kw_only=True)
-class Maxima:
-    """The maxima over ranks. Where the minimum is wanted, the field has its sign turned."""
-
-    busy_seconds: float
-    memory_bytes: float
-    data_wait_seconds: float
-    planning_seconds: float
-    data_restarts: float
-    minus_steps_ready: float
-    minus_steps_planned: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """The figures of one rank, or of all ranks together.
-
-    Attributes:
-        bytes_read, bytes_received: of the rank's loader; of all ranks in rank order on the first rank, empty on others.
-    """
-
-    sums: Sums
-    maxima: Maxima
-    bytes_read: list[int]
-    bytes_received: list[int]
-
-    @staticmethod
-    def of_rank(sums: Sums, times: LoaderTimes, *, memory_bytes: int) -> Report:
-        """This rank's own."""
-        maxima = Maxima(
-            busy_seconds=sums.busy_seconds,
-            memory_bytes=float(memory_bytes),
-            data_wait_seconds=times.wait_seconds,
-            planning_seconds=times.planning_seconds,
-            data_restarts=float(times.restarts),
-            minus_steps_ready=-float(times.steps_ready),
-            minus_steps_planned=-float(times.steps_planned),
+    def of_all(self, world: RankGroup) -> RankFigures:
+        """Those of all ranks together; called by every rank. Sums and extremes have the same bits on all of them."""
+        sums, maxima, minima, lists = (
+            {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["over"] == how}
+            for how in ("sum", "max", "min", "list")
         )
-        return Report(sums, maxima, [times.bytes_read], [times.bytes_received])
-
-    def of_all(self, world: RankGroup) -> Report:
-        """The same of all ranks together; called by every rank. Sums and maxima have the same bits on all of them."""
-        sums = world.sum_of([float(number) for number in astuple(self.sums)])
-        maxima = world.max_of([float(number) for number in astuple(self.maxima)])
-        lists = world.gather_on_first([float(self.bytes_read[0]), float(self.bytes_received[0])])
-        return Report(
-            Sums(**dict(zip(Sums.__dataclass_fields__, sums, strict=True))),
-            Maxima(**dict(zip(Maxima.__dataclass_fields__, maxima, strict=True))),
-            [int(row[0]) for row in lists],
-            [int(row[1]) for row in lists],
-        )
+        added = world.sum_of([float(number) for number in sums.values()])
+        most = world.max_of([float(number) for number in (*maxima.values(), *(-one for one in minima.values()))])
+        rows = world.gather_on_first([float(one[0]) for one in lists.values()])
+        found: dict[str, Any] = dict(zip((*sums, *maxima), (*added, *most), strict=False))
+        found |= {name: -number for name, number in zip(minima, most[len(maxima) :], strict=True)}
+        found |= {name: [int(row[place]) for row in rows] for place, name in enumerate(lists)}
+        return RankFigures(**found)
