@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bytescale.attach.costs import spec_of
 from bytescale.attach.head import ModelHead, head_of, hidden_states
 from bytescale.attach.interface import KEYWORD, Attachment
 from bytescale.attach.long_rope import fix_rope, unfix_rope
@@ -24,6 +25,7 @@ from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.probe import ModelFacts, probe
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
+from bytescale.cost.spec import ModelSpec
 from bytescale.runtime.loss import Head
 
 
@@ -84,6 +86,11 @@ class AttachedDecoder(nn.Module):
                 )
             names.append(numbered[1])
         return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Counts of the model, for costs."""
+        return spec_of(self.model, self.facts)
 
     @cached_property
     def model_head(self) -> ModelHead:

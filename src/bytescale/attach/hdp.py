@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.attach.collected import Collected
-from bytescale.attach.costs import count_costs
 from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.engine import Engine, require_use_of_host_memory
@@ -47,6 +46,8 @@ from bytescale.attach.weight_sums import weight_sums
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
 from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import CostModel
+from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.memory import DeviceKind
 from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.checkpointing import Checkpointing
@@ -126,7 +127,9 @@ class HDP:
         """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
         kind, element = parameter.device.type, parameter.element_size()
-        cost = cost or count_costs(self.model, self.facts, device_type=kind, bytes_per_element=element)
+        if cost is None:
+            device: DeviceKind = "cuda" if kind == "cuda" else "cpu"
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,
