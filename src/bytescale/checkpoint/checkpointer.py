@@ -222,8 +222,8 @@ class Checkpointer:
         try:
             store = Store(self.config.folder) if is_url(self.config.folder) else None
             if is_first and self.config.folder:
-                run_id = run_id_of(self._disk, own_folder)
-                claim(self.folder if store is None else store.folder, run_id, self._disk)
+                run_id = run_id_of(own_folder)
+                claim(self.folder if store is None else store.folder, run_id)
             if is_first and store is not None:
                 store.clean()
         except OSError as error:
