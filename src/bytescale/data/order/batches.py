@@ -100,36 +100,12 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
         )
 
 
-def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> BatchSampler:
-    """Return the sampler that ``config`` asks for: one shuffle of everything, or sources mixed by ``data.weights``.
-
-    Args:
-        index: the index of the corpus.
-        config: the ``[data]`` section.
-        state: where to start; None starts at the first batch.
-
-    Raises:
-        ConfigError: as ``check_batches``.
-        CheckpointError: ``state`` belongs to other data.
-        DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
-    """
-    check_batches(config)
-    return BatchSampler(
-        index,
-        config.batch_tokens,
-        config.shuffle_seed,
-        weights=config.weights,
-        window_mib=config.shuffle_window_mib,
-        state=state,
-    )
-
-
 def batches_of_epochs(index: CorpusIndex, config: DataConfig, epochs: int) -> int:
     """The number of batches that begin in the first ``epochs`` epochs, of a corpus that has been read.
 
-    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``make_sampler``.
+    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``BatchSampler``.
     """
-    sampler = make_sampler(index, config)
+    sampler = BatchSampler(index, config)
     while True:
         batch = sampler.next_batch()
         if batch.epoch >= epochs:
@@ -137,45 +113,30 @@ def batches_of_epochs(index: CorpusIndex, config: DataConfig, epochs: int) -> in
 
 
 class BatchSampler:
-    """Cuts the stream of samples into global batches of at most ``batch_tokens`` tokens.
+    """Cuts the stream of samples into global batches of at most ``data.batch_tokens`` tokens.
 
-    Without weights, the whole corpus is one source.
+    Without ``data.weights``, the whole corpus is one source.
     """
 
-    def __init__(
-        self,
-        index: CorpusIndex,
-        batch_tokens: int,
-        shuffle_seed: int,
-        *,
-        weights: Sequence[float] = (),
-        window_mib: int = 2**40,
-        state: SamplerState | None = None,
-    ) -> None:
+    def __init__(self, index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> None:
         """Start at the first batch, or where ``state`` was taken.
 
-        Args:
-            index: the index of the corpus.
-            batch_tokens: the most tokens that a batch may hold.
-            shuffle_seed: the seed of the order, 0 or more.
-            weights: the weight of each source, above 0; empty: one shuffle of everything.
-            window_mib: MiB of text that are shuffled together.
-            state: a state as ``state_dict`` returns it; None starts at the first batch.
-
         Raises:
-            CheckpointError: as ``load_state_dict``.
-            DataError: a part that the first batch needs cannot be read.
+            ConfigError: as ``check_batches``.
+            CheckpointError: ``state`` belongs to other data.
+            DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
         """
+        check_batches(config)
         self._index = index
-        self._batch_tokens = batch_tokens
-        self._seed = shuffle_seed
-        self._weights = list(weights) or None
+        self._batch_tokens = config.batch_tokens
+        self._seed, window = config.shuffle_seed, config.shuffle_window_mib
+        self._weights = list(config.weights) or None
         self._step = 0
-        parts = [np.flatnonzero(index.part_sources == number) for number in range(len(weights))]
+        parts = [np.flatnonzero(index.part_sources == number) for number in range(len(config.weights))]
         self._streams = [
-            SampleStream(index, own, window_mib, shuffle_seed, number, weights[number])
+            SampleStream(index, own, window, self._seed, number, config.weights[number])
             for number, own in enumerate(parts)
-        ] or [SampleStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)]
+        ] or [SampleStream(index, np.arange(index.num_parts), window, self._seed)]
         if state is None:
             self._load_first([None] * len(self._streams))
             for stream in self._streams:
