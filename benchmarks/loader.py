@@ -31,7 +31,7 @@ from bytescale.cost import Cluster, Profile
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.indexed import IndexedWriter
 from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.plan import RankPlan
@@ -142,7 +142,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
             memory = psutil.Process().memory_full_info().uss - before
     else:  # every rank reads whole batches, as many steps ahead as the others, and cuts its slices from them
         corpus = prepare_corpus(config)
-        sampler = make_sampler(corpus.index, config)
+        sampler = BatchSampler(corpus.index, config)
         held: deque[list[dict[str, np.ndarray]]] = deque(maxlen=config.prefetch_steps + 1)
         for _ in range(steps):
             batch = sampler.next_batch()

@@ -19,7 +19,7 @@ from bytescale.cli.data import run
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.parity import small_model
 from tests.attach.support import on_ranks
 from tests.data.support import read_whole, write_jsonl
@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_plain_records(tmp_path: Path) -> None:
     model = policy()
     sums = divisor = 0.0
     corpus = prepare_corpus(config)
-    batch = make_sampler(corpus.index, config).next_batch()
+    batch = BatchSampler(corpus.index, config).next_batch()
     drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.name.tolist()}
     for record in records():
         if tuple(record["tokens"]) not in drawn:

@@ -15,6 +15,7 @@ from bytescale.config import DataConfig
 from bytescale.data.loading.assemble import Segments, labelled
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
 from bytescale.data.loading.loader import LocalFeed, StepData
+from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
 from bytescale.data.order.samples import OverLength, Samples
@@ -125,6 +126,14 @@ def steps_of(
 ) -> Iterator[StepData]:
     """The steps of a rank, as its loader reads them; ``data``: settings of the ``[data]`` section."""
     return LocalFeed(corpus, DataConfig(sources=("memory",), **data), rank).steps(planner, stop_step)
+
+
+def sampler_of(
+    index: CorpusIndex, batch_tokens: int, shuffle_seed: int, window_mib: int = 2**40, state: dict | None = None
+) -> BatchSampler:
+    """Of samples of any length that fit in ``batch_tokens``, at least 2."""
+    settings: dict[str, Any] = {"batch_tokens": batch_tokens, "shuffle_seed": shuffle_seed, "context_length": 1}
+    return BatchSampler(index, DataConfig(sources=("memory",), shuffle_window_mib=window_mib, **settings), state)
 
 
 def read_whole(corpus: Corpus, samples: Sequence[int]) -> tuple[IntArray, IntArray]:

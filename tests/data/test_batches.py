@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import DataConfig
-from bytescale.data.order.batches import BatchSampler, GlobalBatch, make_sampler
+from bytescale.data.order.batches import BatchSampler, GlobalBatch
 from bytescale.data.order.epoch import epoch_order
-from tests.data.support import memory_corpus
+from tests.data.support import memory_corpus, sampler_of
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)
 
@@ -40,8 +40,8 @@ def same(a: GlobalBatch, b: GlobalBatch) -> bool:
 
 @given(lengths=LENGTHS, extra=st.integers(0, 100), seed=st.integers(0, 5))
 def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, seed: int) -> None:
-    budget = max(lengths) + extra
-    sampler = BatchSampler(memory_corpus(lengths, 20).index, budget, seed)
+    budget = max(lengths) + extra + 1
+    sampler = sampler_of(memory_corpus(lengths, 20).index, budget, seed)
     batches = [sampler.next_batch() for _ in range(12)]
     assert [batch.samples.name.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
     for step, batch in enumerate(batches):
@@ -54,7 +54,7 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
 @given(lengths=LENGTHS, extra=st.integers(0, 30))
 def test_every_epoch_consumes_every_sample_exactly_once(lengths: list[int], extra: int) -> None:
     corpus = memory_corpus(lengths, 7)
-    sampler = BatchSampler(corpus.index, 7 + extra, shuffle_seed=3)
+    sampler = sampler_of(corpus.index, 7 + extra, shuffle_seed=3)
     num_samples = len(corpus.samples)
     stream: list[int] = []
     while len(stream) < 3 * num_samples:
@@ -69,13 +69,13 @@ def test_every_epoch_consumes_every_sample_exactly_once(lengths: list[int], extr
 @given(lengths=LENGTHS, stop=st.integers(0, 8))
 def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], stop: int) -> None:
     corpus = memory_corpus(lengths, 20)
-    uninterrupted = BatchSampler(corpus.index, 25, shuffle_seed=1)
+    uninterrupted = sampler_of(corpus.index, 25, shuffle_seed=1)
     expected = [uninterrupted.next_batch() for _ in range(stop + 5)]
-    first = BatchSampler(corpus.index, 25, shuffle_seed=1)
+    first = sampler_of(corpus.index, 25, shuffle_seed=1)
     for _ in range(stop):
         first.next_batch()
     state = json.loads(json.dumps(first.state_dict()))
-    second = BatchSampler(corpus.index, 25, shuffle_seed=1)
+    second = sampler_of(corpus.index, 25, shuffle_seed=1)
     second.load_state_dict(state)
     assert second.next_step == stop
     assert all(same(second.next_batch(), batch) for batch in expected[stop:])
@@ -83,9 +83,9 @@ def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], s
 
 def test_resuming_with_another_budget_repeats_and_skips_nothing() -> None:
     corpus = memory_corpus(list(range(1, 30)), 30)
-    first = BatchSampler(corpus.index, 40, shuffle_seed=1)
+    first = sampler_of(corpus.index, 40, shuffle_seed=1)
     seen = [first.next_batch().samples.name for _ in range(4)]
-    second = BatchSampler(corpus.index, 100, shuffle_seed=1)
+    second = sampler_of(corpus.index, 100, shuffle_seed=1)
     second.load_state_dict(first.state_dict())
     while sum(map(len, seen)) < 29:
         seen.append(second.next_batch().samples.name)
@@ -102,14 +102,14 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 
 def test_a_million_samples_take_no_loop() -> None:
     lengths = np.random.default_rng(0).integers(1, 16, 1_000_000).tolist()
-    sampler = BatchSampler(memory_corpus(lengths, 16).index, 2**20, shuffle_seed=0)
+    sampler = sampler_of(memory_corpus(lengths, 16).index, 2**20, shuffle_seed=0)
     batches = [sampler.next_batch() for _ in range(7)]
     assert all(2**20 - 16 < batch.num_tokens <= 2**20 for batch in batches)
     assert len(np.unique(np.concatenate([batch.samples.name for batch in batches]))) > 900_000
 
 
 def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
-    batch = BatchSampler(memory_corpus([3, 4], 10).index, 15, shuffle_seed=0).next_batch()
+    batch = sampler_of(memory_corpus([3, 4], 10).index, 15, shuffle_seed=0).next_batch()
     assert batch.num_tokens == 14
     assert sorted(batch.samples.name.tolist()) == [0, 0, 1, 1]
     assert batch.ends_epoch
@@ -125,7 +125,7 @@ def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
 def test_settings_by_which_nothing_can_be_drawn(settings: dict, message: str) -> None:
     config = DataConfig(sources=("memory",), context_length=10, **settings)
     with pytest.raises(ConfigError, match=message):
-        make_sampler(memory_corpus([3, 9, 4], 10).index, config)
+        BatchSampler(memory_corpus([3, 9, 4], 10).index, config)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,6 @@ def test_settings_by_which_nothing_can_be_drawn(settings: dict, message: str) ->
     ],
 )
 def test_a_state_that_does_not_belong_here(change: dict, message: str) -> None:
-    sampler = BatchSampler(memory_corpus([3, 9, 4], 10).index, 20, shuffle_seed=1)
+    sampler = sampler_of(memory_corpus([3, 9, 4], 10).index, 20, shuffle_seed=1)
     with pytest.raises(CheckpointError, match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})

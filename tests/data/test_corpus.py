@@ -15,7 +15,7 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import check_vocabulary, plan_shards, prepare_corpus
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import SampleStream
 from bytescale.data.order.samples import OverLength, make_samples
 from bytescale.data.tokens import shards
@@ -260,7 +260,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     assert calls == []
     assert later.index.metadata.num_parts_read == 0
     assert not tokens.exists()
-    sampler = make_sampler(later.index, settings)
+    sampler = BatchSampler(later.index, settings)
     assert 1 < later.index.metadata.num_parts_read < 12
     assert {progress.stage for progress in calls} == {"tokenising"}
     deadline = time.monotonic() + 300
@@ -268,7 +268,7 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
         assert time.monotonic() < deadline
         time.sleep(0.05)
     at_once = prepare_corpus(replace(settings, cache_dir=str(tmp_path / "at-once")))
-    other = make_sampler(at_once.index, settings)
+    other = BatchSampler(at_once.index, settings)
     while not (batch := sampler.next_batch()).ends_epoch:
         same = other.next_batch()
         assert sampler.state_dict() == other.state_dict()
@@ -286,7 +286,7 @@ def test_closing_a_corpus_ends_what_runs_ahead(tmp_path: Path, monkeypatch: pyte
         write_jsonl(tmp_path / f"{number:02d}.jsonl", [{"text": f"{number}{n:05d}" * 50} for n in range(1000)])
     settings = config(tmp_path, tmp_path / "*.jsonl", shuffle_window_mib=3, batch_tokens=100_000)
     corpus = prepare_corpus(settings, text_later=True, ahead=True)
-    make_sampler(corpus.index, settings)
+    BatchSampler(corpus.index, settings)
     corpus.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "bytescale-tokeniser"]
     made = len(list((tmp_path / "cache").rglob("*.idx")))
@@ -310,7 +310,7 @@ def test_a_broken_file_is_found_when_its_window_comes(tmp_path: Path, monkeypatc
     assert isinstance(broken, Path)
     with broken.open("r+b") as file:  # the same size
         file.write(b"#")
-    sampler = make_sampler(prepare_corpus(settings, text_later=True).index, settings)
+    sampler = BatchSampler(prepare_corpus(settings, text_later=True).index, settings)
     states, error = [sampler.state_dict()], None
     while error is None:
         try:
@@ -320,7 +320,7 @@ def test_a_broken_file_is_found_when_its_window_comes(tmp_path: Path, monkeypatc
             error = found
     assert f"{broken.name}:1 is not JSON" in str(error)
     assert len(states) > 5
-    resumed = make_sampler(prepare_corpus(settings, text_later=True).index, settings, states[-1])
+    resumed = BatchSampler(prepare_corpus(settings, text_later=True).index, settings, states[-1])
     for _ in range(2):
         with pytest.raises(DataError, match=rf"{broken.name}:1 is not JSON"):
             resumed.next_batch()

@@ -12,7 +12,7 @@ import pytest
 from bytescale.common.errors import CheckpointError, ConfigError, DataError
 from bytescale.config import Config, DataConfig, validate
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.data.order.epoch import epoch_order
 from bytescale.data.tokens import shards
 from tests.data.support import config, texts_of, write_jsonl
@@ -29,7 +29,7 @@ def settings(tmp_path: Path) -> DataConfig:
 
 def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus.index, settings)
+    sampler = BatchSampler(corpus.index, settings)
     of_sample = corpus.index.part_sources[corpus.samples.part]
     drawn: list[int] = []
     for step in range(40):
@@ -51,19 +51,19 @@ def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: 
 
 def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus.index, settings)
+    sampler = BatchSampler(corpus.index, settings)
     for _ in range(7):
         sampler.next_batch()
     state = sampler.state_dict()
     expected = [sampler.next_batch().samples.name.tolist() for _ in range(20)]
-    resumed = make_sampler(corpus.index, settings)
+    resumed = BatchSampler(corpus.index, settings)
     resumed.load_state_dict(state)
     assert [resumed.next_batch().samples.name.tolist() for _ in range(20)] == expected
-    other = make_sampler(corpus.index, replace(settings, weights=(0.5, 0.5)))
+    other = BatchSampler(corpus.index, replace(settings, weights=(0.5, 0.5)))
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has \[0.5, 0.5\]"):
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has None"):
-        make_sampler(corpus.index, replace(settings, weights=())).load_state_dict(state)
+        BatchSampler(corpus.index, replace(settings, weights=())).load_state_dict(state)
 
 
 def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch
         shuffle_window_mib=1,
     )
     corpus = prepare_corpus(settings)
-    sampler = make_sampler(corpus.index, settings)
+    sampler = BatchSampler(corpus.index, settings)
     batches: list[list[int]] = []
     states = [sampler.state_dict()]
     while states[-1]["sources"][0]["epoch"] == 0:
@@ -101,10 +101,10 @@ def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch
         for epoch in range(len(passed) // len(own)):
             assert sorted(passed[epoch * len(own) : (epoch + 1) * len(own)]) == own
     middle = len(batches) // 2
-    resumed = make_sampler(corpus.index, settings, states[middle])
+    resumed = BatchSampler(corpus.index, settings, states[middle])
     assert [resumed.next_batch().samples.name.tolist() for _ in batches[middle:]] == batches[middle:]
     with pytest.raises(CheckpointError, match="data shuffle_window 1 MiB, this run has everything"):
-        make_sampler(corpus.index, replace(settings, shuffle_window_mib=2), states[middle])
+        BatchSampler(corpus.index, replace(settings, shuffle_window_mib=2), states[middle])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_weights_that_make_no_sense(settings: DataConfig, weights: tuple[float, 
 def test_a_source_that_gives_nothing(tmp_path: Path, settings: DataConfig) -> None:
     filtered = replace(settings, max_document_tokens=100)  # every long document
     with pytest.raises(DataError, match=r"long.jsonl' has weight 0.75 but holds no sequence.*length filters"):
-        make_sampler(prepare_corpus(filtered).index, filtered)
+        BatchSampler(prepare_corpus(filtered).index, filtered)
 
 
 def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:

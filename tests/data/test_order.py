@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, DataError
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.order.batches import BatchSampler, GlobalBatch
+from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.epoch import MIB, SampleStream, epoch_order
 from bytescale.data.tokens.shards import PartContent
-from tests.data.support import PartsAtHand, memory_corpus, read_whole
+from tests.data.support import PartsAtHand, memory_corpus, read_whole, sampler_of
 
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any)
 
@@ -49,7 +49,7 @@ def later(lengths: list[int], num_parts: int) -> tuple[Corpus, WatchedParts]:
 
 
 def batches(corpus: Corpus, count: int, window_mib: int, state: dict | None = None) -> list[GlobalBatch]:
-    sampler = BatchSampler(corpus.index, 25, 1, window_mib=window_mib, state=state)
+    sampler = sampler_of(corpus.index, 25, 1, window_mib=window_mib, state=state)
     return [sampler.next_batch() for _ in range(count)]
 
 
@@ -87,7 +87,7 @@ def test_every_epoch_is_every_sample_once_window_by_window(lengths: list[int], n
             draws = (3, number) if stream.is_windowed else ()
             expected.extend(samples[place] for place in epoch_order(len(samples), 1, epoch, *draws))
     drawn: list[int] = []
-    sampler = BatchSampler(corpus.index, 25, 1, window_mib=window_mib)
+    sampler = sampler_of(corpus.index, 25, 1, window_mib=window_mib)
     while len(drawn) < len(expected):
         drawn.extend(sampler.next_batch().samples.name.tolist())
     assert drawn[: len(expected)] == expected
@@ -106,7 +106,7 @@ def test_the_order_does_not_depend_on_what_was_read_when(
     wanted = batches(at_once, stop + 8, window_mib)
     given_batches = batches(as_needed, stop + 8, window_mib)
     assert names(given_batches) == names(wanted)
-    first = BatchSampler(as_needed.index, 25, 1, window_mib=window_mib)
+    first = sampler_of(as_needed.index, 25, 1, window_mib=window_mib)
     for _ in range(stop):
         first.next_batch()
     resumed, _ = later(lengths, num_parts)
@@ -126,7 +126,7 @@ def test_the_order_does_not_depend_on_what_was_read_when(
 
 def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     corpus, parts = later([5] * 40, num_parts=8)
-    sampler = BatchSampler(corpus.index, 25, 1, window_mib=8)
+    sampler = sampler_of(corpus.index, 25, 1, window_mib=8)
     windows = SampleStream(corpus.index, np.arange(8), 8, 1).windows(0)
     assert [len(window) for window in windows] == [2, 2, 2, 2]
     assert parts.found == windows[0].tolist()
@@ -144,7 +144,7 @@ def test_only_the_window_is_read_and_the_next_one_expected() -> None:
     assert corpus.index.is_complete
     # A run that goes on in the second window reads that one alone.
     corpus, parts = later([5] * 40, num_parts=8)
-    BatchSampler(corpus.index, 25, 1, window_mib=8, state=state)
+    sampler_of(corpus.index, 25, 1, window_mib=8, state=state)
     assert parts.found == windows[1].tolist()
 
 
@@ -175,7 +175,7 @@ def test_samples_of_bins_are_dealt_to_the_windows(text: list[int], bins: list[in
 def test_one_part_that_holds_anything_is_found_wherever_it_comes(seed: int, place: int) -> None:
     lengths = [3 if part == place else 0 for part in range(6)]
     corpus = memory_corpus(lengths, 20, num_parts=6, part_mib=4)
-    sampler = BatchSampler(corpus.index, 3, seed, window_mib=4)
+    sampler = sampler_of(corpus.index, 3, seed, window_mib=4)
     assert [sampler.next_batch().samples.name.tolist() for _ in range(5)] == [[place << 32]] * 5
 
 
@@ -188,27 +188,27 @@ def test_windows_without_a_sample_are_passed_over() -> None:
 def test_a_corpus_of_which_nothing_is_left_is_found_out_when_all_was_read() -> None:
     corpus, parts = later([0] * 6, num_parts=6)
     with pytest.raises(DataError, match=r"corpus is empty"):
-        BatchSampler(corpus.index, 25, 1, window_mib=4)
+        sampler_of(corpus.index, 25, 1, window_mib=4)
     assert sorted(parts.found) == list(range(6))
 
 
 def test_a_state_of_other_texts_or_another_window() -> None:
     lengths = list(range(1, 20))
     corpus = memory_corpus(lengths, 20, num_parts=5, part_mib=4)
-    sampler = BatchSampler(corpus.index, 25, 1, window_mib=8)
+    sampler = sampler_of(corpus.index, 25, 1, window_mib=8)
     for _ in range(3):
         sampler.next_batch()
     state = sampler.state_dict()
     other = memory_corpus(lengths[::-1], 20, num_parts=5, part_mib=4)  # files of the same sizes
     assert other.metadata.fingerprint == corpus.metadata.fingerprint
     with pytest.raises(CheckpointError, match=r"made with other texts: their content was \w+ and is now \w+"):
-        BatchSampler(other.index, 25, 1, window_mib=8, state=state)
+        sampler_of(other.index, 25, 1, window_mib=8, state=state)
     with pytest.raises(CheckpointError, match=r"data shuffle_window 8 MiB, this run has 4 MiB"):
-        BatchSampler(corpus.index, 25, 1, window_mib=4, state=state)
+        sampler_of(corpus.index, 25, 1, window_mib=4, state=state)
     with pytest.raises(CheckpointError, match=r"data shuffle_window 8 MiB, this run has everything"):
-        BatchSampler(corpus.index, 25, 1, window_mib=64, state=state)
+        sampler_of(corpus.index, 25, 1, window_mib=64, state=state)
     with pytest.raises(CheckpointError, match=r"window 7 lies outside the corpus \(3 windows\)"):
-        BatchSampler(corpus.index, 25, 1, window_mib=8, state={**state, "window": 7})
+        sampler_of(corpus.index, 25, 1, window_mib=8, state={**state, "window": 7})
     # Where all fits in one window, its size does not matter.
-    whole = BatchSampler(corpus.index, 25, 1, window_mib=64).state_dict()
-    assert BatchSampler(corpus.index, 25, 1, window_mib=4000, state=whole).state_dict() == whole
+    whole = sampler_of(corpus.index, 25, 1, window_mib=64).state_dict()
+    assert sampler_of(corpus.index, 25, 1, window_mib=4000, state=whole).state_dict() == whole

@@ -16,7 +16,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import LoaderFailure, PlanError
 from bytescale.data.loading.corpus import Corpus, plan_shards, prepare_corpus
 from bytescale.data.loading.loader import PlannedStep
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.data.remote.planner_actor import PlannerActor
 from bytescale.data.remote.remote_feed import RemoteFeed
 from bytescale.plan import Plan
@@ -118,7 +118,7 @@ def test_an_error_reaches_all_who_ask_and_is_not_kept(actor: PlannerActor) -> No
 @pytest.mark.parametrize("num_ranks", [1, 7, 64])
 def test_what_is_cut_for_ranks_is_the_batch_once(tmp_path: Path, corpus: Corpus, num_ranks: int) -> None:
     """Every rank's segments against the corpus's own index."""
-    sampler = make_sampler(corpus.index, numbered_config(tmp_path))
+    sampler = BatchSampler(corpus.index, numbered_config(tmp_path))
     planned = PlannedStep.draw(sampler, planner_for(num_ranks), None, "token")
     seen: list[IntArray] = []
     for rank in range(num_ranks):

@@ -14,7 +14,7 @@ from bytescale.attention.reference import reference_attention
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import Config, ModelConfig, resolve_architecture
 from bytescale.data.loading.corpus import prepare_corpus
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.models import build_model
 from tests.data.chats import MARKED, chat_folder, conversations
 from tests.data.support import read_whole, write_jsonl
@@ -62,7 +62,7 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     ``examples``: of every document its tokens, weights and labels, as they follow from the records and nothing else.
     """
     corpus = prepare_corpus(config.data)
-    batch = make_sampler(corpus.index, config.data).next_batch()
+    batch = BatchSampler(corpus.index, config.data).next_batch()
     architecture = resolve_architecture(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
     model = build_model(architecture).to(torch.float64)
     model.initialise(config.trainer.seed)
@@ -166,7 +166,7 @@ def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str)
     found = first_step(config)
 
     corpus = prepare_corpus(config.data)
-    batch = make_sampler(corpus.index, config.data).next_batch()
+    batch = BatchSampler(corpus.index, config.data).next_batch()
     drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.name.tolist()}
     tokenizer = TRANSFORMERS.AutoTokenizer.from_pretrained(folder)
     model = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

@@ -35,9 +35,9 @@ def settle(error: Exception | None, group: dist.ProcessGroup | None) -> None:
 
 
 def attempt(action: Callable[[], None]) -> Exception | None:
-    """The error of ``action``, for ``settle``."""
+    """The error of ``action``, whatever it is, for ``settle``."""
     try:
         action()
-    except (OSError, BytescaleError) as error:
+    except Exception as error:
         return error
     return None

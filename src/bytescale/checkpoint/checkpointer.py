@@ -197,18 +197,15 @@ class Checkpointer:
                 with suppress(OSError):  # the error that is raised says more
                     self._disk.remove_folder(hidden)
             raise
-        error: Exception | None = None
-        if self.ranks.is_first:
-            try:
-                publish(self._disk, hidden, self.folder / step_name(state.step))
-                self._start_export(state.step)
-                self._prune(state)
-            except OSError as caught:
-                error = caught
-        settle(error, group)
+        settle(attempt(lambda: self._publish(hidden, state)) if self.ranks.is_first else None, group)
         if self._uploader is not None:
             self._uploader.also_kept = best_step(state)
             self._start_upload(state.step, snapshot.layout.file_of(snapshot.shard))
+
+    def _publish(self, hidden: Path, state: RunState) -> None:
+        publish(self._disk, hidden, self.folder / step_name(state.step))
+        self._start_export(state.step)
+        self._prune(state)
 
     def _clean_once(self) -> None:
         """Delete what a killed run has left half written. For the first rank, before this run uses the folder."""
@@ -222,8 +219,8 @@ class Checkpointer:
         try:
             store = Store(self.config.folder) if is_url(self.config.folder) else None
             if is_first and self.config.folder:
-                run_id = run_id_of(self._disk, own_folder)
-                claim(self.folder if store is None else store.folder, run_id, self._disk)
+                run_id = run_id_of(own_folder)
+                claim(self.folder if store is None else store.folder, run_id)
             if is_first and store is not None:
                 store.clean()
         except OSError as error:

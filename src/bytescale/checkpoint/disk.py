@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from bytescale.common.atomic import sync_folder
 from bytescale.common.errors import DiskFullError
 from bytescale.common.units import format_bytes
 
@@ -56,24 +57,13 @@ class Disk:
     def sync_folder(self, folder: Path) -> None:
         """Wait until renames and deletions in ``folder`` survive a power cut."""
         self.before("sync folder", folder)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(folder)
 
     def write_file(self, path: Path, content: bytes) -> None:
         """Write a small file."""
         with self.create(path) as file:
             self.write(file, content)
             self.sync(file)
-
-    def replace_file(self, path: Path, content: bytes) -> None:
-        """Write a small file that appears whole or not at all."""
-        hidden = path.with_name(f".{path.name}.tmp")
-        self.write_file(hidden, content)
-        self.rename(hidden, path)
-        self.sync_folder(path.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or folder another name. A file that has the name is replaced; a folder must be empty."""

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.folder_of_run import to_delete
 from bytescale.checkpoint.manifest import (
     MANIFEST,
@@ -30,6 +29,7 @@ from bytescale.checkpoint.manifest import (
     step_name,
     unreachable,
 )
+from bytescale.common.atomic import write_atomically
 from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.common.parsing import parse_json
 from bytescale.config import CheckpointConfig
@@ -199,15 +199,16 @@ class Uploader:
             time.sleep(_LOOK_SECONDS)
 
 
-def claim(folder: Place, run_id: str, disk: Disk) -> None:
+def claim(folder: Place, run_id: str) -> None:
     """Note that this run writes its checkpoints into ``folder``. Raises ``ConfigError`` if another run does."""
-    content = json.dumps({"run_id": run_id}).encode()
     if isinstance(folder, Path):
-        disk.make_folder(folder)
-        if OWNER_FILE not in file_sizes(folder):
-            disk.replace_file(folder / OWNER_FILE, content)
-    elif OWNER_FILE not in file_sizes(folder):
-        (folder / OWNER_FILE).write_bytes(content)
+        folder.mkdir(parents=True, exist_ok=True)
+    if OWNER_FILE not in file_sizes(folder):
+        file, content = folder / OWNER_FILE, json.dumps({"run_id": run_id}).encode()
+        if isinstance(file, Path):
+            write_atomically(file, content)
+        else:
+            file.write_bytes(content)
     check_owner(folder, run_id)
 
 
@@ -225,12 +226,12 @@ def check_owner(folder: Place, run_id: str) -> None:
         )
 
 
-def run_id_of(disk: Disk, folder: Path) -> str:
+def run_id_of(folder: Path) -> str:
     """A name of the run whose folder of checkpoints this is, made at its first start."""
     path = folder / ".run-id"
     if not path.exists():
-        disk.make_folder(folder)
-        disk.replace_file(path, uuid.uuid4().hex.encode())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, uuid.uuid4().hex.encode())
     return path.read_text(encoding="utf-8")
 
 

@@ -122,10 +122,8 @@ def layout_of(optimizer: ShardedOptimizer) -> Layout:
     )
 
 
-def write_checkpoint(
-    disk: Disk, folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup
-) -> Manifest | None:
-    """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it; the first returns the manifest.
+def write_checkpoint(disk: Disk, folder: Path, state: RunState, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+    """Write a whole checkpoint into ``folder``. All ranks of ``group`` call it.
 
     Raises the same on every rank:
         DiskFullError: there is no room; nothing was written.
@@ -135,31 +133,23 @@ def write_checkpoint(
     own_bytes = sum(head.num_bytes for head in heads)
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
-    error: Exception | None = None
-    written = StoredFile(0, 0, "0")
-    if group.rank() == 0:
-        error = attempt(lambda: disk.make_folder(folder))
-    settle(error, group)
+    is_first = group.rank() == 0
+    settle(attempt(lambda: disk.make_folder(folder)) if is_first else None, group)
     is_shared = folder.is_dir()  # by the nodes of all ranks; otherwise each node keeps what its own ranks write
     needed = int(total_bytes) if is_shared else own_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settle(attempt(lambda: _make_room(disk, folder, needed)), group)  # before any rank takes up space
-    try:
-        path = folder / file_name(snapshot.layout.file_of(snapshot.shard))
-        written = write_tensors(disk, path, heads, snapshot.tensors(), step=state.step)
-    except Exception as caught:  # told to all ranks below, where each raises it
-        error = caught
-    settle(error, group)
-    manifest = None
-    try:
-        rows, layouts = _gather(written, snapshot, group)
-        if group.rank() == 0:
-            manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
-            disk.write_file(folder / MANIFEST, manifest.to_json())
-            disk.sync_folder(folder)
-    except OSError as caught:
-        error = caught
-    settle(error, group)
-    return manifest
+    path, written = folder / file_name(snapshot.layout.file_of(snapshot.shard)), list[StoredFile]()
+    settle(
+        attempt(lambda: written.append(write_tensors(disk, path, heads, snapshot.tensors(), step=state.step))), group
+    )
+    rows, layouts = _gather(written[0], snapshot, group)
+    manifest = Manifest(state=state, states=list(snapshot.states), layouts=layouts, files=rows)
+    settle(attempt(lambda: _write_manifest(disk, folder, manifest)) if is_first else None, group)
+
+
+def _write_manifest(disk: Disk, folder: Path, manifest: Manifest) -> None:
+    disk.write_file(folder / MANIFEST, manifest.to_json())
+    disk.sync_folder(folder)
 
 
 def _make_room(disk: Disk, folder: Path, num_bytes: int) -> None:
@@ -275,8 +265,7 @@ def write_weights(folder: Path, state: RunState, parts: Sequence[Part], companio
     contents = {name: (folder / name).read_bytes() for name in companions}
     known = {name: (len(content), checksum_of(content)) for name, content in contents.items()}
     manifest = Manifest(state=state, states=["master"], layouts=layouts, files=files, companions=known)
-    disk.write_file(folder / MANIFEST, manifest.to_json())
-    disk.sync_folder(folder)
+    _write_manifest(disk, folder, manifest)
 
 
 def _cut(parts: Sequence[Part], layout: Layout) -> Iterator[Tensor]:

@@ -59,10 +59,10 @@ def read_batch(source: BatchConfig, data: DataConfig) -> SourceBatch:
 def corpus_batches(data: DataConfig, *, first: int, number: int) -> tuple[list[IntArray], int | None]:
     """Return the lengths of batches ``first`` to ``first + number - 1`` of a corpus, and the tokenizer's vocabulary."""
     from bytescale.data.loading.corpus import prepare_corpus
-    from bytescale.data.order.batches import make_sampler
+    from bytescale.data.order.batches import BatchSampler
 
     corpus = prepare_corpus(data, text_later=True)
-    sampler = make_sampler(corpus.index, data)
+    sampler = BatchSampler(corpus.index, data)
     for _ in range(first):
         sampler.next_batch()
     return [sampler.next_batch().lengths for _ in range(number)], corpus.metadata.vocab_size

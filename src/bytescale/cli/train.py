@@ -275,14 +275,14 @@ def _prepare_data(config: Config) -> None:
     which part of the data it needs. With the Ray loader, servers tokenise.
     """
     from bytescale.data.loading.corpus import plan_shards, prepare_corpus
-    from bytescale.data.order.batches import make_sampler
+    from bytescale.data.order.batches import BatchSampler
     from bytescale.data.tokens.progress import progress_bar
 
     with progress_bar() as progress:
         if config.data.loader == "local":
             corpus = prepare_corpus(config.data, progress, text_later=True)
             if not config.trainer.resume:
-                make_sampler(corpus.index, config.data)
+                BatchSampler(corpus.index, config.data)
         else:
             plan_shards(config.data, progress)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.atomic import file_lock
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_content
@@ -29,7 +28,7 @@ from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
 from bytescale.data.tokens.open_parts import OpenParts, Slice
 from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
-from bytescale.data.tokens.shards import Shard, ShardReader, fingerprint_shards, remote_parts
+from bytescale.data.tokens.shards import Shard, ShardReader, remote_parts
 from bytescale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.storage.retry import with_retries
@@ -153,32 +152,22 @@ class TokeniseHere:
 
         def ahead() -> None:
             with suppress(Exception):
-                self._prepare(parts, self._stop_if_closed)
+                self._reader.prepare([self._shards[part] for part in parts], self._num_workers, self._stop_if_closed)
 
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
         self._threads[-1].start()
 
     def find(self, parts: Sequence[int]) -> list[PartContent]:
-        self._prepare(parts, self._progress)
-        return [self._reader.open(self._shards[part], self._progress).content for part in parts]
+        shards = [self._shards[part] for part in parts]
+        self._reader.prepare(shards, self._num_workers, self._progress)
+        return [self._reader.open(shard, self._progress).content for shard in shards]
 
     def close(self) -> None:
         """End the threads. Each ends after the unit of text (``data.sources.readers``) that it works on."""
         self._ahead = False
         for thread in self._threads:
             thread.join()
-
-    def _prepare(self, parts: Sequence[int], progress: ProgressCallback) -> None:
-        shards = [self._shards[part] for part in parts if self._shards[part].file is None]
-        missing = self._reader.missing(shards)
-        if not missing:
-            return
-        num_bytes = sum(shard.num_bytes for shard in missing)
-        progress(Progress(stage="tokenising", done_bytes=0, total_bytes=num_bytes))
-        lock = self._reader.cache_dir / "tokens" / f"{fingerprint_shards(shards)}.lock"
-        with file_lock(lock):  # all ranks want the same parts at the same time
-            self._reader.prepare(shards, self._num_workers, progress)
 
     def _stop_if_closed(self, _: Progress) -> None:
         if not self._ahead:

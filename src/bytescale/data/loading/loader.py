@@ -14,7 +14,7 @@ from typing import Any, Self
 from bytescale.config.schema import DataConfig, LossPer
 from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState, make_sampler
+from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState
 from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.plan import Plan, Planner, costs_of_step, plan_with_costs
 from bytescale.plan.rank_plan import RankPlan
@@ -248,7 +248,7 @@ class LocalFeed(Feed):
         return self._started().state_dict()
 
     def load_state_dict(self, state: SamplerState) -> None:
-        self._sampler = make_sampler(self._corpus.index, self._config, state)
+        self._sampler = BatchSampler(self._corpus.index, self._config, state)
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
         sampler, token_bytes = self._started(), self._corpus.index.token_bytes
@@ -266,8 +266,8 @@ class LocalFeed(Feed):
             yield replace(data, micro_batches=micro_batches, times=times)
 
     def _started(self) -> BatchSampler:
-        """Return the sampler, made now if this is the first call. Raises as ``make_sampler``."""
-        self._sampler = self._sampler or make_sampler(self._corpus.index, self._config)
+        """Return the sampler, made now if this is the first call. Raises as ``BatchSampler``."""
+        self._sampler = self._sampler or BatchSampler(self._corpus.index, self._config)
         return self._sampler
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from bytescale.common.parsing import parse_json
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.loading.loader import StepData
-from bytescale.data.order.batches import SamplerState, make_sampler
+from bytescale.data.order.batches import BatchSampler, SamplerState
 
 _NO_SEGMENTS = np.zeros((0, 4), dtype=np.int64)
 
@@ -125,12 +125,12 @@ def check_record(folder: Path, num_steps: int, corpus: Corpus, config: DataConfi
         DataError: a token was lost, given twice, or differs from the token in the corpus. The message names the first
             such step.
     """
-    sampler = make_sampler(corpus.index, config)
+    sampler = BatchSampler(corpus.index, config)
     num_tokens = 0
     for step, (segments, batch_size) in enumerate(read_record(folder, num_steps)):
         if batch_size not in (None, config.batch_tokens):
             config = replace(config, batch_tokens=batch_size)
-            sampler = make_sampler(corpus.index, config, sampler.state_dict())
+            sampler = BatchSampler(corpus.index, config, sampler.state_dict())
         batch = sampler.next_batch()
         names, starts, stops, checksums = segments.T
         known, first = np.unique(batch.samples.name, return_index=True)  # where an epoch ends, a sample may come twice

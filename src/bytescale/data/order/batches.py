@@ -100,124 +100,46 @@ def check_same(key: str, state: SamplerState, ours: object, settings: str) -> No
         )
 
 
-def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> BatchSampler:
-    """Return the sampler that ``config`` asks for: one shuffle of everything, or sources mixed by ``data.weights``.
-
-    Args:
-        index: the index of the corpus.
-        config: the ``[data]`` section.
-        state: where to start; None starts at the first batch.
-
-    Raises:
-        ConfigError: as ``check_batches``.
-        CheckpointError: ``state`` belongs to other data.
-        DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
-    """
-    check_batches(config)
-    return BatchSampler(
-        index,
-        config.batch_tokens,
-        config.shuffle_seed,
-        weights=config.weights,
-        window_mib=config.shuffle_window_mib,
-        state=state,
-    )
-
-
 def batches_of_epochs(index: CorpusIndex, config: DataConfig, epochs: int) -> int:
     """The number of batches that begin in the first ``epochs`` epochs, of a corpus that has been read.
 
-    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``make_sampler``.
+    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``BatchSampler``.
     """
-    sampler = make_sampler(index, config)
+    sampler = BatchSampler(index, config)
     while True:
         batch = sampler.next_batch()
         if batch.epoch >= epochs:
             return batch.step
 
 
-class _Source:
-    """A stream of samples, and the number of tokens drawn from it."""
-
-    def __init__(self, stream: SampleStream, weight: float) -> None:
-        self.stream = stream
-        self._weight = weight
-        self._num_tokens = 0
-
-    @property
-    def progress(self) -> float:
-        """Tokens drawn, divided by the weight. The source with the least progress is next; on a tie, the first one."""
-        return self._num_tokens / self._weight
-
-    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int, bool]:
-        """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
-
-        Returns a table, rows of it, their tokens, and whether an epoch ended. No row: the next one exceeds the budget.
-        """
-        stream = self.stream
-        first, before = stream.position, stream.tokens_before
-        count = 1
-        if at_most > 1:  # a search for a single sample takes twice as long
-            tokens_before = before[first : first + at_most + 1]
-            count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
-        num_tokens = int(before[first + count] - before[first])
-        if num_tokens > budget:
-            count = num_tokens = 0
-        samples, rows = stream.samples, stream.order[first : first + count]
-        self._num_tokens += num_tokens
-        return samples, rows, num_tokens, stream.take(first + count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.stream.state_dict(), "tokens": self._num_tokens}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream.load_state_dict(state)
-        self._num_tokens = state["tokens"]
-
-
 class BatchSampler:
-    """Cuts the stream of samples into global batches of at most ``batch_tokens`` tokens.
+    """Cuts the stream of samples into global batches of at most ``data.batch_tokens`` tokens.
 
-    Without weights, the whole corpus is one source.
+    Without ``data.weights``, the whole corpus is one source.
     """
 
-    def __init__(
-        self,
-        index: CorpusIndex,
-        batch_tokens: int,
-        shuffle_seed: int,
-        *,
-        weights: Sequence[float] = (),
-        window_mib: int = 2**40,
-        state: SamplerState | None = None,
-    ) -> None:
+    def __init__(self, index: CorpusIndex, config: DataConfig, state: SamplerState | None = None) -> None:
         """Start at the first batch, or where ``state`` was taken.
 
-        Args:
-            index: the index of the corpus.
-            batch_tokens: the most tokens that a batch may hold.
-            shuffle_seed: the seed of the order, 0 or more.
-            weights: the weight of each source, above 0; empty: one shuffle of everything.
-            window_mib: MiB of text that are shuffled together.
-            state: a state as ``state_dict`` returns it; None starts at the first batch.
-
         Raises:
-            CheckpointError: as ``load_state_dict``.
-            DataError: a part that the first batch needs cannot be read.
+            ConfigError: as ``check_batches``.
+            CheckpointError: ``state`` belongs to other data.
+            DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
         """
+        check_batches(config)
         self._index = index
-        self._batch_tokens = batch_tokens
-        self._seed = shuffle_seed
-        self._weights = list(weights) or None
+        self._batch_tokens = config.batch_tokens
+        self._seed, window = config.shuffle_seed, config.shuffle_window_mib
+        self._weights = list(config.weights) or None
         self._step = 0
-        parts = [np.flatnonzero(index.part_sources == number) for number in range(len(weights))]
-        streams = [SampleStream(index, own, window_mib, shuffle_seed, number) for number, own in enumerate(parts)]
-        if self._weights is None:
-            streams = [SampleStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)]
-        self._sources = [_Source(*pair) for pair in zip(streams, self._weights or [1.0], strict=True)]
+        parts = [np.flatnonzero(index.part_sources == number) for number in range(len(config.weights))]
+        self._streams = [
+            SampleStream(index, own, window, self._seed, number, config.weights[number])
+            for number, own in enumerate(parts)
+        ] or [SampleStream(index, np.arange(index.num_parts), window, self._seed)]
         if state is None:
-            self._load_first([None] * len(streams))
-            for stream in streams:
+            self._load_first([None] * len(self._streams))
+            for stream in self._streams:
                 stream.enter(0)
         else:
             self.load_state_dict(state)
@@ -229,13 +151,13 @@ class BatchSampler:
 
     def next_batch(self) -> GlobalBatch:
         """Draw the next global batch, which holds at least one sequence. Raises as ``SampleStream.enter``."""
-        first_epoch = min(source.stream.epoch for source in self._sources)
-        at_most = 1 if len(self._sources) > 1 else self._batch_tokens  # after each sample, another source may be behind
+        first_epoch = min(stream.epoch for stream in self._streams)
+        at_most = 1 if len(self._streams) > 1 else self._batch_tokens  # after each sample, another source may be behind
         drawn: list[tuple[Samples, IntArray]] = []
         budget, ends_epoch = self._batch_tokens, False
         while True:
-            source = min(self._sources, key=_PROGRESS)
-            samples, rows, num_tokens, epoch_ended = source.draw(budget, at_most)
+            stream = min(self._streams, key=_PROGRESS)
+            samples, rows, num_tokens, epoch_ended = stream.draw(budget, at_most)
             if not len(rows):
                 break
             drawn.append((samples, rows))
@@ -247,9 +169,10 @@ class BatchSampler:
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
         if self._weights is None:
-            place = self._sources[0].stream.state_dict()
+            place = self._streams[0].state_dict()
         else:
-            place = {"sources": [source.state_dict() for source in self._sources], "weights": list(self._weights)}
+            sources = [{**stream.state_dict(), "tokens": stream.num_tokens} for stream in self._streams]
+            place = {"sources": sources, "weights": list(self._weights)}
         return {
             "step": self._step,
             **place,
@@ -269,22 +192,22 @@ class BatchSampler:
         check_same("shuffle_seed", state, self._seed, "shuffle_seed")
         check_same("weights", state, self._weights, "weights")
         check_same("shuffle_window", state, self._window, "shuffle_window_mib")
-        places = [{**state, "tokens": 0}] if self._weights is None else state["sources"]
+        places = [state] if self._weights is None else state["sources"]
         self._load_first(places)
-        for source, place in zip(self._sources, places, strict=True):
-            source.load_state_dict(place)
+        for stream, place in zip(self._streams, places, strict=True):
+            stream.load_state_dict(place)
         self._step = state["step"]
 
     def _load_first(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Load what all sources of a mixture start with at the same time, before any part is expected."""
-        if len(self._sources) > 1:
-            parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
+        if len(self._streams) > 1:
+            parts = [stream.first_parts(state) for stream, state in zip(self._streams, states, strict=True)]
             self._index.load([part for own in parts for part in own])
 
     @property
     def _window(self) -> str:
         """What is shuffled together, as a text. It names the window size only if the order depends on that size."""
-        scopes = {source.stream.scope for source in self._sources} - {EVERYTHING}
+        scopes = {stream.scope for stream in self._streams} - {EVERYTHING}
         return scopes.pop() if scopes else EVERYTHING
 
 

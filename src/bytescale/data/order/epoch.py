@@ -44,7 +44,15 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *stream: int) -> IntArr
 class SampleStream:
     """The samples of some parts, epoch after epoch, and a position, which is always in front of a sample."""
 
-    def __init__(self, index: CorpusIndex, parts: IntArray, window_mib: int, seed: int, source: int | None = None):
+    def __init__(
+        self,
+        index: CorpusIndex,
+        parts: IntArray,
+        window_mib: int,
+        seed: int,
+        source: int | None = None,
+        weight: float = 1.0,
+    ) -> None:
         """Prepare the stream. It has no position before ``enter`` or ``load_state_dict`` is called.
 
         Args:
@@ -55,6 +63,7 @@ class SampleStream:
             seed: the seed of the shuffle.
             source: place in ``data.sources`` of the one source that ``parts`` belong to; None if ``parts`` is the whole
                 corpus.
+            weight: share of the tokens that the stream gives to a mixture.
         """
         self._index = index
         self._seed = seed
@@ -63,6 +72,9 @@ class SampleStream:
         self._text = parts[index.is_text[parts]]
         self._bins = parts[~index.is_text[parts]]
         self._window_bytes = window_mib * MIB
+        self._weight = weight
+        self.num_tokens = 0
+        """Tokens drawn so far."""
         self.epoch = self.window = self.position = 0
         self.samples = NO_SAMPLES
         """Samples of the window, and of one that is not windowed, of all epochs."""
@@ -70,6 +82,11 @@ class SampleStream:
         self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each of ``order``
         self._content = ""
         self._bins_shuffled = -1, NO_SAMPLES  # an epoch, and all samples of .bin files in the order of that epoch
+
+    @property
+    def progress(self) -> float:
+        """Tokens drawn, divided by the weight. The source with the least progress is next; on a tie, the first one."""
+        return self.num_tokens / self._weight
 
     @property
     def is_windowed(self) -> bool:
@@ -116,7 +133,24 @@ class SampleStream:
         windows = self.windows(epoch)
         return windows[window].tolist() if 0 <= window < len(windows) else []
 
-    def take(self, stop: int) -> bool:
+    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int, bool]:
+        """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
+
+        Returns a table, rows of it, their tokens, and whether an epoch ended. No row: the next one exceeds the budget.
+        """
+        first, before = self.position, self.tokens_before
+        count = 1
+        if at_most > 1:  # a search for a single sample takes twice as long
+            tokens_before = before[first : first + at_most + 1]
+            count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
+        num_tokens = int(before[first + count] - before[first])
+        if num_tokens > budget:
+            count = num_tokens = 0
+        samples, rows = self.samples, self.order[first : first + count]
+        self.num_tokens += num_tokens
+        return samples, rows, num_tokens, self._take(first + count)
+
+    def _take(self, stop: int) -> bool:
         """Move to the position in front of sample ``stop`` of the window, or into the next window at the window's end.
 
         Returns whether this ended the epoch.
@@ -155,6 +189,7 @@ class SampleStream:
         if not 0 <= position < len(self.order):
             raise _outside(f"position {position}", f"{len(self.order)} sequences")
         self.position = position
+        self.num_tokens = state.get("tokens", 0)
 
     def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
         """Expect ``windows``, the rest of the epoch, and then those of ``next_epoch``, until enough parts are expected.

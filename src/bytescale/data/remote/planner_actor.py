@@ -24,7 +24,7 @@ from bytescale.common.errors import BytescaleError
 from bytescale.config.schema import DataConfig
 from bytescale.data.loading.assemble import Segments
 from bytescale.data.loading.loader import PlannedStep, StepData
-from bytescale.data.order.batches import BatchSampler, SamplerState, make_sampler
+from bytescale.data.order.batches import BatchSampler, SamplerState
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata
 from bytescale.data.remote.calls import Shared, wait_for
 from bytescale.data.remote.server import PartOwners, SharedWork
@@ -86,7 +86,7 @@ class PlannerActor:
         key = json.dumps(state, sort_keys=True)
         with self._lock:  # every rank asks about the same state
             if self._checked is None or self._checked[0] != key or _failed(self._checked[1]):
-                made = self._thread.submit(lambda: make_sampler(self._index(), self._config, state).state_dict())
+                made = self._thread.submit(lambda: BatchSampler(self._index(), self._config, state).state_dict())
                 self._checked = key, made
             checked = self._checked[1]
         return checked.result()
@@ -151,7 +151,7 @@ class PlannerActor:
 
     def _plan(self, state: SamplerState, costs: Any) -> PlannedStep:
         assert self._how is not None, "a request says how to plan"
-        sampler = self._sampler or make_sampler(self._index(), self._config, state)
+        sampler = self._sampler or BatchSampler(self._index(), self._config, state)
         self._sampler = None  # after an error it is not used again: half a batch may have been drawn from it
         if sampler.state_dict() != state:
             sampler.load_state_dict(state)

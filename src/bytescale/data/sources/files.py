@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast, get_args
 
-from bytescale.common.errors import ConfigError, DataError
+from bytescale.common.errors import ConfigError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.storage.filesystems import credentials_hint, guarded, open_filesystem
 from bytescale.storage.place import Place, Url, has_no_folders
-from bytescale.storage.retry import UnreadableError
+from bytescale.storage.retry import UnreadableError, unreadable
 
 FileFormat = Literal["text", "python", "jsonl", "parquet", "bin"]
 """python: source code that is cut into definitions (``data.sources.readers``). Only ``python:functions`` has it."""
@@ -100,9 +100,8 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
     files: dict[Place, SourceFile] = {}
     for number, source in enumerate(sources):
         found = 0
-        of_source = _remote_files if "://" in source else _local_files
-        listed = of_source(source, file_format, (_METADATA, *(f".{name}.bin" for name in (*OWN_FIELDS, *fields))))
-        for file in listed:
+        beside = (_METADATA, *(f".{name}.bin" for name in (*OWN_FIELDS, *fields)))
+        for file in _files_of(source, file_format, beside):
             found += 1
             if file.path in files:
                 logger.info("%s is matched twice by data.sources; it is read once", file.path)
@@ -115,32 +114,42 @@ def expand_sources(sources: Sequence[str], file_format: str = "auto", fields: Se
     return list(files.values())
 
 
-def _local_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
-    """Yield the files of a folder, file or glob. ``beside``: endings of files that belong to a pair of tokens."""
+def _files_of(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
+    """Yield the files of a source. ``beside``: endings of files that belong to a pair of tokens.
+
+    An ``.idx`` is left out unless the source names it: its ``.bin`` stands for the pair.
+    """
+    is_url = "://" in source
+    found: Iterable[tuple[Place, bool, Any]] = _expand_url(source) if is_url else _paths_of(source)
     file_format = "python" if source == FUNCTIONS_SOURCE else file_format
-    found = (_source_file(path, file_format, named, beside) for path, named in _paths_of(source))
-    return (file for file in found if file is not None)
-
-
-def _remote_files(source: str, file_format: str, beside: tuple[str, ...]) -> Iterator[SourceFile]:
-    """Yield the files of a URL, as ``_local_files``. An ``.idx`` is left out: its ``.bin`` stands for the pair."""
     try:
-        for path, named, listed in _expand_url(source):
-            kind = _format_of(path.suffix, file_format)
+        for path, named, info in found:
             if path.suffix == ".idx" and file_format in ("auto", "bin"):
-                if not named:
-                    continue
-                path, kind, listed = path.with_suffix(".bin"), "bin", None
-            if not named and str(path).endswith(beside):
+                path, info, is_left_out = path.with_suffix(".bin"), None, not named
+            else:
+                is_left_out = not named and any(_belongs_to_pair(path, ending) for ending in beside)
+            if is_left_out:
                 continue
-            num_bytes, version = path.describe(listed)
-            yield SourceFile(path=path, format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
+            if isinstance(path, Url):
+                num_bytes, version = path.describe(info)
+            else:
+                num_bytes, version = (status := path.stat()).st_size, status.st_mtime_ns
+            kind = _format_of(path.suffix, file_format)
+            yield SourceFile(path=path.absolute(), format=kind, num_bytes=num_bytes, mtime_ns=version, named=named)
     except OSError as error:
+        if not is_url:
+            raise unreadable(error, source) from error
         raise UnreadableError(
             f"data source {source!r} cannot be reached ({error.strerror or error})",
             so="its text would be missing",
             fix="check the URL, the network and the credentials" + credentials_hint(source),
         ) from error
+
+
+def _belongs_to_pair(path: Place, ending: str) -> bool:
+    if isinstance(path, Url):
+        return str(path).endswith(ending)
+    return path.name.endswith(ending) and path.with_name(path.name.removesuffix(ending) + ".bin").exists()
 
 
 def _expand_url(source: str) -> Iterator[tuple[Url, bool, Mapping[str, Any] | None]]:
@@ -197,25 +206,25 @@ def _is_hidden(name: str, folder: str) -> bool:
     return any(part.startswith(".") for part in PurePosixPath(inside).parts)
 
 
-def _paths_of(source: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the paths of one source, each with whether the source names that very file."""
+def _paths_of(source: str) -> Iterator[tuple[Path, bool, None]]:
+    """Yield the paths of a source on this machine, as ``_expand_url``."""
     if source in (STDLIB_SOURCE, FUNCTIONS_SOURCE):
         left_out = _NOT_STDLIB | _TESTS if source == FUNCTIONS_SOURCE else _NOT_STDLIB
         stdlib = Path(sysconfig.get_paths()["stdlib"])
-        yield from ((path, False) for path in _walk(stdlib, left_out.__contains__) if path.suffix == ".py")
+        yield from ((path, False, None) for path in _walk(stdlib, left_out.__contains__) if path.suffix == ".py")
         return
     if source.startswith("python:"):
         fix = f"did you mean {STDLIB_SOURCE!r} or {FUNCTIONS_SOURCE!r}?"
         raise ConfigError(f"data source {source!r} does not exist", fix=fix)
     path = Path(source).expanduser()
     if path.is_dir():
-        yield from ((inner, False) for inner in _walk(path, lambda name: name.startswith(".")))
+        yield from ((inner, False, None) for inner in _walk(path, lambda name: name.startswith(".")))
     elif path.exists():
-        yield path, True
+        yield path, True, None
     elif glob.has_magic(source):
         for match in sorted(glob.glob(str(path), recursive=True)):
             if Path(match).is_file():
-                yield Path(match), False
+                yield Path(match), False, None
     else:
         raise ConfigError(
             f"data source {source!r} does not exist (looked in {Path.cwd()})",
@@ -229,31 +238,6 @@ def _walk(folder: Path, is_left_out: Callable[[str], bool]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not is_left_out(name))
         paths = (Path(parent, name) for name in sorted(names) if not is_left_out(name))
         yield from (path for path in paths if path.is_file())
-
-
-def _source_file(path: Path, file_format: str, named: bool, beside: tuple[str, ...]) -> SourceFile | None:
-    """Describe one file. Returns None for an ``.idx`` that no source names, as its ``.bin`` stands for the pair."""
-    if path.suffix == ".idx" and file_format in ("auto", "bin"):
-        if not named:
-            return None
-        path = path.with_suffix(".bin")
-    for ending in beside:
-        tokens = path.with_name(path.name.removesuffix(ending) + ".bin")
-        if not named and path.name.endswith(ending) and tokens.exists():
-            return None
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror})", fix="mend it or take it out of data.sources"
-        ) from error
-    return SourceFile(
-        path=path.absolute(),
-        format=_format_of(path.suffix, file_format),
-        num_bytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        named=named,
-    )
 
 
 def _format_of(suffix: str, file_format: str) -> FileFormat:

@@ -31,7 +31,7 @@ from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
-from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
+from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
 from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_units, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
@@ -45,6 +45,7 @@ MAX_SHARDS = 32768
 """About the most shards of text. Above half a TiB of text the shards grow, so that the cache has not too many files."""
 _CACHE_VERSION = 2
 _COPY_TOKENS = 1 << 22
+_TOKENISING = "tokenising"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +139,35 @@ class ShardReader:
     ) -> None:
         """Tokenise those of ``shards`` that the cache does not have, one after the other, with one pool of processes.
 
+        A process that comes while another one does the same shards waits for it.
+
         Raises:
             DataError: as ``iter_records``. The shards that were finished before stay in the cache.
         """
-        missing = self.missing(shards)
+        missing = self._missing(shards)
         if not missing:
             return
+        progress(Progress(stage=_TOKENISING, done_bytes=0, total_bytes=sum(shard.num_bytes for shard in missing)))
+        names = hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
+        with file_lock(self.cache_dir / "tokens" / f"{names}.lock"):
+            self._tokenise(self._missing(shards), num_workers, progress)
+
+    def _tokenise(self, shards: Sequence[Shard], num_workers: int, progress: ProgressCallback) -> None:
         encode = self._encode
-        total_bytes = sum(shard.num_bytes for shard in missing)
-        units = [unit for shard in missing for unit in shard.units]
-        encoded = report_progress(encode_units(units, encode, num_workers), "tokenising", total_bytes, progress)
-        for shard in missing:
+        total_bytes = sum(shard.num_bytes for shard in shards)
+        units = [unit for shard in shards for unit in shard.units]
+        encoded = report_progress(encode_units(units, encode, num_workers), _TOKENISING, total_bytes, progress)
+        for shard in shards:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
                     metadata = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
                     _log_metadata(metadata, self._prefix(shard))
-                elif shard is not missing[-1]:  # another process has done this shard: skip its units
+                elif shard is not shards[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
 
-    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return those of ``shards`` that have to be tokenised: with ``verify``, those whose pair has rotted too."""
+    def _missing(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Those of ``shards`` that have to be tokenised: with ``verify``, those whose pair has rotted too."""
         return [shard for shard in shards if shard.file is None and not self._is_prepared(shard)]
 
     def open(self, shard: Shard, progress: ProgressCallback = ignore_progress) -> OpenShard:
@@ -289,11 +298,6 @@ def remote_parts(shards: Sequence[Shard]) -> list[int]:
     return [part for part, shard in enumerate(shards) if shard.file and isinstance(shard.file.path, Url)]
 
 
-def fingerprint_shards(shards: Iterable[Shard]) -> str:
-    """Return 16 hex digits, the hash of the names of ``shards``."""
-    return hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
-
-
 def write_as_pair(
     reader: ShardReader,
     shards: Sequence[Shard],
@@ -345,23 +349,21 @@ def _documents_of(opened: OpenShard) -> Iterator[EncodedUnit]:
         )
 
 
-def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
-    """Return the error for tokens that another tokenizer made."""
-    return DataError(
-        f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
-        so="the same id would stand for different tokens",
-        fix="set data.tokenizer to the one that made them",
-    )
-
-
 def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokenizer | None) -> None:
     """Raise ``DataError`` if such tokens cannot have come from ``tokenizer``. With None, check nothing."""
     if tokenizer is None:
         return
+    what = ""
     if metadata.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
-        raise foreign_tokens(f"{place} was made with tokenizer {metadata.tokenizer!r}", tokenizer)
-    if metadata.max_token_id >= tokenizer.vocab_size:
-        raise foreign_tokens(f"{place} holds id {metadata.max_token_id}", tokenizer)
+        what = f"was made with tokenizer {metadata.tokenizer!r}"
+    elif metadata.max_token_id >= tokenizer.vocab_size:
+        what = f"holds id {metadata.max_token_id}"
+    if what:
+        raise DataError(
+            f"{place} {what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
+            so="the same id would stand for different tokens",
+            fix="set data.tokenizer to the one that made them",
+        )
 
 
 def check_corrupt_records(metadata: Iterable[TokenMetadata], limit: int) -> None:

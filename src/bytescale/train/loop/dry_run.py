@@ -8,7 +8,7 @@ from bytescale.config import Architecture, Config, resolve_model
 from bytescale.config.validate import check_mesh, hdp_ranks
 from bytescale.cost.profile_file import warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
-from bytescale.data.order.batches import make_sampler
+from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
 from bytescale.train.parts.budget import rank_device
@@ -29,7 +29,7 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
     dtype = choose_dtype(config.trainer.dtype, device)
     with progress_bar() as progress:
         corpus = prepare_corpus(config.data, progress, text_later=True)
-        batch = make_sampler(corpus.index, config.data).next_batch()
+        batch = BatchSampler(corpus.index, config.data).next_batch()
     architecture = resolve_model(config.model, tokenizer_vocab_size=corpus.metadata.vocab_size)
     check_vocabulary(corpus.metadata, architecture.vocab_size)
     ranks, hdp = config.parallel.ranks, hdp_ranks(config.parallel)
