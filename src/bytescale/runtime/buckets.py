@@ -23,6 +23,7 @@ that nothing hangs. Therefore:
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -192,12 +193,16 @@ class Overlap:
         return forward
 
     def _refuse_late_gradients(self) -> None:
-        """Raise from a backward that adds to a gradient whose reduction has begun."""
-        parameters = self.collectives.parameters
+        """Raise from a backward that adds to a gradient whose reduction has begun.
+
+        The hooks of a parameter are in C++, where Python sees no cycle. So they keep nothing alive that has parameters.
+        """
+        parameters, collectives = self.collectives.parameters, weakref.ref(self.collectives)
         for parameter, entry in zip(parameters.parameters, parameters.entries, strict=True):
 
             def refuse(_: object, name: str = entry.name, stop: int = entry.stop) -> None:
-                if stop > self.collectives.reducing_from:
+                held = collectives()
+                if held is not None and stop > held.reducing_from:
                     raise RankFailure(
                         f"parameter {name} got a gradient after its reduction had begun",
                         so="the sum over ranks would lack it",
