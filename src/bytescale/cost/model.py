@@ -97,6 +97,9 @@ class CostModel:
     """Consecutive ranks that share a node."""
     passes: tuple[Pass, ...] = (Pass(),)
     """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
+    gather_seconds: float = 0.0
+    """Least time of a round of a lockstep domain, forward and backward: two gathers of parameters and one reduction of
+    gradients (``cost.gradient_sync.round_seconds``). They travel beside compute."""
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
 

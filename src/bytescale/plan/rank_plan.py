@@ -90,6 +90,7 @@ class RankPlan:
     num_ranks: int
     micro_batches: tuple[MicroBatch, ...]
     most_micro_batches: int  # of any rank; interleaved stages follow the order of that rank (plan.schedule)
+    num_rounds: int  # in which it takes part; in those after its last micro-batch without work (plan.domain)
     digest: int  # fingerprint of the whole plan
 
     @staticmethod
@@ -105,6 +106,7 @@ class RankPlan:
             num_ranks=plan.num_ranks,
             micro_batches=micro_batches,
             most_micro_batches=most,
+            num_rounds=int(plan.rank_rounds[rank]),
             digest=digest,
         )
 

@@ -17,6 +17,9 @@ Warm-up costs (p - 1) t_1, and each rise to a longer micro-batch costs (p - 1) t
 the shorter cool-down saves. So a rank whose micro-batches never get longer pays (p - 1) times its longest one. This
 is an estimate: it leaves out how a bubble delays the other ranks of a group.
 
+In a lockstep domain (``plan.domain`` > 1) all ranks of a domain begin a round together. It ends when the slowest has
+ended it, and all parameters have been gathered. Domains that share a group go through its round together.
+
 ``evaluate`` computes these times wave by wave in arrays. ``evaluate_slowly``, its slow twin for tests, goes event by
 event in plain Python.
 Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
@@ -59,9 +62,14 @@ class Outcome:
 def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Outcome:
     """The outcome of ``plan``, which has to pass ``verify``. ``cost`` tells the time of one pipeline stage."""
     own_seconds = _own_seconds(plan, cluster, cost)
-    starts, ends = run_in_order(plan, own_seconds)
-    last = plan.rank_micro_batch_offsets[1:] - 1
-    rank_ends = np.where(np.diff(plan.rank_micro_batch_offsets) > 0, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
+    if plan.domain > 1:
+        begins, stops = run_rounds(plan, np.maximum(own_seconds, cost.gather_seconds))
+        at = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
+        starts, ends, rank_ends = begins[at], stops[at], np.repeat(stops.max(axis=0, initial=0.0), plan.domain)
+    else:
+        starts, ends = run_in_order(plan, own_seconds)
+        last, some = plan.rank_micro_batch_offsets[1:] - 1, np.diff(plan.rank_micro_batch_offsets) > 0
+        rank_ends = np.where(some, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
     rank_ends += (num_stages - 1) * segment_sums(_rises(plan, ends - starts), plan.rank_micro_batch_offsets)
     smallest = int(plan.capacity_tokens.min())
     return Outcome(
@@ -158,6 +166,43 @@ def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, Float
     np.maximum.at(group_length, joint_group, own_seconds[joint])
     starts[joint] = joint_end - group_length[joint_group]
     return starts, ends
+
+
+def run_rounds(plan: Plan, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Begin and end of every round of every lockstep domain, both ``[rounds, domains]``; later rounds take no time.
+
+    Args:
+        plan: its groups are aligned (rule 9 of ``verify``).
+        seconds: ``[M]`` of each micro-batch if its rank never had to wait.
+    """
+    rounds, domains = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
+    shape = int(rounds.max(initial=-1)) + 1, plan.num_ranks // plan.domain
+    longest: FloatArray = np.zeros(shape)
+    np.maximum.at(longest, (rounds, domains), seconds)
+    joined = np.tile(np.arange(shape[1]), (shape[0], 1))  # the lowest domain that goes through the round with each
+    first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
+    wide = np.zeros(plan.num_groups, dtype=bool)
+    starts = plan.group_rank_offsets[:-1]
+    homes = plan.group_ranks // plan.domain
+    if len(starts):
+        wide = np.minimum.reduceat(homes, starts) < np.maximum.reduceat(homes, starts)
+    across = np.flatnonzero(wide[first_group])
+    at, groups = (rounds[across], domains[across]), first_group[across]
+    lowest = np.full(plan.num_groups, shape[1])
+    while len(across):
+        before = joined.copy()
+        np.minimum.at(lowest, groups, joined[at])
+        np.minimum.at(joined, at, lowest[groups])
+        if (joined == before).all():
+            break
+    begins, ends, clock = np.zeros(shape), np.zeros(shape), np.zeros(shape[1])
+    for number, (together, own) in enumerate(zip(joined, longest, strict=True)):
+        begin, taken = np.zeros(shape[1]), np.zeros(shape[1])
+        np.maximum.at(begin, together, np.where(own > 0, clock, 0.0))
+        np.maximum.at(taken, together, own)
+        begins[number] = np.where(own > 0, begin[together], clock)
+        ends[number] = clock = begins[number] + np.where(own > 0, taken[together], 0.0)
+    return begins, ends
 
 
 def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:
