@@ -50,6 +50,7 @@ from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.cost import flops, save_profile
 from bytescale.cost.memory import MemoryModel, ModelShare
 from bytescale.cost.profile_file import fit_warnings
+from bytescale.cost.spec import ModelSpec
 from bytescale.models import Llama
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
@@ -57,11 +58,11 @@ from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
     Activations,
+    Decoder,
     Executor,
     FlatParameters,
     HostPool,
     Mesh,
-    ModelPart,
     RankGroup,
     ShardedOptimizer,
     linear_cross_entropy,
@@ -235,7 +236,7 @@ class Step:
             device=device.device,
             row_wise=row_wise_parts(model, 1),
         )
-        self.parts = [ModelPart(model=model, activations=activations)]
+        self.parts = [Decoder(module=model, activations=activations)]
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
         self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
         self.optimizer.require_states()  # made before the first step, so that the peak of no step counts them
@@ -319,7 +320,7 @@ def fitting_model(device: Device, sizes: Sizes, shape: Architecture, checkpointi
 
 def step_seconds(shape: Architecture, documents: int, tokens: int, checkpointing: str) -> float:
     """Estimate the seconds of a step on an H200."""
-    work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+    work = ModelSpec.of(shape).training_flops(num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
     return work * (4 / 3 if checkpointing == "full" else 1.1) / GUESSED_FLOPS
 
 
@@ -367,7 +368,7 @@ def mfu_cases(device: Device, sizes: Sizes, chosen: tuple[tuple[int, int, int, s
     rate = matmul_rate(device)
     for documents, tokens, layers, checkpointing in chosen:
         shape = replace(sizes.shape, num_layers=layers)
-        work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+        work = ModelSpec.of(shape).training_flops(num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
 
         def measure(
             shape: Architecture = shape,

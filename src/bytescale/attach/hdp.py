@@ -29,18 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.attach.collected import Collected
-from bytescale.attach.costs import count_costs
+from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.engine import Engine, require_use_of_host_memory
 from bytescale.attach.handed_out import HandedOut
-from bytescale.attach.interface import Attachment
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
-from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.planned_batch import PlannedBatch, check_plan
 from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
-from bytescale.attach.probe import probe
+from bytescale.attach.probe import ModelFacts
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.saving import Savings
 from bytescale.attach.vocabulary import require_words
@@ -48,10 +46,12 @@ from bytescale.attach.weight_sums import weight_sums
 from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
 from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import CostModel
+from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.memory import DeviceKind
 from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.checkpointing import Checkpointing
-from bytescale.runtime.sharded_optimizer import GroupOptions
+from bytescale.runtime.optimizers import GroupOptions
 
 
 class HDP:
@@ -60,7 +60,6 @@ class HDP:
     Attributes:
         planner: from the lengths of documents to a plan. It can be pickled and called anywhere.
         cost: what the planner believes about the model.
-        facts: every layer's attention, as the probe has found it.
     """
 
     def __init__(
@@ -111,23 +110,26 @@ class HDP:
         self._optimizer: ShardedOptimizer | None = None
         self._saved: Savings | None = None
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
-        self._attachment = Attachment(model)
+        decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
-            undo.callback(self._attachment.detach)
-            undo.callback(unfix_rope, fix_rope(model, longest_document))
-            self.facts = probe(model)
-            self.engine = Engine(
-                model, self.group, self.facts, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib
-            )
-            undo.callback(self.engine.detach)
+            undo.callback(decoder.undo)
+            self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
+            undo.callback(self.engine.activations.remove)
             self._prepare(planner, cost, forward_only)
             undo.pop_all()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Every layer's attention, as the probe has found it."""
+        return self.engine.decoder.facts
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
         """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
         kind, element = parameter.device.type, parameter.element_size()
-        cost = cost or count_costs(self.model, self.facts, device_type=kind, bytes_per_element=element)
+        if cost is None:
+            device: DeviceKind = "cuda" if kind == "cuda" else "cpu"
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,
@@ -144,8 +146,8 @@ class HDP:
 
         ``state`` and ``save`` still work.
         """
-        self._attachment.detach()
-        self.engine.detach()
+        self.engine.decoder.attachment.detach()
+        self.engine.activations.remove()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
 
@@ -351,7 +353,7 @@ class HDP:
 
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
-        self._attachment.require_attached()
+        self.engine.decoder.attachment.require_attached()
         self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.head import fused_loss_sum, has_plain_head, hidden_states, log_probabilities
+from bytescale.attach.head import has_plain_head, hidden_states, log_probabilities
 from bytescale.attach.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.attach.passes import MicroBatchPass
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.plan import MicroBatch
+from bytescale.runtime.loss import PlainHead, loss_sum
 
 
 class Micro:
@@ -111,4 +112,5 @@ class Micro:
         plain, key = self.target.model.plain_heads, id(head.weight)
         if key not in plain:
             plain[key] = has_plain_head(model, head, hidden.shape[-1])
-        return fused_loss_sum(head, hidden[0, : self.num_rows], labels, token_weights, has_plain_head=plain[key])
+        fastest = PlainHead(head.weight) if plain[key] and head.weight is not None else head
+        return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)
