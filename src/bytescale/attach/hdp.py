@@ -129,7 +129,8 @@ class HDP:
         kind, element = parameter.device.type, parameter.element_size()
         if cost is None:
             device: DeviceKind = "cuda" if kind == "cuda" else "cpu"
-            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element)
+            domain = self.group.size if self.equal_counts else 1
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=domain)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,

@@ -320,6 +320,7 @@ class CostModel:
             attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
             token_seconds=self.token_seconds / 3,
             micro_batch_seconds=self.micro_batch_seconds / 2,
+            gather_seconds=self.gather_seconds * bytes_per_element / (2 * bytes_per_element + wide),
             attention_block_seconds=self.attention_block_seconds / (1 + BACKWARD_ATTENTION_RATIO),
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
             row_bytes_per_token=None if self.row_bytes_per_token is None else self.row_bytes_per_token * rows,

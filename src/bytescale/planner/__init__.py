@@ -86,9 +86,4 @@ def make_planner(
     if config.name == "adaptive" and not config.grids:
         cost = replace(cost, row_bytes_per_token=None)
     planner = partial(planner, cluster=cluster, cost=cost)
-    return planner if domain == 1 else in_domains(planner, domain)
-
-
-def in_domains(planner: Callable[[ArrayLike], Plan], domain: int) -> Callable[[ArrayLike], Plan]:
-    """Return a planner with the aligned plans of ``planner``, for domains of so many ranks in lockstep."""
-    return lambda lengths: replace(planner(lengths), domain=domain)
+    return planner if domain == 1 else lambda lengths: replace(planner(lengths), domain=domain)

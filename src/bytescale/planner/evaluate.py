@@ -63,9 +63,9 @@ def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int =
     """The outcome of ``plan``, which has to pass ``verify``. ``cost`` tells the time of one pipeline stage."""
     own_seconds = _own_seconds(plan, cluster, cost)
     if plan.domain > 1:
-        begins, stops = run_rounds(plan, np.maximum(own_seconds, cost.gather_seconds))
-        at = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
-        starts, ends, rank_ends = begins[at], stops[at], np.repeat(stops.max(axis=0, initial=0.0), plan.domain)
+        begins, stops = run_rounds(plan, np.maximum(own_seconds, cost.gather_seconds)[None])
+        at = 0, plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
+        starts, ends, rank_ends = begins[at], stops[at], np.repeat(stops[0].max(axis=0, initial=0.0), plan.domain)
     else:
         starts, ends = run_in_order(plan, own_seconds)
         last, some = plan.rank_micro_batch_offsets[1:] - 1, np.diff(plan.rank_micro_batch_offsets) > 0
@@ -169,40 +169,46 @@ def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, Float
 
 
 def run_rounds(plan: Plan, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Begin and end of every round of every lockstep domain, both ``[rounds, domains]``; later rounds take no time.
+    """Begin and end of every round of every lockstep domain, both ``[phases, rounds, domains]``.
+
+    A domain has no time for rounds after its last one.
 
     Args:
         plan: its groups are aligned (rule 9 of ``verify``).
-        seconds: ``[M]`` of each micro-batch if its rank never had to wait.
+        seconds: ``[phases, M]`` of each micro-batch if its rank never had to wait: forward and backward, or both.
     """
     rounds, domains = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
-    shape = int(rounds.max(initial=-1)) + 1, plan.num_ranks // plan.domain
-    longest: FloatArray = np.zeros(shape)
-    np.maximum.at(longest, (rounds, domains), seconds)
-    joined = np.tile(np.arange(shape[1]), (shape[0], 1))  # the lowest domain that goes through the round with each
+    num_domains = plan.num_ranks // plan.domain
+    longest: FloatArray = np.zeros((len(seconds), int(rounds.max(initial=-1)) + 1, num_domains))
+    for phase, taken in zip(longest, seconds, strict=True):
+        np.maximum.at(phase, (rounds, domains), taken)
+    together = _together(plan, longest.shape[1])
+    begins, ends, clock = np.zeros(longest.shape), np.zeros(longest.shape), np.zeros(num_domains)
+    for number, joined in enumerate(together):
+        takes_part = longest[0, number] > 0
+        for phase in range(len(seconds)):
+            begin, taken = np.zeros(num_domains), np.zeros(num_domains)
+            np.maximum.at(begin, joined, np.where(takes_part, clock, 0.0))
+            np.maximum.at(taken, joined, longest[phase, number])
+            begins[phase, number] = np.where(takes_part, begin[joined], clock)
+            clock = begins[phase, number] + np.where(takes_part, taken[joined], 0.0)
+            ends[phase, number] = clock
+    return begins, ends
+
+
+def _together(plan: Plan, num_rounds: int) -> IntArray:
+    """``[rounds, domains]`` the lowest domain with which each goes through the round, because they share groups."""
+    num_domains = plan.num_ranks // plan.domain
+    joined = np.tile(np.arange(num_domains), (num_rounds, 1))
     first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
-    wide = np.zeros(plan.num_groups, dtype=bool)
-    starts = plan.group_rank_offsets[:-1]
-    homes = plan.group_ranks // plan.domain
-    if len(starts):
-        wide = np.minimum.reduceat(homes, starts) < np.maximum.reduceat(homes, starts)
-    across = np.flatnonzero(wide[first_group])
-    at, groups = (rounds[across], domains[across]), first_group[across]
-    lowest = np.full(plan.num_groups, shape[1])
-    while len(across):
+    some = np.flatnonzero(plan.group_sizes[first_group] > 1)
+    at, groups = (plan.micro_batch_rounds[some], plan.micro_batch_ranks[some] // plan.domain), first_group[some]
+    lowest, before = np.full(plan.num_groups, num_domains), -joined
+    while (joined != before).any():
         before = joined.copy()
         np.minimum.at(lowest, groups, joined[at])
         np.minimum.at(joined, at, lowest[groups])
-        if (joined == before).all():
-            break
-    begins, ends, clock = np.zeros(shape), np.zeros(shape), np.zeros(shape[1])
-    for number, (together, own) in enumerate(zip(joined, longest, strict=True)):
-        begin, taken = np.zeros(shape[1]), np.zeros(shape[1])
-        np.maximum.at(begin, together, np.where(own > 0, clock, 0.0))
-        np.maximum.at(taken, together, own)
-        begins[number] = np.where(own > 0, begin[together], clock)
-        ends[number] = clock = begins[number] + np.where(own > 0, taken[together], 0.0)
-    return begins, ends
+    return joined
 
 
 def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:

@@ -92,7 +92,7 @@ class RoundBatch:
         is_flat = is_ideal(self.cost) or not self.cluster.is_uniform
         return self.cluster.num_ranks if is_flat else min(self.cost.ranks_per_node, self.cluster.num_ranks)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Ranks that the groups of a round may have: some fewer where ranks differ, as groups have whole ranks."""
         num_ranks = self.cluster.num_ranks
@@ -159,27 +159,27 @@ class Tried(NamedTuple):
     is_long: bool  # whether ranks without a slice would wait
 
 
-def cut(batch: RoundBatch, waste: float, known: dict[tuple[int, int], Tried]) -> list[Run]:
+def cut(batch: RoundBatch, waste: float, most: int, known: dict[tuple[int, int], Tried]) -> list[Run] | None:
     """Cut the long sequences into runs, each as many as waste at most this share of the batch's time in their round.
 
+    Where any number wastes more, those that waste least are taken. None if there would be more than ``most`` runs.
     ``known`` keeps what was tried from call to call.
     """
     runs, first, allowed = list[Run](), 0, waste * float(batch.work.sum())
     while first < batch.num_long:
-        best, run, count = np.inf, None, _most(batch, first)
-        while run is None or best > allowed:
+        run, count, tries = None, _most(batch, first), list[Tried]()
+        while run is None:
             if (first, count) not in known:
                 known[first, count] = _tried(batch, first, count)
-            tried = known[first, count]
-            other = place(batch, first, tried) if tried.wasted < best else None
-            if other is not None:
-                best, run = tried.wasted, other
-            if count == 1:
-                break
-            count = min(count - 1, int(count / SHRINK))
-        assert run is not None, "one sequence has ranks"
+            tries.append(known[first, count])
+            if tries[-1].wasted <= allowed or count == 1:
+                placed = (place(batch, first, tried) for tried in sorted(tries, key=lambda tried: tried.wasted))
+                run, tries = next((run for run in placed if run is not None), None), []
+            count = max(1, min(count - 1, int(count / SHRINK)))
         runs.append(run)
         first += len(run.places)
+        if len(runs) > most:
+            return None
     return runs
 
 
@@ -232,6 +232,8 @@ def place(batch: RoundBatch, first: int, tried: Tried) -> Run | None:
     """
     num_ranks, node = batch.slots, batch.node
     degrees, most = tried.at_least.tolist(), tried.at_most.tolist()
+    if sum(degrees) > num_ranks:
+        return None
     work = batch.work[first : first + len(degrees)].tolist()
     wide = [number for number, degree in enumerate(degrees) if degree > node]
     narrow = sorted((number for number, degree in enumerate(degrees) if degree <= node), key=lambda n: -degrees[n])

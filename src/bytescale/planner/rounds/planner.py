@@ -25,7 +25,6 @@ its gathers (``evaluate``). The plan is made as if all ranks were one domain, wh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -39,6 +38,7 @@ from bytescale.plan import Plan
 from bytescale.plan.plan import offsets_of
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.planner.adaptive.degrees import is_ideal
+from bytescale.planner.adaptive.effort import FEW
 from bytescale.planner.adaptive.trial import group_shapes
 from bytescale.planner.adaptive.unequal import shares
 from bytescale.planner.batch import checked_lengths, longest_first
@@ -49,18 +49,13 @@ from bytescale.planner.rivals import rivals
 from bytescale.planner.rounds.cut import RoundBatch, Run, Tried, cut
 from bytescale.planner.rounds.fill import fill, levels
 
-WASTES = (7e-4, 2e-3, 5e-3, 1e-2, 2e-2)
+WASTES = (7e-4, 2e-3, 5e-3, 1e-2, 2e-2, 1.0)
 """Shares of all time that the ranks of a round may wait, from the best balance to the fewest rounds."""
-TRIALS, SOME = 3, 2048
-"""Trials that are filled, of those that promise most; twice as many for over ``SOME`` sequences."""
-MOST_FULL = 12
-"""The search ends after so many trials without room, if there is a plan."""
-CLOSE, SAME = 1.01, 1.003
-"""A time within ``CLOSE`` of the bound ends the search. Of plans within ``SAME``, that of least traffic is taken."""
-FAR = 1.1
-"""A plan within this factor of the bound is compared with static meshes alone."""
-MANY = 4096
-"""Of more sequences, two trials are filled, and baselines are not asked if one of them is close to the bound."""
+TRIALS = 3
+"""Trials that are filled: those that promise most."""
+CLOSE, SAME, FAR = 1.01, 1.003, 1.1
+"""A time within ``CLOSE`` of the bound ends the search. Of plans within ``SAME``, that of least traffic is taken.
+A plan within ``FAR`` of the bound is compared with static meshes alone."""
 
 
 def rounds_plan(
@@ -68,8 +63,8 @@ def rounds_plan(
 ) -> Plan:
     """Plan one global batch for domains of ``domain`` ranks in lockstep.
 
-    Of up to ``MANY`` sequences, the plan never takes longer than a static mesh, unless communication is free: then by
-    ``CLOSE`` at most.
+    Of up to ``effort.FEW`` sequences, the plan never takes longer than a static mesh. If communication is free, it may,
+    by a factor of ``CLOSE``.
 
     Args:
         lengths: ``[S]`` tokens per sequence.
@@ -92,36 +87,26 @@ def rounds_plan(
         plan = replace(plan, domain=domain or cluster.num_ranks)
         return evaluate(plan, cluster=cluster, cost=cost, num_stages=num_stages).end_seconds, plan
 
-    def ours(trial: _Trial) -> tuple[float, Plan] | None:
-        draft = _filled(batch, trial)
-        if draft is None:
-            return None
-        draft = replace(draft, sequences=order[draft.sequences])
-        return timed(assemble(draft, lengths=lengths, cluster=cluster, planner="rounds"))
-
-    plans, is_large, no_room = list[tuple[float, Plan]](), len(lengths) > MANY, 0
-    most = 2 if is_large else TRIALS * (1 + (len(lengths) > SOME))
+    plans = list[tuple[float, Plan]]()
     for trial in _trials(batch, fewest):
-        if len(plans) == most or (plans and (no_room > MOST_FULL or len(trial.seconds) > fewest + 2)):
+        if len(plans) == TRIALS or (plans and len(trial.seconds) > fewest + 2):
             break
-        tried = ours(trial)
-        no_room += tried is None
-        plans += [] if tried is None else [tried]
-        if plans and plans[-1][0] <= CLOSE * bound:
-            break
+        draft = _filled(batch, trial)
+        if draft is not None:
+            draft = replace(draft, sequences=order[draft.sequences])
+            plans.append(timed(assemble(draft, lengths=lengths, cluster=cluster, planner="rounds")))
+            if plans[-1][0] <= CLOSE * bound:
+                break
     first = min((end for end, _ in plans), default=np.inf)
-    good = [(_traffic(plan), end, plan) for end, plan in plans if end <= SAME * first]
-    chosen = [min(good, key=lambda tried: tried[:2])[1:]] if good else []
-    if first > CLOSE * bound or not (is_large or is_ideal(cost)):
+    good = [(int((plan.group_tokens * (plan.group_sizes - 1)).sum()), end, plan) for end, plan in plans]
+    good = sorted((tried for tried in good if tried[1] <= SAME * first), key=lambda tried: tried[:2])
+    chosen = [(end, plan) for _, end, plan in good[:1]]
+    if first > CLOSE * bound or not (is_ideal(cost) or len(lengths) > FEW):
         asked = rivals(
             lengths, cluster=cluster, cost=cost, aligned=True, context=context, meshes_only=first <= FAR * bound
         )
         chosen += map(timed, asked)
     return min(chosen, key=lambda tried: tried[0])[1]
-
-
-def _traffic(plan: Plan) -> int:
-    return int((plan.group_tokens * (plan.group_sizes - 1)).sum())
 
 
 class _Trial(NamedTuple):
@@ -136,10 +121,11 @@ class _Trial(NamedTuple):
 def _trials(batch: RoundBatch, fewest: int) -> Iterator[_Trial]:
     """Trials with up to two rounds more than the fewest, those that promise the shortest time first. Then others."""
     found, cost, num_long = list[tuple[float, int, _Trial]](), batch.cost, batch.num_long
-    wastes = WASTES if len(batch.lengths) <= MANY else WASTES[::2]
     known = dict[tuple[int, int], Tried]()
-    cuts = [cut(batch, waste, known) for waste in wastes]
-    all_runs = {tuple(itertools.chain.from_iterable(run.degrees.tolist() for run in runs)): runs for runs in cuts}
+    cuts = [cut(batch, waste, 2 * fewest + 8, known) for waste in WASTES]
+    all_runs = {
+        tuple(degree for run in runs for degree in run.degrees.tolist()): runs for runs in cuts if runs is not None
+    }
     for runs in all_runs.values():
         placed = _placed(batch, runs)
         for count in range(fewest, max(fewest, len(runs)) + 3) if placed is not None else ():
@@ -147,9 +133,8 @@ def _trials(batch: RoundBatch, fewest: int) -> Iterator[_Trial]:
                 trial = _levelled(batch, placed, count)
                 promised = float(np.maximum(trial.seconds + cost.micro_batch_seconds, cost.gather_seconds).sum())
                 found.append((promised, len(found), trial))
-    few = sorted(trial for trial in found if len(trial[2].seconds) <= fewest + 2)
-    more = sorted(trial for trial in found if len(trial[2].seconds) > fewest + 2)
-    yield from (trial for _, _, trial in (*few, *more))
+    found.sort(key=lambda trial: (len(trial[2].seconds) > fewest + 2, *trial[:2]))
+    yield from (trial for _, _, trial in found)
     # Always room: every long sequence has a round of its own, on all ranks, and every rank one short one a round.
     one, most = np.zeros(1, dtype=np.int64), np.minimum(batch.lengths[:num_long], batch.cluster.num_ranks)
     everywhere = _placed(batch, [Run(one + first, most[first : first + 1], one) for first in range(num_long)])
