@@ -35,7 +35,7 @@ from bytescale.config import (
     CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
-    TrainerConfig,
+    ParallelConfig,
     resolve_architecture,
 )
 from bytescale.runtime import FlatParameters, Mesh, MeshShape, Range, RankGroup, ShardedOptimizer
@@ -159,7 +159,7 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimiz
         virtual_stages=1,
         dtype=torch.bfloat16,
         seed=0,
-        bucket_bytes=int(TrainerConfig().gradient_bucket_mib * 2**20),
+        bucket_bytes=int(ParallelConfig().gradient_bucket_mib * 2**20),
     )
 
     class Optimizer:
@@ -193,7 +193,7 @@ def planning() -> None:
     layout = layout_of(optimizer)
 
     def first() -> int:
-        files = [StoredFile(51 * 2**20, 9000, 2**63 - number) for number in range(mesh.size)]
+        files = [StoredFile(51 * 2**20, 9000, f"{number:016x}") for number in range(mesh.size)]
         layouts = [layout] * (mesh.tp * mesh.pp)
         received = [json.dumps(layout_to_json(one)) for one in layouts]
         state = RunState(step=1, sampler={}, architecture=shape.as_dict(), mesh={})

@@ -211,8 +211,8 @@ def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
     [
         ("parallel", {"tp": 2, "ranks": 2}, "parallel.tp = 2 with a model of type qwen3"),
         ("parallel", {"pp": 2, "ranks": 2}, "parallel.pp = 2"),
-        ("trainer", {"compile": True}, "trainer.compile = true"),
-        ("trainer", {"head_groups": 2, "checkpointing": "full"}, "trainer.head_groups = 2"),
+        ("kernels", {"compile": True}, "kernels.compile = true"),
+        ("memory", {"head_groups": 2, "checkpointing": "full"}, "memory.head_groups = 2"),
         ("model", {"num_layers": 3}, "model.num_layers is set"),
     ],
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attach.costs import spec_of
-from bytescale.attach.head import ModelHead, head_of, hidden_states
+from bytescale.attach.head import ModelHead, causal_model, head_of, hidden_states
 from bytescale.attach.interface import KEYWORD, Attachment
 from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
@@ -133,7 +133,7 @@ class AttachedDecoder(nn.Module):
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         early = {key for key, count in uses.items() if count == 1}
         embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        weight = self.model_head.weight
+        weight = getattr(causal_model(self.model).get_output_embeddings(), "weight", None)
         if weight is not None and weight is not getattr(embedding, "weight", None):
             early.add(id(weight))
         return {name for name, parameter in self.model.named_parameters() if id(parameter) not in early}

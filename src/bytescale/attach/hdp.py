@@ -39,6 +39,7 @@ from bytescale.attach.planned_batch import PlannedBatch, check_plan
 from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import ModelFacts
+from bytescale.attach.promise import Promise, layers_of
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.saving import Savings
 from bytescale.attach.vocabulary import require_words
@@ -52,6 +53,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.checkpointing import Checkpointing
 from bytescale.runtime.optimizers import GroupOptions
+from bytescale.runtime.take_over import take_over
 
 
 class HDP:
@@ -92,7 +94,7 @@ class HDP:
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, or ``math`` for the slow reference.
-            checkpointing: ``full`` or ``attention`` compute layers again in backward (``trainer.checkpointing``).
+            checkpointing: ``full`` or ``attention`` compute layers again in backward (``memory.checkpointing``).
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
 
@@ -106,6 +108,7 @@ class HDP:
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
         self.handed_out = HandedOut()
+        self.promise = Promise(self)
         self._collected: Collected | None = None
         self._optimizer: ShardedOptimizer | None = None
         self._saved: Savings | None = None
@@ -154,19 +157,25 @@ class HDP:
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
-    def plan(self, batch: Batch, *, plan: Plan | None = None, shift_labels: bool = False) -> PlannedBatch:
+    def plan(
+        self, batch: Batch, *, plan: Plan | None = None, shift_labels: bool = False, last: bool = False
+    ) -> PlannedBatch:
         """Plan a global batch. Returns this rank's micro-batches, to be run in order. Every rank calls it.
 
         Args:
             batch: the documents, the same on every rank (``attach.documents``).
-            plan: of these documents, made before or elsewhere; None: it is made here.
+            plan: of these documents; None: it is made here.
             shift_labels: see ``Documents.of``.
+            last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
+                still compute (``attach.promise``).
 
         Raises:
+            ConfigError: with ``last``, where nothing can overlap; or before the ``step()`` that was promised.
             DataError: for documents that cannot be used, see ``Documents.of``.
             PlanError: if no plan can be made, or the given plan is of other documents or ranks.
             RankFailure: if ranks have different documents or plans.
         """
+        self.promise.require_none("a batch was planned")
         documents = Documents.of(batch, shift_labels=shift_labels)
         require_words(documents.fields, self.model)
         plan = self.planner(np.array(documents.lengths)) if plan is None else plan
@@ -174,30 +183,31 @@ class HDP:
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
         self._collected = None
-        return PlannedBatch(self, RankBatch.of(rank_plan, documents))
+        return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
 
-    def run(self, part: RankBatch) -> PlannedBatch:
-        """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``)."""
+    def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
+        """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
         for rows in part.rows:
             require_words({name: [values] for name, values in rows.items()}, self.model)
         self._collected = None
-        return PlannedBatch(self, part)
+        return PlannedBatch(self, part, last=last)
 
     def batches(
-        self, data: DataConfig, *, state: dict[str, Any] | None = None, stop_step: int | None = None
+        self, data: DataConfig, *, state: dict[str, Any] | None = None, stop_step: int | None = None, last: bool = False
     ) -> AbstractContextManager[LoadedBatches]:
         """Open a loader for a ``with`` block: it iterates over the global batches of a corpus. Every rank calls it.
 
-        Every rank gets its own rows alone, planned and read ahead of the loop. The batches never depend on the ranks.
+        Every rank gets its own rows alone, read ahead of the loop. The batches never depend on the ranks.
 
         Args:
-            data: the ``[data]`` section of a configuration; ``data.loader`` says who reads.
+            data: the ``[data]`` section of a configuration.
             state: where to start, as ``state_dict`` of the opened loader returned it; None: at the first batch.
             stop_step: the iteration ends before the batch of this number, counted from 0; None: it has no end.
+            last: promises that ``step()`` follows the loop over each batch; see ``plan``.
 
         Raises as ``prepare_corpus``; ``ConfigError`` if the model lacks some ids, ``CheckpointError`` for other data.
         """
-        return loaded_batches(self, data, state, stop_step)
+        return loaded_batches(self, data, state, stop_step, last)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -242,13 +252,13 @@ class HDP:
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named = list(self.model.named_parameters())
-        self._optimizer = ShardedOptimizer.take_over(named, self.group, cls, options, group_options)
+        self._optimizer = take_over(named, self.group, cls, options, group_options, **layers_of(self.engine.decoder))
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
-        self._sharded().zero_grad()
+        self.sharded().zero_grad()
 
     def step(self, *, max_grad_norm: float = 1.0, lr: float | None = None) -> Update:
         """Sum gradients over ranks, clip them, update the weights, give them to all ranks, and zero the gradients.
@@ -263,8 +273,9 @@ class HDP:
                 this object was detached, or another one has taken the parameters over.
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
-        sharded = self._sharded()
+        sharded = self.sharded()
         self.handed_out.finish()
+        self.promise.kept()
         sharded.require_parameters_of(self.model)
         grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5
         if not math.isfinite(grad_norm):
@@ -285,7 +296,8 @@ class HDP:
 
         Copies, in fp32 or wider; ``step`` may follow.
         """
-        return self._sharded().whole_gradients()
+        self.promise.require_none("gradients() was called")
+        return self.sharded().whole_gradients()
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state as whole tensors: ``{"num_updates": n, "tensors": {name: {state: tensor}}}``.
@@ -293,14 +305,14 @@ class HDP:
         The states are ``master`` (the weights, in fp32 or wider) and those of the optimizer, such as ``exp_avg``. They
         are in CPU memory, the same on every rank, and fit any number of ranks. Every rank calls it.
         """
-        return self._sharded().state()
+        return self.sharded().state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``, exactly. Every rank calls it, after ``adamw`` or ``optimizer``.
 
         Raises ``CheckpointError`` if it is of other parameters or another optimizer; ``ConfigError`` as ``step``.
         """
-        self._sharded().load_state(state)
+        self.sharded().load_state(state)
 
     def save(self, folder: Path | str, extra: dict[str, Any] | None = None, *, keep: int = 2) -> Path:
         """Write a checkpoint ``folder/step-<updates>`` in the trainer's format. Every rank calls it.
@@ -354,12 +366,14 @@ class HDP:
 
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
+        self.promise.require_none("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)
 
-    def _sharded(self) -> ShardedOptimizer:
+    def sharded(self) -> ShardedOptimizer:
+        """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
         if self._optimizer is None:
             raise ConfigError(
                 problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
@@ -368,7 +382,7 @@ class HDP:
         return self._optimizer
 
     def _savings(self) -> Savings:
-        optimizer = self._sharded()
+        optimizer = self.sharded()
         self._saved = self._saved or Savings(self.group, optimizer, self.model)
         return self._saved
 

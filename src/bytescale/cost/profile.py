@@ -158,7 +158,7 @@ class Profile:
         )
 
     def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
-        """This profile with another ``trainer.ring_gradients``, which changes only the bytes of a ring's backward."""
+        """This profile with another ``parallel.ring_gradients``, which changes only the bytes of a ring's backward."""
         forward, element = self.ring_forward_bytes_per_token, self.parameter_bytes
         gradients = forward / element * flops.ring_gradient_bytes(element, ring_gradients)
         return replace(self, ring_backward_bytes_per_token=forward + gradients)

@@ -48,7 +48,7 @@ def build_rank_model(
         virtual_stages=config.parallel.virtual_stages,
         dtype=ranks.dtype,
         seed=config.trainer.seed,
-        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
+        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
     )
 
 
@@ -72,4 +72,4 @@ def describe_model(
 
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    return model.spec, model.memory(kind, num_ranks, config.trainer.ring_gradients)
+    return model.spec, model.memory(kind, num_ranks, config.parallel.ring_gradients)
