@@ -88,9 +88,7 @@ def against_the_mesh(seeds: range) -> None:
         ends = [evaluate(one, cluster=cluster, cost=cost).end_seconds for one in (plan, mesh)]
         ratios.append(ends[0] / ends[1])
     slower = sum(ratio > 1 + 1e-9 for ratio in ratios)
-    print(
-        f"{len(ratios)} random: end / static mean {np.mean(ratios):.3f} worst {max(ratios):.4f}, slower {slower}"
-    )
+    print(f"{len(ratios)} random: end / static mean {np.mean(ratios):.3f} worst {max(ratios):.4f}, slower {slower}")
 
 
 if __name__ == "__main__":
