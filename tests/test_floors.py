@@ -15,23 +15,24 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 7
 
 BUDGET = {
     ".": 100,
-    "attach": 4100,
-    "attention": 2950,
+    "attach": 4350,
+    "attention": 3000,
     "checkpoint": 2450,
     "cli": 2700,
     "common": 700,
     "config": 1500,
-    "cost": 3500,
+    "cost": 3550,
     "data": 6350,
     "models": 1600,
-    "parity": 600,
-    "plan": 1600,
+    "parity": 650,
+    "plan": 1650,
     "planner": 3950,
+    "recurrence": 700,
     "report": 1450,
-    "runtime": 4050,
+    "runtime": 4100,
     "simulator": 1450,
     "storage": 650,
-    "train": 4850,
+    "train": 4950,
 }
 """Lines of Python that each package may have."""
 SLACK = 150

@@ -139,7 +139,8 @@ def test_trainer_own_loop_and_plain_transformers_give_the_same_curve(corpus: Pat
     assert plain[-1] < 0.9 * plain[0]
 
 
-NAMES, MODES = ["gemma2", "gpt_oss", "mistral", "granite", "deepseek_v3", "gpt2"], ["attention", "full", "none"]
+NAMES = ["gemma2", "gpt_oss", "mistral", "granite", "deepseek_v3", "gpt2", "qwen3_5_text", "jamba"]
+MODES = ["attention", "full", "none"]
 CURVES = [("gemma2", "attention", 3)] + [
     (name, MODES[(place + num_ranks) % 3], num_ranks)
     for place, name in enumerate(NAMES)
