@@ -97,17 +97,14 @@ class CostModel:
     """Consecutive ranks that share a node."""
     passes: tuple[Pass, ...] = (Pass(),)
     """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
-<<<<<<< HEAD
     gather_seconds: float = 0.0
     """Least time of a round of a lockstep domain, forward and backward: two gathers of parameters and one reduction of
     gradients (``cost.gradient_sync.round_seconds``). They travel beside compute."""
-=======
     recurrent_share: float = 0.0
     """Share of the layers that are recurrent. They have no rings; a group exchanges their states in
     ``ceil(log2(2D))`` rounds of one message's latency, before and after which they wait."""
     state_bytes: float = 0.0
     """Bytes that pass a rank's link in such a round, all layers, forward and backward, however long the sequences."""
->>>>>>> main
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
 
