@@ -142,7 +142,7 @@ class RoundBatch:
         return np.where(degrees > self.node, wide, degrees).astype(np.int64)
 
 
-class Run(NamedTuple):
+class Round(NamedTuple):
     """The long sequences of one round, on ranks as if all had the mean speed."""
 
     places: IntArray  # [n] in the batch
@@ -159,13 +159,13 @@ class Tried(NamedTuple):
     is_long: bool  # whether ranks without a slice would wait
 
 
-def cut(batch: RoundBatch, waste: float, most: int, known: dict[tuple[int, int], Tried]) -> list[Run] | None:
+def cut(batch: RoundBatch, waste: float, most: int, known: dict[tuple[int, int], Tried]) -> list[Round] | None:
     """Cut the long sequences into runs, each as many as waste at most this share of the batch's time in their round.
 
     Where any number wastes more, those that waste least are taken. None if there would be more than ``most`` runs.
     ``known`` keeps what was tried from call to call.
     """
-    runs, first, allowed = list[Run](), 0, waste * float(batch.work.sum())
+    runs, first, allowed = list[Round](), 0, waste * float(batch.work.sum())
     while first < batch.num_long:
         run, count, tries = None, _most(batch, first), list[Tried]()
         while run is None:
@@ -223,7 +223,7 @@ def _tried(batch: RoundBatch, first: int, count: int) -> Tried:
     return Tried(float(wasted[chosen]), at_least[chosen], at_most[chosen], is_long)
 
 
-def place(batch: RoundBatch, first: int, tried: Tried) -> Run | None:
+def place(batch: RoundBatch, first: int, tried: Tried) -> Round | None:
     """Step 2: put groups on neighbouring ranks, inside nodes where they fit. None if a node has no room for one.
 
     1. Groups that do not fit into a node come first, one after another.
@@ -263,7 +263,7 @@ def place(batch: RoundBatch, first: int, tried: Tried) -> Run | None:
         for number in groups:
             firsts[number], start = start, start + degrees[number]
     order = np.array(sorted(firsts, key=firsts.__getitem__), dtype=np.int64)
-    return Run(first + order, np.array(degrees)[order], np.array([firsts[number] for number in order.tolist()]))
+    return Round(first + order, np.array(degrees)[order], np.array([firsts[number] for number in order.tolist()]))
 
 
 def _widen(groups: list[int], degrees: list[int], most: list[float], work: list[float], free: int, step: int) -> None:

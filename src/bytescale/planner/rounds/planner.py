@@ -46,7 +46,7 @@ from bytescale.planner.draft import Draft, assemble
 from bytescale.planner.evaluate import evaluate
 from bytescale.planner.order import rising
 from bytescale.planner.rivals import rivals
-from bytescale.planner.rounds.cut import RoundBatch, Run, Tried, cut
+from bytescale.planner.rounds.cut import Round, RoundBatch, Tried, cut
 from bytescale.planner.rounds.fill import fill, levels
 
 WASTES = (7e-4, 2e-3, 5e-3, 1e-2, 2e-2, 1.0)
@@ -137,12 +137,12 @@ def _trials(batch: RoundBatch, fewest: int) -> Iterator[_Trial]:
     yield from (trial for _, _, trial in found)
     # Always room: every long sequence has a round of its own, on all ranks, and every rank one short one a round.
     one, most = np.zeros(1, dtype=np.int64), np.minimum(batch.lengths[:num_long], batch.cluster.num_ranks)
-    everywhere = _placed(batch, [Run(one + first, most[first : first + 1], one) for first in range(num_long)])
+    everywhere = _placed(batch, [Round(one + first, most[first : first + 1], one) for first in range(num_long)])
     assert everywhere is not None, "one group on all ranks has all ranks"
     yield _levelled(batch, everywhere, num_long + fewest - ((num_long - len(batch.lengths)) // batch.cluster.num_ranks))
 
 
-def _placed(batch: RoundBatch, runs: list[Run]) -> list[_Groups] | None:
+def _placed(batch: RoundBatch, runs: list[Round]) -> list[_Groups] | None:
     """Step 2. None if ranks that differ run out."""
     places, degrees = (
         np.concatenate([np.zeros(0, np.int64), *(getattr(run, name) for run in runs)]) for name in ("places", "degrees")
@@ -185,7 +185,7 @@ class _Groups(NamedTuple):
     seconds: FloatArray  # [E] that each rank takes
 
 
-def _groups_of(batch: RoundBatch, run: Run, exposed: FloatArray) -> _Groups | None:
+def _groups_of(batch: RoundBatch, run: Round, exposed: FloatArray) -> _Groups | None:
     """The groups of a run. None if ranks that differ run out."""
     places, degrees, _ = run
     exposed = exposed[: len(places)]
