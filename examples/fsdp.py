@@ -1,8 +1,9 @@
 """Parameters sharded by PyTorch's FSDP2 (``fully_shard``), documents by bytescale.
 
 FSDP gathers parameters in every pass, on all ranks together. So every rank needs equally many passes, and a slice group
-has to be in the same pass on all its members: ``equal_counts=True``. FSDP averages gradients over ranks, while the loss
-is a sum over tokens, whoever computes them: it is multiplied by the number of ranks.
+has to be in the same pass on all its members: ``equal_counts=True`` plans few passes, in which all ranks end together.
+FSDP averages gradients over ranks, while the loss is a sum over tokens, whoever computes them: it is multiplied by the
+number of ranks.
 
     torchrun --nproc-per-node 2 examples/fsdp.py [FOLDER]
 """

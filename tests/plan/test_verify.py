@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import PlanError
-from bytescale.plan import Plan
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.io import load_plan, save_plan
 from bytescale.plan.layout import member_tokens
 from bytescale.plan.plan import GroupSpec
+from bytescale.plan.summary import gist
 from bytescale.plan.verify import verify
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
@@ -61,6 +64,35 @@ def test_a_good_plan_passes_at_every_level() -> None:
     verify(good())
     verify(good(), level="cheap")
     verify(good(), num_stages=4)
+
+
+def in_domains(schedule: list[list[list[int]]], domain: int) -> Plan:
+    return replace(scheduled(schedule), domain=domain)
+
+
+def test_in_lockstep_a_group_is_in_one_round_on_all_its_members() -> None:
+    aligned = in_domains([[[0, 4], [3]], [[0], [1]], [[0], [1], [2]]], 3)
+    verify(aligned)
+    assert aligned.rank_rounds.tolist() == [3, 3, 3]
+    assert [RankPlan.of(aligned, rank).num_rounds for rank in range(3)] == [3, 3, 3]
+    assert RankPlan.of(good(), 0).num_rounds == 2
+    apart = [[[0, 4], [3]], [[0], [1]], [[0], [2], [1]]]
+    verify(in_domains(apart, 1))
+    refused(in_domains(apart, 3), "rule 'lockstep'", "group 1 is in different rounds on its ranks 1, 2")
+    refused(in_domains(apart, 2), "rule 'lockstep'", "a domain has 2 ranks, which do not divide the 3 ranks")
+
+
+def test_domains_are_part_of_the_fingerprint_the_file_and_the_words(tmp_path: Path) -> None:
+    free, lockstep = good(), replace(good(), domain=3)
+    assert lockstep.digest() != free.digest()
+    save_plan(lockstep, tmp_path / "plan.npz")
+    assert load_plan(tmp_path / "plan.npz").digest() == lockstep.digest()
+    assert "in lockstep by 3 ranks" in gist(lockstep)
+    assert "lockstep" not in gist(free)
+    stored = dict(np.load(tmp_path / "plan.npz"))
+    del stored["domain"]
+    np.savez(tmp_path / "older.npz", **stored)
+    assert load_plan(tmp_path / "older.npz").digest() == free.digest()
 
 
 def test_a_plan_without_sequences_passes() -> None:

@@ -129,10 +129,10 @@ class HDP:
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
         """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
-        kind, element = parameter.device.type, parameter.element_size()
+        element, together = parameter.element_size(), self.group.size if self.equal_counts else 1
         if cost is None:
-            device: DeviceKind = "cuda" if kind == "cuda" else "cpu"
-            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element)
+            device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=together)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,

@@ -26,8 +26,13 @@ class PlannedBatch:
         self.number = hdp.handed_out.new_number()
         self.rank_plan = part.rank_plan
         self._part = part
-        most = part.rank_plan.most_micro_batches
-        self._num_passes = most if hdp.equal_counts else len(part.rank_plan.micro_batches)
+        self._num_passes = part.rank_plan.num_rounds
+        if hdp.equal_counts and part.rank_plan.domain != part.rank_plan.num_ranks:
+            raise PlanError(
+                f"the plan is for domains of {part.rank_plan.domain} ranks in lockstep, not for equal_counts = True",
+                so="ranks would run different numbers of passes and wait for each other for ever",
+                fix="make the plan with equal_counts = True, too",
+            )
         if last:
             hdp.promise.make(self)
 

@@ -28,8 +28,8 @@ def make_planner(
         cost: tells times (``HDP.cost``); None: work that grows as s^2 + 24576 s, and free links.
         planner: ``adaptive`` balances the ranks' times. ``static`` is a mesh of data and context parallelism, ``naive``
             and ``paper`` are Algorithms 1 and 2 of the paper, ``greedy`` is our change of the latter.
-        equal_counts: whether all members of a slice group have it at the same micro-batch index, as loops need in
-            which all ranks communicate in every pass (FSDP).
+        equal_counts: whether all ranks run equally many micro-batches side by side, as loops need in which all ranks
+            communicate in every pass (FSDP): all ranks are one lockstep domain (``plan.Plan``).
         offload: what a micro-batch may offload, so that it holds more than ``capacity_tokens``; None: nothing.
 
     Raises:
@@ -42,5 +42,5 @@ def make_planner(
         PlannerConfig(name=planner),
         Cluster.uniform(num_ranks, capacity_tokens, offload=offload),
         CostModel.from_work() if cost is None else cost,
-        num_stages=2 if equal_counts else 1,  # plans of pipelines are aligned
+        domain=num_ranks if equal_counts else 1,
     )

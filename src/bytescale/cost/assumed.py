@@ -12,6 +12,7 @@ from typing import Literal
 
 from bytescale.common.limits import limits
 from bytescale.config import Architecture, RingGradients
+from bytescale.cost.gradient_sync import round_seconds
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
@@ -96,8 +97,17 @@ def assumed_cost(
     device: Literal["cpu", "cuda"],
     bytes_per_element: int,
     ring_gradients: RingGradients = "wide",
+    domain: int = 1,
 ) -> CostModel:
-    """The cost model of a model on a device of ``ASSUMED``, without any measurement."""
+    """The cost model of a model on a device of ``ASSUMED``, without any measurement.
+
+    ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``).
+    """
     profile = ASSUMED[device].profile(model, bytes_per_element=bytes_per_element)
     cost = profile.with_ring_gradients(ring_gradients).cost_model()
-    return replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])
+    a_round = round_seconds(profile, domain=domain, ranks_per_node=cost.ranks_per_node)
+    return replace(
+        cost,
+        micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device],
+        gather_seconds=2 * a_round.gather + a_round.reduce,
+    )

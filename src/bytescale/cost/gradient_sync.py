@@ -46,6 +46,12 @@ def sync_bytes(profile: Profile, parameters_per_device: float, num_ranks: int) -
     return parameters_per_device * both * (num_ranks - 1) / num_ranks
 
 
+def gather_bytes(profile: Profile, parameters_per_device: float, domain: int) -> float:
+    """Bytes that each device of a lockstep domain sends in a round: two gathers of the parameters, and a reduction."""
+    every = gradient_bytes(profile) + 2 * profile.parameter_bytes
+    return parameters_per_device * every * (domain - 1) / domain
+
+
 def gradient_bytes(profile: Profile) -> int:
     """Bytes of one gradient: sums are made in fp32 or wider."""
     return max(GRADIENT_BYTES, profile.parameter_bytes)
@@ -86,6 +92,17 @@ def bucket_seconds(
         reduce=gradient_bytes(profile) * sent / (links.reduce_bytes_per_second or ring) + latency,
         gather=profile.parameter_bytes * sent / (links.gather_bytes_per_second or ring) + latency,
     )
+
+
+def round_seconds(profile: Profile, *, domain: int, ranks_per_node: int) -> BucketSeconds:
+    """Seconds of a lockstep domain's collectives in a round: one gather of all parameters, one reduction of gradients.
+
+    Both are made layer by layer. Forward takes one gather; backward takes another one and the reduction. Without a
+    pipeline.
+    """
+    count, parameters = profile.architecture.num_layers, stage_parameters(profile, stage=0, pipeline_parallel=1)
+    layer = bucket_seconds(profile, parameters, count, num_ranks=domain, ranks_per_node=ranks_per_node)
+    return BucketSeconds(reduce=count * layer.reduce, gather=count * layer.gather)
 
 
 def num_buckets(parameters_per_device: float, bucket_bytes: float) -> int:

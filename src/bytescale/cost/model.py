@@ -97,6 +97,9 @@ class CostModel:
     """Consecutive ranks that share a node."""
     passes: tuple[Pass, ...] = (Pass(),)
     """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
+    gather_seconds: float = 0.0
+    """Least time of a round of a lockstep domain, forward and backward: two gathers of parameters and one reduction of
+    gradients (``cost.gradient_sync.round_seconds``). They travel beside compute."""
     recurrent_share: float = 0.0
     """Share of the layers that are recurrent. They have no rings; a group exchanges their states in
     ``ceil(log2(2D))`` rounds of one message's latency, before and after which they wait."""
@@ -327,6 +330,7 @@ class CostModel:
             attention_seconds_per_pair=self.attention_seconds_per_pair / (1 + BACKWARD_ATTENTION_RATIO),
             token_seconds=self.token_seconds / 3,
             micro_batch_seconds=self.micro_batch_seconds / 2,
+            gather_seconds=self.gather_seconds * bytes_per_element / (2 * bytes_per_element + wide),
             attention_block_seconds=self.attention_block_seconds / (1 + BACKWARD_ATTENTION_RATIO),
             ring_bytes_per_token=self.ring_bytes_per_token * traffic,
             row_bytes_per_token=None if self.row_bytes_per_token is None else self.row_bytes_per_token * rows,

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import whole_file
 from bytescale.common.errors import PlanError
 from bytescale.plan.plan import Plan
@@ -25,17 +24,15 @@ def save_plan(plan: Plan, path: Path) -> None:
 def load_plan(path: Path) -> Plan:
     """Read a plan that ``save_plan`` wrote. Raises ``PlanError`` when the file is not one.
 
-    In a plan that was written before groups had shapes, all groups are rings.
+    In a plan that was written before groups had shapes, all groups are rings; in one from before there were lockstep
+    domains, all ranks run free.
     """
     try:
         with np.load(path, allow_pickle=False) as stored:
-            columns = {} if "group_columns" in stored else {"group_columns": _rings(stored["group_rank_offsets"])}
-            values = columns | {spec.name: stored[spec.name] for spec in fields(Plan) if spec.name not in columns}
+            values = {"domain": 1, **stored}
+            if "group_columns" not in values:
+                values["group_columns"] = np.ones(len(values["group_rank_offsets"]) - 1, dtype=np.int64)
+            values = {spec.name: values[spec.name] for spec in fields(Plan)}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise PlanError(f"{path} is not a plan ({error})", fix="name a .npz file from a run folder's plans/") from error
-    return Plan(**{**values, "planner": str(values["planner"])})
-
-
-def _rings(group_rank_offsets: IntArray) -> IntArray:
-    """``[G]`` one column for every group."""
-    return np.ones(len(group_rank_offsets) - 1, dtype=np.int64)
+    return Plan(**{**values, "planner": str(values["planner"]), "domain": int(values["domain"])})

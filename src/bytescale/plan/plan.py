@@ -11,6 +11,10 @@ A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. A
   they hold at most the rank's capacity in tokens.
 * A **rank** (an HDP rank; a whole pipeline when pp > 1) runs its micro-batches in order. Ranks may have different
   numbers of them, or none.
+* A **lockstep domain** is a run of ``domain`` consecutive ranks that have to run equally many micro-batches side by
+  side, because they gather parameters together in every pass. Micro-batch i of a rank belongs to **round** i, and every
+  shared group is in one round on all its members. A domain runs as many rounds as its rank with the most micro-batches.
+  A rank that has fewer takes part in the last rounds without work. With ``domain = 1`` ranks run free.
 
 All data are NumPy arrays (structure of arrays, CSR offsets), because a batch may hold 10^6 sequences and a cluster
 16,384 ranks. ``RankPlan`` is the small view that the runtime and the loader of one rank use. ``offsets`` arrays have
@@ -53,6 +57,7 @@ class Plan:
     micro_batch_group_offsets: IntArray  # [M + 1] into micro_batch_groups
     micro_batch_groups: IntArray  # [sum of group sizes] group numbers; a shared group comes first
     planner: str = field(default="")  # name of the planner, for people: "adaptive"
+    domain: int = 1  # consecutive ranks that run in lockstep; divides the number of ranks
 
     @property
     def num_sequences(self) -> int:
@@ -89,6 +94,26 @@ class Plan:
         """``[M]`` the rank that runs each micro-batch."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_micro_batch_offsets))
 
+    @property
+    def micro_batch_rounds(self) -> IntArray:
+        """``[M]`` the place of each micro-batch in its rank's order."""
+        counts = np.diff(self.rank_micro_batch_offsets)
+        return np.arange(self.num_micro_batches) - np.repeat(self.rank_micro_batch_offsets[:-1], counts)
+
+    @property
+    def rank_rounds(self) -> IntArray:
+        """``[R]`` rounds in which each rank takes part: the most micro-batches of a rank of its domain."""
+        counts = np.diff(self.rank_micro_batch_offsets)
+        return np.repeat(counts.reshape(-1, self.domain).max(axis=1), self.domain)
+
+    def apart(self) -> IntArray:
+        """Numbers of the shared groups that are in different rounds on their members; none in an aligned plan."""
+        heads = self.micro_batch_groups[self.micro_batch_group_offsets[:-1]]
+        lowest, highest = np.full(self.num_groups, np.iinfo(np.int64).max), np.full(self.num_groups, -1)
+        np.minimum.at(lowest, heads, self.micro_batch_rounds)
+        np.maximum.at(highest, heads, self.micro_batch_rounds)
+        return np.flatnonzero(lowest < highest)
+
     def sequences_of(self, group: int) -> IntArray:
         """Sequence numbers of one group, in the order in which members hold them."""
         return self.group_sequences[self.group_sequence_offsets[group] : self.group_sequence_offsets[group + 1]]
@@ -113,7 +138,8 @@ class Plan:
     def digest(self) -> int:
         """A 63-bit fingerprint of the plan. Ranks compare it before they start a step.
 
-        A plan whose groups are all rings has the fingerprint that it had before plans knew grids.
+        A plan whose groups are all rings has the fingerprint that it had before plans knew grids, and one whose ranks
+        run free that of before they knew lockstep domains.
         """
         content = hashlib.blake2b(digest_size=8)
         rings = bool((self.group_columns == 1).all())
@@ -122,6 +148,8 @@ class Plan:
             if isinstance(value, np.ndarray) and not (rings and spec.name == "group_columns"):
                 content.update(spec.name.encode())
                 content.update(np.ascontiguousarray(value).tobytes())
+        if self.domain > 1:
+            content.update(f"domain {self.domain}".encode())
         return int.from_bytes(content.digest(), "little") >> 1
 
     @staticmethod
@@ -132,6 +160,7 @@ class Plan:
         groups: Sequence[GroupSpec],
         schedule: Sequence[Sequence[Sequence[int]]],
         planner: str = "",
+        domain: int = 1,
     ) -> Plan:
         """Make a plan from Python objects, for tests and for planners that use them.
 
@@ -140,6 +169,8 @@ class Plan:
             capacity_tokens: ``[R]``.
             groups: slice groups in the plan's total order; a group's number is its place here.
             schedule: per rank, per micro-batch, the numbers of its groups (a shared one first).
+            planner: its name, for people.
+            domain: consecutive ranks that run in lockstep.
         """
         micro_batches = [micro_batch for rank in schedule for micro_batch in rank]
         return Plan(
@@ -156,6 +187,7 @@ class Plan:
             micro_batch_group_offsets=offsets_of(len(micro_batch) for micro_batch in micro_batches),
             micro_batch_groups=_concatenate(micro_batches),
             planner=planner,
+            domain=domain,
         )
 
 

@@ -90,6 +90,8 @@ class RankPlan:
     num_ranks: int
     micro_batches: tuple[MicroBatch, ...]
     most_micro_batches: int  # of any rank; interleaved stages follow the order of that rank (plan.schedule)
+    domain: int  # consecutive ranks that run in lockstep with it, this rank among them
+    num_rounds: int  # in which it takes part; in those after its last micro-batch without work
     digest: int  # fingerprint of the whole plan
 
     @staticmethod
@@ -105,6 +107,8 @@ class RankPlan:
             num_ranks=plan.num_ranks,
             micro_batches=micro_batches,
             most_micro_batches=most,
+            domain=plan.domain,
+            num_rounds=int(plan.rank_rounds[rank]),
             digest=digest,
         )
 

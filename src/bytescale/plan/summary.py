@@ -66,4 +66,5 @@ def gist(plan: Plan) -> str:
         f"{plan.num_sequences - shared_sequences} whole on one rank, {shared_sequences} shared"
         + (f" in slice groups ({groups}); " if groups else "; ")
         + (f"{least} to {most} micro-batches a rank" if least < most else f"micro-batches a rank: {most}")
+        + (f", in lockstep by {plan.domain} ranks" if plan.domain > 1 else "")
     )

@@ -11,7 +11,9 @@ The rules are checked in this order:
 7. **Order**: every rank runs its shared groups in rising order of their numbers. This is one total order for all ranks,
    so without a pipeline no ranks can wait for each other in a cycle.
 8. **Memory** (if ``limits`` is given): no micro-batch needs more memory of its device or its host than there is.
-9. **Pipeline** (if ``num_stages`` > 1): the actions of 1F1B cannot wait for each other in a cycle either
+9. **Lockstep** (if ``plan.domain`` > 1): domains divide the ranks, and a shared group is in one round on all its
+   members. So whatever waits in a layer of a round waits for work of the same round and layer, never in a cycle.
+10. **Pipeline** (if ``num_stages`` > 1): the actions of 1F1B cannot wait for each other in a cycle either
    (``plan.pipeline_order``).
 
 All checks are array arithmetic. Without a pipeline, a plan for 16,384 ranks and 22,500 sequences takes about 10 ms.
@@ -44,7 +46,7 @@ def verify(
 
     Args:
         plan: the plan of one global batch.
-        num_stages: number of pipeline stages. With more than one, rule 9 is checked for 1F1B, at every level.
+        num_stages: number of pipeline stages. With more than one, rule 10 is checked for 1F1B, at every level.
         num_chunks: chunks of layers per stage. With more than one, the schedule is interleaved 1F1B.
         level: ``"full"`` checks every rule. ``"cheap"`` leaves out what needs sorting, which is rule 5 and the ranks of
             rule 3. It is meant for plans that come directly from a planner whose tests use ``"full"``.
@@ -63,6 +65,8 @@ def verify(
     _check_order(plan)
     if limits is not None:
         _check_memory(plan, limits)
+    if plan.domain != 1:
+        _check_lockstep(plan)
     if num_stages > 1:
         _check_pipeline(plan, num_stages, num_chunks)
 
@@ -271,8 +275,27 @@ def _named(plan: Plan, micro_batch: int) -> str:
     return f"sequence {longest} ({plan.lengths[longest]} tokens{over})"
 
 
-def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
+def _check_lockstep(plan: Plan) -> None:
     """Rule 9."""
+    if plan.domain < 1 or plan.num_ranks % plan.domain:
+        _refuse(
+            "lockstep",
+            f"a domain has {plan.domain} ranks, which do not divide the {plan.num_ranks} ranks",
+            so="some ranks would gather parameters with nobody",
+            fix="use a divisor of the number of ranks",
+        )
+    apart = plan.apart()
+    if len(apart):
+        _refuse(
+            "lockstep",
+            f"group {apart[0]} is in different rounds on its ranks {_listed(plan.ranks_of(int(apart[0])).tolist())}",
+            so="a member would wait for another that cannot reach the group before the round has ended",
+            fix="plan with the domain that the ranks run in, or align the plan (planner.align)",
+        )
+
+
+def _check_pipeline(plan: Plan, num_stages: int, num_chunks: int) -> None:
+    """Rule 10."""
     cycle = find_cycle(plan, num_stages, num_chunks)
     if cycle:
         schedule = "1F1B" if num_chunks == 1 else f"1F1B with {num_chunks} chunks a stage"

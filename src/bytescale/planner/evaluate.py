@@ -17,6 +17,9 @@ Warm-up costs (p - 1) t_1, and each rise to a longer micro-batch costs (p - 1) t
 the shorter cool-down saves. So a rank whose micro-batches never get longer pays (p - 1) times its longest one. This
 is an estimate: it leaves out how a bubble delays the other ranks of a group.
 
+In a lockstep domain (``plan.domain`` > 1) all ranks of a domain begin a round together. It ends when the slowest has
+ended it, and all parameters have been gathered. Domains that share a group go through its round together.
+
 ``evaluate`` computes these times wave by wave in arrays. ``evaluate_slowly``, its slow twin for tests, goes event by
 event in plain Python.
 Shape letters: G groups, M micro-batches of all ranks, R ranks, E = (micro-batch, group) pairs = (group, member) pairs.
@@ -59,9 +62,14 @@ class Outcome:
 def evaluate(plan: Plan, *, cluster: Cluster, cost: CostModel, num_stages: int = 1) -> Outcome:
     """The outcome of ``plan``, which has to pass ``verify``. ``cost`` tells the time of one pipeline stage."""
     own_seconds = _own_seconds(plan, cluster, cost)
-    starts, ends = run_in_order(plan, own_seconds)
-    last = plan.rank_micro_batch_offsets[1:] - 1
-    rank_ends = np.where(np.diff(plan.rank_micro_batch_offsets) > 0, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
+    if plan.domain > 1:
+        begins, stops = run_rounds(plan, np.maximum(own_seconds, cost.gather_seconds)[None])
+        at = 0, plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
+        starts, ends, rank_ends = begins[at], stops[at], np.repeat(stops[0].max(axis=0, initial=0.0), plan.domain)
+    else:
+        starts, ends = run_in_order(plan, own_seconds)
+        last, some = plan.rank_micro_batch_offsets[1:] - 1, np.diff(plan.rank_micro_batch_offsets) > 0
+        rank_ends = np.where(some, ends[np.maximum(last, 0)] if len(ends) else 0, 0.0)
     rank_ends += (num_stages - 1) * segment_sums(_rises(plan, ends - starts), plan.rank_micro_batch_offsets)
     smallest = int(plan.capacity_tokens.min())
     return Outcome(
@@ -158,6 +166,49 @@ def run_in_order(plan: Plan, own_seconds: FloatArray) -> tuple[FloatArray, Float
     np.maximum.at(group_length, joint_group, own_seconds[joint])
     starts[joint] = joint_end - group_length[joint_group]
     return starts, ends
+
+
+def run_rounds(plan: Plan, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Begin and end of every round of every lockstep domain, both ``[phases, rounds, domains]``.
+
+    A domain has no time for rounds after its last one.
+
+    Args:
+        plan: its groups are aligned (rule 9 of ``verify``).
+        seconds: ``[phases, M]`` of each micro-batch if its rank never had to wait: forward and backward, or both.
+    """
+    rounds, domains = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
+    num_domains = plan.num_ranks // plan.domain
+    longest: FloatArray = np.zeros((len(seconds), int(rounds.max(initial=-1)) + 1, num_domains))
+    for phase, taken in zip(longest, seconds, strict=True):
+        np.maximum.at(phase, (rounds, domains), taken)
+    together = _together(plan, longest.shape[1])
+    begins, ends, clock = np.zeros(longest.shape), np.zeros(longest.shape), np.zeros(num_domains)
+    for number, joined in enumerate(together):
+        takes_part = longest[0, number] > 0
+        for phase in range(len(seconds)):
+            begin, taken = np.zeros(num_domains), np.zeros(num_domains)
+            np.maximum.at(begin, joined, np.where(takes_part, clock, 0.0))
+            np.maximum.at(taken, joined, longest[phase, number])
+            begins[phase, number] = np.where(takes_part, begin[joined], clock)
+            clock = begins[phase, number] + np.where(takes_part, taken[joined], 0.0)
+            ends[phase, number] = clock
+    return begins, ends
+
+
+def _together(plan: Plan, num_rounds: int) -> IntArray:
+    """``[rounds, domains]`` the lowest domain with which each goes through the round, because they share groups."""
+    num_domains = plan.num_ranks // plan.domain
+    joined = np.tile(np.arange(num_domains), (num_rounds, 1))
+    first_group = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
+    some = np.flatnonzero(plan.group_sizes[first_group] > 1)
+    at, groups = (plan.micro_batch_rounds[some], plan.micro_batch_ranks[some] // plan.domain), first_group[some]
+    lowest, before = np.full(plan.num_groups, num_domains), -joined
+    while (joined != before).any():
+        before = joined.copy()
+        np.minimum.at(lowest, groups, joined[at])
+        np.minimum.at(joined, at, lowest[groups])
+    return joined
 
 
 def _since_rank_start(seconds: FloatArray, offsets: IntArray) -> FloatArray:

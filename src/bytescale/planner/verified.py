@@ -48,6 +48,8 @@ class VerifiedPlanner:
     """Pipeline stages."""
     num_chunks: int = 1
     """Chunks of layers on each stage."""
+    domain: int = 1
+    """Consecutive ranks that run in lockstep."""
     context_length: int = 0
     """The longest sequence of the run, which sizes a static mesh; 0: that of each batch."""
     step_times: Callable[[Cluster, CostModel], Callable[[Plan], float]] | None = None
@@ -64,6 +66,7 @@ class VerifiedPlanner:
             self.cost,
             context_length=self.context_length,
             num_stages=self.num_stages,
+            domain=self.domain,
             step_seconds=self._step_seconds,
         )
 

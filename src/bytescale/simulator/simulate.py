@@ -20,7 +20,9 @@ from bytescale.common.errors import ConfigError, PlanError
 from bytescale.cost.gradient_sync import (
     bucket_seconds,
     embedding_share,
+    gather_bytes,
     num_buckets,
+    round_seconds,
     stage_parameters,
     sync_bytes,
     visible_gathering,
@@ -31,7 +33,7 @@ from bytescale.cost.split import split_layers
 from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_activation_bytes, stage_times
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
-from bytescale.planner.evaluate import run_in_order
+from bytescale.planner.evaluate import run_in_order, run_rounds
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.engine import Progress, Schedule, Timeline, run_events
 from bytescale.simulator.events import Events, events_of
@@ -67,6 +69,11 @@ def simulate(
     _check(plan, profile, cluster, schedule)
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
     parts = _times_of_parts(profile, cluster, events, recompute)
+    if plan.domain > 1:
+        seconds, _ = _seconds_of_events(profile, events, parts)
+        timeline, end = _in_lockstep(plan, profile, cluster, events, seconds[0])
+        done = _Executed(plan, profile, cluster, events, timeline, rounds_end=end)
+        return _account(done, parts, schedule="1f1b", num_forwards=2 if recompute else 1)
     used: Schedule = "1f1b" if schedule == "auto" else schedule
     run = partial(run_events, events, *_seconds_of_events(profile, events, parts), num_stages=cluster.pp)
     try:
@@ -92,7 +99,7 @@ def step_seconds(
 
     Arguments and errors are those of ``simulate``.
     """
-    if cluster.pp > 1:
+    if cluster.pp > 1 or plan.domain > 1:
         return simulate(plan, profile, cluster, speeds=speeds, recompute=recompute).step_seconds
     _check(plan, profile, cluster, "1f1b")
     events = events_of(plan, ranks_per_node=cluster.ranks_per_node, speeds=speeds, windows=profile.windows)
@@ -106,6 +113,23 @@ def step_seconds(
     start = end - seconds[0].T[:, None]
     sync = _visible_sync(_Executed(plan, profile, cluster, events, Timeline(arrival=start, start=start, end=end)), 0)
     return float(ends.max()) + sync
+
+
+def _in_lockstep(
+    plan: Plan, profile: Profile, cluster: ClusterConfig, events: Events, seconds: FloatArray
+) -> tuple[Timeline, float]:
+    """When tasks run in lockstep domains, from their ``[2, E]`` seconds, and when the last round ends.
+
+    All ranks of a domain begin every forward together, and every backward. A rank that waits for the gathers of a round
+    counts as waiting for other ranks.
+    """
+    a_round = round_seconds(profile, domain=plan.domain, ranks_per_node=cluster.ranks_per_node)
+    least = np.array([[a_round.gather], [a_round.gather + a_round.reduce]])
+    begins, ends = run_rounds(plan, np.maximum(seconds[:, events.micro_batch_events], least))
+    start = np.empty((events.num_events, 1, 2))
+    at = plan.micro_batch_rounds, plan.micro_batch_ranks // plan.domain
+    start[events.micro_batch_events, 0] = begins[(slice(None), *at)].T
+    return Timeline(arrival=start, start=start, end=start + seconds.T[:, None]), float(ends.max())
 
 
 def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> FloatArray:
@@ -154,6 +178,7 @@ class _Executed:
     cluster: ClusterConfig
     events: Events
     timeline: Timeline
+    rounds_end: float = 0.0  # in lockstep, seconds after which the last gradients of a domain are reduced
 
     def stage_parameters(self, stage: int) -> float:
         """Weights of a stage per device."""
@@ -176,6 +201,12 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) 
             fix="use Profile.scaled_to, or a profile taken at this tp",
         )
     cluster.check_layers(profile.architecture.num_layers)
+    if plan.domain > 1 and cluster.pp > 1:
+        raise ConfigError(
+            f"the plan is for domains of {plan.domain} ranks in lockstep, but parallel.pp is {cluster.pp}",
+            so="every stage would gather its parameters at times of its own",
+            fix="plan without domains, or simulate without a pipeline",
+        )
     if schedule == "aligned" and cluster.virtual_stages > 1:
         raise ConfigError(
             f"schedule aligned with parallel.virtual_stages = {cluster.virtual_stages}",
@@ -229,9 +260,13 @@ def _visible_sync(done: _Executed, stage: int) -> float:
     parameters = done.stage_parameters(stage)
     count = num_buckets(parameters, cluster.gradient_bucket_mib * 2**20)
     ranks = {"num_ranks": events.num_ranks, "ranks_per_node": cluster.ranks_per_node}
+    if plan.domain > 1:  # what a rank has of the parameters is reduced with the same part in the other domains
+        parameters, count = parameters / plan.domain, 1
+        ranks = {"num_ranks": events.num_ranks // plan.domain, "ranks_per_node": ranks["ranks_per_node"] // plan.domain}
     seconds = bucket_seconds(profile, parameters, count, **ranks)
     if count == 1:
-        return (1.0 - cluster.sync_overlap) * (seconds.reduce + seconds.gather)
+        late = max(0.0, done.rounds_end - float(timeline.end.max()))
+        return late + (1.0 - cluster.sync_overlap) * (seconds.reduce + seconds.gather)
     some = np.diff(plan.rank_micro_batch_offsets) > 0
     first = events.micro_batch_events[plan.rank_micro_batch_offsets[:-1][some]]
     last = events.micro_batch_events[plan.rank_micro_batch_offsets[1:][some] - 1]
@@ -330,11 +365,16 @@ def _traffic(done: _Executed, num_forwards: int) -> Traffic:
     loads: Loads = events.loads
     parameters = [done.stage_parameters(stage) for stage in range(cluster.pp)]
     moved = loads.offload_ratio * profile.activation_bytes(loads.tokens)
+    synced = sum(sync_bytes(profile, count, events.num_ranks) for count in parameters) * tp * events.num_ranks
+    if done.plan.domain > 1:
+        gathered = gather_bytes(profile, parameters[0], done.plan.domain) * float(done.plan.rank_rounds.sum())
+        between = sync_bytes(profile, parameters[0] / done.plan.domain, events.num_ranks // done.plan.domain)
+        synced = tp * (gathered + between * events.num_ranks)
     movable = sum(movable_layers(len(own)) for own in split_layers(profile.architecture, cluster.num_parts))
     return Traffic(
         ring_intra_node=layers * tp * float(inside.sum()),
         ring_inter_node=layers * tp * float((around + row - inside).sum()),
         pipeline=2 * (cluster.num_parts - 1) * tp * profile.hidden_bytes_per_token * float(loads.tokens.sum()),
-        gradient_sync=sum(sync_bytes(profile, count, events.num_ranks) for count in parameters) * tp * events.num_ranks,
+        gradient_sync=synced,
         offload=movable * tp * float(moved.sum()),
     )

@@ -28,15 +28,7 @@ from bytescale.planner.draft import Draft, assemble, in_member_order
 
 def is_aligned(plan: Plan) -> bool:
     """Whether all members of every shared group have the group at the same micro-batch index."""
-    heads = plan.micro_batch_groups[plan.micro_batch_group_offsets[:-1]]
-    shared = plan.group_sizes[heads] > 1
-    index = np.arange(plan.num_micro_batches) - np.repeat(
-        plan.rank_micro_batch_offsets[:-1], np.diff(plan.rank_micro_batch_offsets)
-    )
-    lowest, highest = np.full(plan.num_groups, np.iinfo(np.int64).max), np.full(plan.num_groups, -1)
-    np.minimum.at(lowest, heads[shared], index[shared])
-    np.maximum.at(highest, heads[shared], index[shared])
-    return bool((lowest >= highest).all())
+    return not len(plan.apart())
 
 
 def aligned(planner: Callable[..., Plan]) -> Callable[..., Plan]:

@@ -41,10 +41,8 @@ from bytescale.planner.adaptive.target import Batch
 from bytescale.planner.adaptive.trial import Trial, pipeline_ends, trial_plan
 from bytescale.planner.adaptive.unequal import WIDE, unequal_blocks
 from bytescale.planner.baselines.greedy import greedy_plan
-from bytescale.planner.baselines.naive import naive_plan
-from bytescale.planner.baselines.paper import paper_plan
-from bytescale.planner.baselines.static import static_plan
 from bytescale.planner.batch import checked_lengths, longest_first
+from bytescale.planner.rivals import rivals
 
 
 def adaptive_plan(
@@ -331,30 +329,23 @@ def _best_of_rivals(plan: Plan, batch: Batch) -> Plan:
     a mesh's pack hide each other's messages, and a plan gets better shapes than the target knows. So plans with grids
     and plans with rings are compared with the same baselines, and grids are never slower.
     """
-    if int(plan.lengths.max()) > batch.cluster.largest_sequence:
-        return plan  # baselines give all members of a group equal shares
-    is_free = is_ideal(batch.cost)
-    enough = effort.GOOD_ENOUGH * batch.target if is_free or plan.num_sequences > effort.FEW else batch.even_seconds
-    cluster, cost = batch.cluster, batch.cost
-    end, longest, is_piped = batch.step(plan), int(plan.lengths.max()), batch.num_stages > 1
-    mesh_holds = longest <= cluster.num_ranks * int(cluster.capacity_tokens.min())  # a mesh does not offload
-    rivals: tuple[tuple[bool, Callable[..., Plan]], ...] = (
-        (True, partial(greedy_plan, num_buckets=1)),
-        (True, greedy_plan),
-        (is_piped, partial(greedy_plan, pipeline=True)),
-        (True, partial(paper_plan, pipeline=is_piped)),
-        (batch.step_seconds is not None, naive_plan),  # depends on the order of the batch
-        (mesh_holds, static_plan),
-        (mesh_holds and batch.context > longest, partial(static_plan, context=batch.context)),
-        (mesh_holds and is_free, partial(static_plan, cp=cluster.num_ranks)),
-    )
-    for planner in (planner for asked, planner in rivals if asked):
-        if end <= enough:
-            break
-        rival = planner(plan.lengths, cluster=cluster, cost=cost)
-        if is_piped:
-            rival = align(rival, cluster=cluster, cost=cost)
+    enough = batch.even_seconds
+    if is_ideal(batch.cost) or plan.num_sequences > effort.FEW:
+        enough = effort.GOOD_ENOUGH * batch.target
+    end = batch.step(plan)
+    if end <= enough:
+        return plan
+    for rival in rivals(
+        plan.lengths,
+        cluster=batch.cluster,
+        cost=batch.cost,
+        context=batch.context,
+        aligned=batch.num_stages > 1,
+        in_order=batch.step_seconds is not None,
+    ):
         rival_end = batch.step(rival)
         if rival_end < end:
             plan, end = rival, rival_end
+        if end <= enough:
+            break
     return plan

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bytescale.common.arrays import FloatArray, IntArray
+from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan
 from bytescale.plan.nodes import alignment, crossings
 from bytescale.planner.adaptive.free import Placement
@@ -56,7 +57,10 @@ def trial_plan(batch: Batch, trial: Trial, order: IntArray, lengths: IntArray, p
     by_pack = rising(packs)
     places, packs = places[by_pack], packs[by_pack]
     heads = np.flatnonzero(np.append(True, packs[1:] != packs[:-1])[: len(places)])
-    columns, ranks, weights = _shapes(batch, trial)
+    placed = trial.placed
+    columns, ranks, weights = group_shapes(
+        batch.lengths[trial.shared], placed.degrees, placed.ranks, batch.cluster, batch.cost
+    )
     draft = Draft(
         sequences=order[np.concatenate((trial.shared, places))],
         sequence_counts=np.concatenate((np.ones(count, np.int64), np.diff(np.append(heads, len(places))))),
@@ -105,16 +109,28 @@ def longest_packs_first(
     return np.argsort(order, axis=0)[index, ranks], np.sort(seconds, axis=0)[::-1]
 
 
-def _shapes(batch: Batch, trial: Trial) -> tuple[IntArray, IntArray, IntArray | None]:
-    """``[G]`` columns of the shared groups, and ``[E]`` their ranks and weights in member order, group by group."""
-    degrees, ranks = trial.placed.degrees, trial.placed.ranks
-    if not batch.cluster.is_uniform:
-        return grids(batch.lengths[trial.shared], trial.placed, batch.cluster, batch.cost)
+def group_shapes(
+    lengths: IntArray, degrees: IntArray, ranks: IntArray, cluster: Cluster, cost: CostModel
+) -> tuple[IntArray, IntArray, IntArray | None]:
+    """The best shapes of groups of one sequence each.
+
+    Args:
+        lengths: ``[G]`` tokens of their sequences.
+        degrees: ``[G]`` ranks of each.
+        ranks: ``[E]`` of all groups, group by group, neighbours beside each other.
+        cluster: the ranks.
+        cost: tells the time of a group.
+
+    Returns:
+        ``[G]`` columns, and ``[E]`` ranks and weights in member order, group by group; weights are None if all are 1.
+    """
+    if not cluster.is_uniform:
+        return grids(lengths, degrees, ranks, cluster, cost)
     if not len(degrees):
         return degrees, ranks, None
-    rings, node = np.ones(len(degrees), dtype=np.int64), batch.cost.ranks_per_node
+    rings, node = np.ones(len(degrees), dtype=np.int64), cost.ranks_per_node
     far = crossings(ranks, degrees, rings, ranks_per_node=node).columns
     runs = alignment(ranks, degrees, ranks_per_node=node)
-    tokens = batch.lengths[trial.shared].astype(np.float64)
-    shape = batch.cost.best_shape(tokens, batch.cost.squares_of(tokens), degrees, far, runs)
+    tokens = lengths.astype(np.float64)
+    shape = cost.best_shape(tokens, cost.squares_of(tokens), degrees, far, runs)
     return shape.columns, in_member_order(ranks, degrees, shape.columns, shape.down), None

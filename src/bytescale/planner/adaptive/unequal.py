@@ -17,7 +17,6 @@ from bytescale.plan.nodes import crossings
 from bytescale.plan.rank_plan import concatenated_ranges
 from bytescale.plan.tiles import shares_of
 from bytescale.planner.adaptive.degrees import Rectangles
-from bytescale.planner.adaptive.free import Placement
 
 WIDE, MULTIPLE = 16, 8
 """Groups of at least ``WIDE`` ranks have a ``MULTIPLE`` of ranks where grids are known, so that they have shapes."""
@@ -86,7 +85,7 @@ def unequal_blocks(
 
 
 def grids(
-    lengths: IntArray, placed: Placement, cluster: Cluster, cost: CostModel
+    lengths: IntArray, degrees: IntArray, ranks: IntArray, cluster: Cluster, cost: CostModel
 ) -> tuple[IntArray, IntArray, IntArray]:
     """``[G]`` columns, ``[E]`` ranks and ``[E]`` weights of groups of unequal members, in their best shapes.
 
@@ -94,18 +93,19 @@ def grids(
     then all columns have about the same share. Every second row is turned around, which levels out the columns.
 
     Args:
-        lengths: ``[G]`` tokens of the groups' sequences, in the order of ``placed``.
-        placed: the groups.
+        lengths: ``[G]`` tokens of the groups' sequences.
+        degrees: ``[G]`` ranks of each.
+        ranks: ``[E]`` of all groups, group by group.
         cluster: the ranks.
         cost: tells the time of a group.
     """
-    degrees, starts = placed.degrees, np.cumsum(placed.degrees) - placed.degrees
-    stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(placed.ranks))
+    starts = np.cumsum(degrees) - degrees
+    stretch, places = cluster.stretch(lengths).tolist(), np.arange(len(ranks))
     own, fastest_first = np.empty((2, len(places)), dtype=np.int64)
     for group, (start, degree) in enumerate(zip(starts.tolist(), degrees.tolist(), strict=True)):
         span = slice(start, start + degree)
-        capacity = _wider(cluster.capacity_tokens[placed.ranks[span]], stretch[group])
-        own[span] = shares(int(lengths[group]), cluster.speeds[placed.ranks[span]], capacity)
+        capacity = _wider(cluster.capacity_tokens[ranks[span]], stretch[group])
+        own[span] = shares(int(lengths[group]), cluster.speeds[ranks[span]], capacity)
         fastest_first[span] = start + np.argsort(-own[span], kind="stable")
     columns, members = np.ones(len(lengths), dtype=np.int64), places.copy()
     tokens, squares = lengths.astype(np.float64), cost.squares_of(lengths)
@@ -119,7 +119,7 @@ def grids(
         row, column = (here - first) // tried, (here - first) % tried
         turned = first + row * tried + np.where(row % 2 == 1, tried - 1 - column, column)
         order = here if tried == 1 else fastest_first[turned]
-        shape = placed.ranks[order], sizes, np.full(len(some), tried)
+        shape = ranks[order], sizes, np.full(len(some), tried)
         part, far = shares_of(own[order], *shape[1:]), crossings(*shape, ranks_per_node=cost.ranks_per_node)
         compute = np.repeat(cost.compute_seconds(tokens[some], 0.0), sizes) * part.own
         compute += np.repeat(cost.compute_seconds(0.0, squares[some]), sizes) * part.tile
@@ -131,7 +131,7 @@ def grids(
         taken = np.repeat(better, sizes)
         members[here[taken]] = order[taken]
         is_open[some] = exposed > 0.0
-    return columns, placed.ranks[members], own[members]
+    return columns, ranks[members], own[members]
 
 
 def _wider(capacity: IntArray, stretch: float) -> IntArray:
