@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -46,6 +47,7 @@ class Engine:
 
     Attributes:
         activations: what becomes of those of the model's layers.
+        others: second models, which run the same micro-batches without gradients.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Engine:
         self._kernel_name = kernel
         self._kernels: dict[torch.dtype, AttentionKernel] = {}
         self._attached = AttachedModel.of(model, facts)
+        self.others: list[AttachedModel] = []
         self._host_bytes = int(host_gib * _GIB)
         self._pool = HostPool(self._host_bytes, pinned=group.device.type == "cuda") if host_gib else None
         self._layers = layers_of(model, facts) if host_gib or checkpointing != "none" else []
@@ -79,19 +82,31 @@ class Engine:
         attended = plan if plan.num_tokens or plan.shared is not None else ONE_ROW
         memory = self.activations.attention_memory
 
-        @cache
-        def attention_of(dtype: torch.dtype) -> PackedAttention:
-            return PackedAttention(attended, self._kernel(dtype), self.group.exchange, memory, buffers)
+        def pass_of(model: AttachedModel) -> MicroBatchPass:
+            own = model is self._attached
 
-        target = MicroBatchPass(
-            attention_of,
-            self._attached,
-            num_rows=plan.num_tokens,
-            has_ring=plan.shared is not None,
-            name=f"micro-batch {plan.index} of rank {self.group.rank}",
-            around=lambda: self.activations.forward(plan),
+            @cache
+            def attention_of(dtype: torch.dtype) -> PackedAttention:
+                kept = memory if own else None
+                return PackedAttention(attended, self._kernel(dtype), self.group.exchange, kept, buffers)
+
+            return MicroBatchPass(
+                attention_of,
+                model,
+                num_rows=plan.num_tokens,
+                has_ring=plan.shared is not None,
+                name=f"micro-batch {plan.index} of rank {self.group.rank}",
+                around=(lambda: self.activations.forward(plan)) if own else nullcontext,
+            )
+
+        return Micro(
+            plan,
+            fields,
+            pass_of(self._attached),
+            self.group.device,
+            exchange=self.group.exchange,
+            other_passes=lambda: [pass_of(model) for model in self.others],
         )
-        return Micro(plan, fields, target, self.group.device)
 
     def offload_rule(self) -> OffloadRule | None:
         """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.

@@ -28,14 +28,6 @@ from bytescale.cost.memory import loss_chunk_tokens
 from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
 
 
-def log_probabilities(
-    model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, rows_at_a_time: int | None = None
-) -> Tensor:
-    """``[T]`` log-probability of ``labels [T]``; see ``Micro.logprobs``."""
-    hidden, head = hidden_states(model, inputs)
-    return row_log_probabilities(head, hidden[0, : len(labels)], labels, rows_at_a_time=rows_at_a_time)
-
-
 def row_log_probabilities(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
     """``[T]`` log-probability of ``labels [T]`` given hidden states ``[T, C]``; 0 where the label is -100."""
     chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)

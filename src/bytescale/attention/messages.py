@@ -23,6 +23,7 @@ class Kind(IntEnum):
     FORWARD_RESULTS = auto()
     BACKWARD_QUERIES = auto()
     BACKWARD_RESULTS = auto()
+    DOCUMENT_ROWS = auto()
 
     def tag(self, group: int) -> int:
         """The tag of such a message of the shared group with this number."""
