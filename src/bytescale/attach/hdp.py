@@ -302,6 +302,7 @@ class HDP(Updates):
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
         self._attachment.require_attached()
+        self.require_at_home("weights")
         self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bytescale.attach.head import causal_model
 from bytescale.attach.interface import KEYWORD, Call, Unusable
 from bytescale.attach.refusal import refusal
 from bytescale.attention import AttentionRules
@@ -325,7 +326,7 @@ def _run(model: nn.Module, blind: _Blind, position_ids: Tensor | None) -> Any:
 
 
 def _embedding(model: nn.Module) -> nn.Module:
-    getter = getattr(model, "get_input_embeddings", None)
+    getter = getattr(causal_model(model), "get_input_embeddings", None)
     embedding = None if getter is None else getter()
     if not isinstance(embedding, nn.Module):
         raise refusal(

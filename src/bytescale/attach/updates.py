@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from bytescale.attach.handed_out import HandedOut
 from bytescale.attach.saving import Savings
+from bytescale.attach.weight_stream import named_weights
 from bytescale.common.errors import ConfigError, NonFiniteError, problem
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.runtime.parking import Parking
 from bytescale.runtime.sharded_optimizer import GroupOptions
 
 
@@ -24,6 +27,7 @@ class Updates:
         self.handed_out = HandedOut()
         self._optimizer: ShardedOptimizer | None = None
         self._saved: Savings | None = None
+        self._parking = Parking()
 
     def adamw(
         self,
@@ -98,6 +102,7 @@ class Updates:
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
         sharded = self._sharded()
+        self.require_at_home("weights", "gradients", "states")
         self.handed_out.finish()
         sharded.require_parameters_of(self.model)
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
@@ -160,6 +165,70 @@ class Updates:
         of another model.
         """
         return self._savings().load(Path(path))
+
+    # -- memory and weights ----------------------------------------------------------------------------------------
+
+    def to(
+        self, device: torch.device | str, *, weights: bool = True, gradients: bool = True, states: bool = True
+    ) -> None:
+        """Send weights, gradients and optimizer states to host memory ("cpu"), or bring them back to their device.
+
+        Between the two, the memory of the device is free for others, such as an inference engine, and nothing can be
+        computed with what was sent away. Where the model is in host memory, nothing happens.
+
+        Args:
+            weights: also those that are not trained.
+            states: with the master weights, where they are not the weights themselves.
+
+        Raises ``ConfigError`` for a device that the model has never been on.
+        """
+        target, home = torch.device(device), self.group.device
+        if target.type not in ("cpu", home.type):
+            raise ConfigError(
+                f"the model is on {home}, and cannot go to {target}",
+                so="its gradients and states are bound to their device",
+                fix=f'call hdp.to("cpu") or hdp.to("{home.type}")',
+            )
+        asked = {"weights": weights, "gradients": gradients, "states": states}
+        for kind in [kind for kind, wanted in asked.items() if wanted]:
+            if target.type == home.type:
+                self._parking.fetch(kind)
+            else:
+                self._parking.park(kind, self._memory_of(kind))
+
+    def _memory_of(self, kind: str) -> list[Tensor]:
+        zeros = [] if self._optimizer is None else self._optimizer.zeros
+        weights = [tensor.data for tensor in (*self.model.parameters(), *self.model.buffers())]
+        if kind == "weights":
+            return weights
+        if kind == "gradients":
+            flat = [zero.parameters.gradients for zero in zeros]
+            return flat + [p.grad for p in self.model.parameters() if p.grad is not None]
+        states = [] if self._optimizer is None else self._optimizer.torch_optimizer.state.values()
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        masters = [shard.master.data for zero in zeros for shard in zero.shards if shard.master is not shard.value]
+        return [*held, *masters]
+
+    def require_at_home(self, *kinds: str) -> None:
+        """Raise ``ConfigError`` if one of ``weights``, ``gradients`` and ``states`` was sent away by ``to``."""
+        for kind in filter(self._parking.holds, kinds):
+            raise ConfigError(
+                f"the {kind} of the model are in host memory",
+                so="nothing can be computed with them",
+                fix=f'call hdp.to("{self.group.device.type}") first',
+            )
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and whole tensor of each weight, one at a time, named as in Hugging Face's files.
+
+        For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
+        tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
+        unless FSDP shards the model. Raises ``ConfigError`` for adapters that are not added to a weight.
+        """
+        self.require_at_home("weights")
+        return named_weights(self.model, dtype)
+
+    # -- internals -------------------------------------------------------------------------------------------------
 
     @property
     def has_optimizer(self) -> bool:
