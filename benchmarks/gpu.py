@@ -57,11 +57,11 @@ from bytescale.plan import MicroBatch, Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
     Activations,
+    Decoder,
     Executor,
     FlatParameters,
     HostPool,
     Mesh,
-    ModelPart,
     RankGroup,
     ShardedOptimizer,
     linear_cross_entropy,
@@ -235,7 +235,7 @@ class Step:
             device=device.device,
             row_wise=row_wise_parts(model, 1),
         )
-        self.parts = [ModelPart(model=model, activations=activations)]
+        self.parts = [Decoder(module=model, activations=activations)]
         self.kernel = kernel or select_kernel("auto", device.device, device.dtype)
         self.data = Tokens.random(shape.vocab_size, self.rank_plan.micro_batches[0], device.device)
         self.optimizer.require_states()  # made before the first step, so that the peak of no step counts them

@@ -38,7 +38,7 @@ from bytescale.attention import select_kernel
 from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, RankGroup, ShardedOptimizer
+from bytescale.runtime import Decoder, Executor, Mesh, RankGroup, ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 
 NUM_RANKS = 2
@@ -145,8 +145,8 @@ class Trainer:
         self.mesh = mesh
         self.optimizer = ShardedOptimizer.of_config(model.parameters, OptimizerConfig(lr=1e-4), mesh)
         if mode == "buckets":
-            self.optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
-        self.part = ModelPart(model=model.chunks[0])
+            self.optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in model.chunks])
+        self.part = Decoder(module=model.chunks[0])
         self.kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
         self.rank_plan = RankPlan.of(whole_sequences(num_micro_batches), mesh.hdp.rank)
         self.num_parameters = len(model.parameters.values)

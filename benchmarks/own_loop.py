@@ -32,12 +32,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
-from bytescale.attach.part import AttachedPart, late_parameters
+from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
 from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, Chunk, Executor, FlatParameters, Mesh, ModelPart, RankGroup, ShardedOptimizer
+from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, RankGroup, ShardedOptimizer
 from bytescale.train.parts.own_model import build_own_model
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 4096, 256, 4, 8, 4, 768
@@ -86,16 +86,16 @@ def runtime_step(part: str, group: RankGroup) -> Callable[[RankPlan, list[Tokens
         own = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0, bucket_bytes=2**20)
         model, layers, flat = own.chunks[0], list(own.chunks[0].layers), own.parameters
     else:
-        model = AttachedPart(llama(), longest_document=65536)
+        model = AttachedDecoder(llama(), longest_document=65536)
         layers = model.layers
         flat = FlatParameters(
             model.model.named_parameters(), group.size, bucket_bytes=2**20,
-            late=late_parameters(model.model, layers, model.head),
+            late=model.late_parameters(),
         )  # fmt: skip
     optimizer = ShardedOptimizer.of_config(flat, OptimizerConfig(), mesh)
-    optimizer.overlap_with([Chunk(model=model, layers=layers)])
+    optimizer.overlap_with([(model, layers)])
     executor = Executor(
-        parts=[ModelPart(model=model, activations=Activations([]))],
+        parts=[Decoder(module=model, activations=Activations([]))],
         kernel=select_kernel("auto", CPU, torch.float32),
         mesh=mesh,
     )

@@ -46,7 +46,7 @@ from bytescale.data.length_distributions import sample_lengths
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.planner import adaptive_plan, align, aligned, paper_plan
-from bytescale.runtime import Executor, Mesh, MeshShape, ModelPart, RankGroup
+from bytescale.runtime import Decoder, Executor, Mesh, MeshShape, RankGroup
 from bytescale.simulator import ClusterConfig, simulate
 from bytescale.train.parts.own_model import build_own_model
 from bytescale.train.reporting.work import clocks_of
@@ -103,7 +103,7 @@ def open_mesh(num_stages: int) -> Mesh:
     return Mesh.of(world, MeshShape(hdp=1, pp=num_stages), lambda _, ranks: dist.new_group(list(ranks)))
 
 
-def measured_steps(mesh: Mesh, part: ModelPart, count: int, num_tokens: int, rounds: int) -> list[dict[str, float]]:
+def measured_steps(mesh: Mesh, part: Decoder, count: int, num_tokens: int, rounds: int) -> list[dict[str, float]]:
     """Return each round's wall seconds, the seconds spent waiting for messages, and this thread's CPU seconds."""
     rank_plan, data = equal_micro_batches(count, num_tokens), [Tokens(num_tokens, 16) for _ in range(count)]
     kernel = select_kernel("auto", torch.device("cpu"), torch.float32)
@@ -134,7 +134,7 @@ def bubble(rounds: int) -> list[dict[str, float]]:
     def one_rank(_: int) -> dict[int, list[dict[str, float]]]:
         mesh = open_mesh(STAGES)
         model = build_own_model(shape, mesh, virtual_stages=1, dtype=torch.float32, seed=0)
-        part = ModelPart(model=model.chunks[0])
+        part = Decoder(module=model.chunks[0])
         return {count: measured_steps(mesh, part, count, TOKENS, rounds) for count in MICRO_BATCHES}
 
     ranks = run_forked(STAGES, one_rank, timeout_seconds=540)
@@ -155,7 +155,7 @@ def overhead(rounds: int) -> dict[str, float]:
     count = 64
 
     def one_rank(_: int) -> list[dict[str, float]]:
-        return measured_steps(open_mesh(STAGES), ModelPart(model=Nothing()), count, 16, rounds)
+        return measured_steps(open_mesh(STAGES), Decoder(module=Nothing()), count, 16, rounds)
 
     ranks = run_forked(STAGES, one_rank, timeout_seconds=120)
     return {

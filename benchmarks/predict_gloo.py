@@ -131,7 +131,7 @@ def profile_path(out: Path, ranks: int, number: int) -> Path:
 
 def take_profile(out: Path, ranks: int, number: int, arguments: argparse.Namespace) -> None:
     bytescale(
-        *("profile", str(CONFIG), "--ranks", str(ranks), "--seconds", str(arguments.profile_seconds)),
+        *("profile", str(CONFIG), "--parallel.ranks", str(ranks), "--seconds", str(arguments.profile_seconds)),
         *(
             "--max-tokens",
             str(max(CAPACITY.values())),

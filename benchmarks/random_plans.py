@@ -40,7 +40,7 @@ from bytescale.parity.plans import random_plan
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align
-from bytescale.runtime import Executor, FlatParameters, Mesh, MeshShape, ModelPart
+from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, MeshShape
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.replicas import sum_replicas
 
@@ -122,7 +122,7 @@ def run_block(
             row_wise=row_wise_parts(model, mesh.tp.size),
             chunk_rows=8,
         )
-        part = ModelPart(model=model, activations=activations)
+        part = Decoder(module=model, activations=activations)
         executor = Executor(parts=[part], kernel=select_kernel("auto", torch.device("cpu"), DTYPE), mesh=mesh)
         results = {}
         for seed, (plan, batch) in cases.items():

@@ -6,14 +6,11 @@ Nothing of these pages is written by hand: names, types, defaults and texts are 
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +29,7 @@ from bytescale.cli.simulate import SimulateOptions
 from bytescale.cli.train import TrainOptions
 from bytescale.common.units import format_count
 from bytescale.config import PRESETS, Config
-from bytescale.config.schema import ModelConfig
+from bytescale.config.texts import attribute_texts
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -109,11 +106,8 @@ def _table(kind: type, prefix: str, *, toml: bool) -> list[str]:
             continue
         shown = _setting(name) if toml else _flag(name, hint, spec)
         rows.append("| " + " | ".join((shown, _type(hint, spec), default, _cell(text))) + " |")
-    if kind in (TrainOptions, DemoOptions, PlanOptions, SimulateOptions, ProfileOptions):
-        which = "any setting" if issubclass(kind, TrainOptions) else "any setting of the section [model]"
-        anchor = "" if issubclass(kind, TrainOptions) else "#model"
-        name = "--section.name" if issubclass(kind, TrainOptions) else "--model.name"
-        rows.append(f"| `{name}` |  | the config's | {which}: see [Settings](settings.md{anchor}) |")
+    if "config" in {spec.name for spec in fields(kind)}:
+        rows.append("| `--section.name` |  | the config's | any setting: see [Settings](settings.md) |")
     return rows
 
 
@@ -123,25 +117,12 @@ def _options(kind: type, prefix: str) -> Iterator[tuple[str, Any, Field[Any], st
     for spec in fields(kind):
         hint = hints[spec.name]
         plain = _plain(hint)
-        if plain in (Config, ModelConfig):
+        if plain is Config:
             continue  # their settings have a page
         if is_dataclass(plain):
             yield from _options(typing.cast(type, plain), f"{prefix}{spec.name}.")
         else:
             yield prefix + spec.name, hint, spec, texts[spec.name]
-
-
-def attribute_texts(kind: type) -> dict[str, str]:
-    """The text below each attribute of a dataclass. Raises ``KeyError`` later where an attribute has none."""
-    texts = {
-        name: text for base in kind.__bases__ if is_dataclass(base) for name, text in attribute_texts(base).items()
-    }
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
-    for attribute, text in pairwise(body):
-        if isinstance(attribute, ast.AnnAssign) and isinstance(text, ast.Expr):
-            name, value = typing.cast(ast.Name, attribute.target), typing.cast(ast.Constant, text.value)
-            texts[name.id] = " ".join(str(value.value).split())
-    return texts
 
 
 def _setting(name: str) -> str:

@@ -17,15 +17,13 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from bytescale.cli import options as cli_options
-from bytescale.cli.options import check_setting_names, parse
-from bytescale.cli.train import TrainOptions
+from bytescale.cli.options import parse
 from bytescale.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("decisions/*.md"))]
 EXAMPLES = sorted((DOCS / "examples").iterdir())
-TRAIN_OPTIONS = ("--resume", "--init", "--dry-run", "--launch", "--max-restarts", "--elastic")
 
 
 def load_generator() -> ModuleType:
@@ -58,17 +56,17 @@ def check_command(arguments: list[str]) -> None:
     """Let the command's own parser read the arguments. Raises ``SystemExit`` or ``ConfigError`` where it refuses."""
     name = " ".join(arguments[:2]) if arguments[0] in ("data", "checkpoint") else arguments[0]
     rest = arguments[len(name.split()) :]
-    if "--help" in rest or rest == ["--version"]:
+    if not {"--help", "--help-all"}.isdisjoint(rest) or rest == ["--version"]:
         return
     assert name in GENERATE.OPTIONS, f"`bytescale {name}` is no command"
     takes_config = name in ("train", "demo", "plan", "simulate", "profile")
     if takes_config and rest and not rest[0].startswith("-"):
         rest = rest[1:]  # the config file, which need not exist
-    if name in ("train", "demo"):
-        check_setting_names(rest, also=TRAIN_OPTIONS)
-        parse(TrainOptions, rest, prog=f"bytescale {name}", default=TrainOptions(config=Config()))
+    kind = GENERATE.OPTIONS[name]
+    if takes_config:
+        parse(kind, rest, prog=f"bytescale {name}", default=kind(config=Config()))
     elif not set("".join(rest)) <= set("[] ") and rest:
-        parse(GENERATE.OPTIONS[name], rest, prog=f"bytescale {name}")
+        parse(kind, rest, prog=f"bytescale {name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -83,8 +81,10 @@ def test_commands_in_the_documents_have_options_that_exist(page: Path, monkeypat
 
 def test_a_wrong_option_would_be_found() -> None:
     assert list(commands_of("```sh\nbytescale plan --rank 4  # no\n```")) == [["plan", "--rank", "4"]]
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=r"did you mean --parallel.ranks"):
         check_command(["plan", "--rank", "4"])
+    with pytest.raises(SystemExit):
+        check_command(["plan", "--planners", "best"])
     with pytest.raises(ValueError, match=r"did you mean --data.batch-tokens"):
         check_command(["train", "CONFIG.toml", "--data.batch-token", "4K"])
 
@@ -137,7 +137,7 @@ def test_reference_pages_name_every_setting_and_command() -> None:
         "| `name` | `adaptive`, `paper`, `greedy`, `naive`, `static` |",
     ):
         assert text in settings
-    for text in ("`--cluster.num-gpus`", "`--loader.no-overlapped` | flag", "## bytescale data audit", "| `SOURCE` |"):
+    for text in ("`--gpus-per-node`", "`--loader.no-overlapped` | flag", "## bytescale data audit", "| `SOURCE` |"):
         assert text in commands
     for page in (settings, commands):
         rows = [line for line in page.splitlines() if line.startswith("| `")]

@@ -153,7 +153,7 @@ def take_profiles(setting: Setting) -> None:
     rate = UNLIMITED
     for name in ("unlimited", "profile"):
         path = setting.out / f"{name}.toml"
-        command = ["profile", *setting.model(), "--max-tokens", str(4 * setting.capacity), "--seconds", "60"]
+        command = ["profile", *setting.model(), "--data.context-length", str(4 * setting.capacity), "--seconds", "60"]
         with setting.network(rate) as network:
             arguments = [*command, "--device", "cpu", "--out", str(path)]
             torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{name}.log", SECONDS)

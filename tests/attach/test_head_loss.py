@@ -12,10 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import bytescale
-from bytescale.attach.head import hidden_states, loss_sum, row_log_probabilities
-from bytescale.attach.part import AttachedPart
+from bytescale.attach.decoder import AttachedDecoder
+from bytescale.attach.head import hidden_states
 from bytescale.common.errors import DataError
 from bytescale.parity import small_model
+from bytescale.runtime.loss import PlainHead, loss_sum, token_losses
 
 from .support import documents, on_ranks
 
@@ -29,7 +30,7 @@ def slow_twin(logits: Tensor, labels: Tensor, z_loss: float, weights: Tensor) ->
 @pytest.mark.parametrize("name", ["gemma2", "granite", "gpt2", "phi"])
 def test_loss_and_gradients_are_those_of_all_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft cap, scale, a tied head and a head with a bias."""
-    monkeypatch.setattr("bytescale.attach.head.loss_chunk_tokens", lambda words, kind: 7)
+    monkeypatch.setattr("bytescale.runtime.loss.loss_chunk_tokens", lambda words, kind: 7)
     model = small_model(name)
     tokens = documents([40])[0]["tokens"][None]
     labels, weights = torch.roll(tokens[0], -1), torch.linspace(-1.0, 2.0, 40, dtype=torch.float64)
@@ -49,7 +50,7 @@ def test_loss_and_gradients_are_those_of_all_logits(name: str, monkeypatch: pyte
             torch.testing.assert_close(parameter.grad, reference[key], rtol=1e-6, atol=1e-8)
     losses = F.cross_entropy(model(input_ids=tokens).logits[0], labels, ignore_index=-100, reduction="none")
     with torch.no_grad():
-        torch.testing.assert_close(-row_log_probabilities(head, hidden[0], labels), losses)
+        torch.testing.assert_close(token_losses(head, hidden[0], labels), losses)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -119,4 +120,4 @@ def test_a_head_is_plain_if_it_is_one_product(
     name: str, plain: bool, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
     model = small_model(name, **changes).to(dtype)
-    assert AttachedPart(model, longest_document=64).has_plain_head == plain
+    assert isinstance(AttachedDecoder(model, longest_document=64).head, PlainHead) == plain

@@ -42,10 +42,18 @@ def test_kept_for_ever_and_exported(tmp_path: Path) -> None:
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="b"))
     words.save(str(tmp_path / "tokenizer.json"))
-    named = replace(run_config, data=replace(run_config.data, tokenizer=str(tmp_path / "tokenizer.json")))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
+    (tmp_path / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
+    data = replace(
+        run_config.data, tokenizer=str(tmp_path / "tokenizer.json"), chat_template=str(tmp_path / "chat.jinja")
+    )
+    named = replace(run_config, data=data)
     export_checkpoint(folder / "checkpoints" / "step-000006", tmp_path / "ends", run_config=named)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "ends" / name).read_text(encoding="utf-8"))["eos_token_id"] == 2
+    assert (tmp_path / "ends" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
+    assert (tmp_path / "ends" / "tokenizer_config.json").is_file()
+    assert "seen 6 global batches" in (tmp_path / "ends" / "README.md").read_text(encoding="utf-8")
     assert not (tmp_path / "later" / "generation_config.json").exists(), "of bytes there is no tokenizer.json"
 
 

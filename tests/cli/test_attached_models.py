@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.attach.costs import Rates, counted_profile
+from bytescale.attach.costs import counted_profile
 from bytescale.attach.interface import Attachment
 from bytescale.attach.probe import probe
 from bytescale.cli.main import main
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
-from bytescale.cost import Cluster, Links
+from bytescale.cost import Cluster
+from bytescale.cost.assumed import Rates
 from bytescale.parity import small_model
 from bytescale.planner import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
@@ -51,7 +52,7 @@ def test_plan_simulate_and_train_agree_about_a_folder(
     assert usable == pytest.approx(0.1 * 2**30)
     assert capacity == memory.capacity_tokens(usable) > 0
     assert f"full micro-batch of {capacity / 1024:.3g}K tokens" in " ".join(printed.split())
-    assert main(["simulate", str(tmp_path / "config.toml"), "--cluster.num-gpus", "2"]) == 0
+    assert main(["simulate", str(tmp_path / "config.toml"), "--parallel.ranks", "2"]) == 0
     assert "what its windows reach" in " ".join(capsys.readouterr().out.split())
 
 
@@ -60,7 +61,7 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
     """On one rank, simulated compute is the planner's work of all sequences."""
     model = small_model(name, dtype=torch.float32)
     attachment = Attachment(model)
-    rates = Rates(flops_per_second=1e9, attention_flops_per_second=2e9, links=Links())
+    rates = Rates(flops_per_second=1e9, attention_flops_per_second=2e9, launch_seconds=0.0)
     profile = counted_profile(model, probe(model), rates, bytes_per_element=4)
     attachment.detach()
     cost = profile.cost_model()
@@ -74,8 +75,8 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
-        (["simulate", "--cluster.num-gpus", "2", "--cluster.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
+        (["plan", "--parallel.tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
+        (["simulate", "--parallel.ranks", "2", "--parallel.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
         (["plan", "--cost.profile", "case-study"], 'cost.profile = "case-study" with a model of type qwen3'),
         (["profile", "--out", "TMP/profile.toml"], "measures the layers of our own Llama and Mixtral only"),
     ],

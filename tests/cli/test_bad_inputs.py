@@ -88,12 +88,13 @@ SETTINGS = [
     ("--cost.profile", "profile.toml"), ("--cost.profile", "deep.toml"), ("--cost.profile", "nothing"),
     ("--model.rope-theta", "-1"), ("--model.norm-eps", "-1"), ("--init", "nothing"), ("--init", "checkpoint:nothing"),
 ]  # fmt: skip
-DRAWN = ("plan", "--ranks", "4", "--batch.tokens", "64K", "--batch.context", "16K")
+DRAWN = ("plan", "--parallel.ranks", "4", "--data.batch-tokens", "64K", "--data.context-length", "16K")
 PLANS = [
-    ("--capacity-tokens", "-1"), ("--device-gib", "0"), ("--tp", "0"), ("--pp", "-1"), ("--ranks", "0"),
-    ("--ranks-per-node", "0"), ("--batch.tokens", "7"), ("--batch.context", "0"), ("--batch.seed", "-1"),
-    ("--cost.rates.flops", "0"), ("--cost.rates.flops", "nan"), ("--cost.rates.intra-node", "-1"),
-    ("--cost.rates.latency", "1e15"), ("--model.num-layers", "0"), ("--model.hidden-size", "-1"),
+    ("--parallel.capacity-tokens", "-1"), ("--memory.device-gib", "0"), ("--parallel.tp", "0"), ("--parallel.pp", "-1"),
+    ("--parallel.ranks", "0"), ("--gpus-per-node", "0"), ("--data.batch-tokens", "7"), ("--data.context-length", "0"),
+    ("--batch.seed", "-1"), ("--rates.flops-per-second", "0"), ("--rates.flops-per-second", "nan"),
+    ("--rates.intra-node-bytes-per-second", "-1"), ("--rates.latency-seconds", "1e15"),
+    ("--model.num-layers", "0"), ("--model.hidden-size", "-1"),
     ("--model.num-experts", "7"),
 ]  # fmt: skip
 
@@ -102,7 +103,7 @@ def cases() -> list[tuple[str, ...]]:
     """All command lines but those about runs and checkpoints."""
     lines: list[tuple[str, ...]] = [
         *((command, config) for config in CONFIGS for command in ("train", "plan", "simulate")),
-        *(("plan", "--ranks", "4", "--batch.lengths", lengths) for lengths in LENGTHS),
+        *(("plan", "--parallel.ranks", "4", "--batch.lengths", lengths) for lengths in LENGTHS),
         *(("data", "stats", source) for source in SOURCES),
         *(("data", "tokenize", source, "--output", "out") for source in SOURCES),
         *(("data", "show", "chat.jsonl", "--content", "messages", "--tokenizer", "bytes", "--chat-template", template)
@@ -124,10 +125,10 @@ def cases() -> list[tuple[str, ...]]:
         *(("report", "run", "--out", place) for place in (*OUTPUTS, "corpus")),
         *(("convert", f"run/checkpoints/{STEP}", place) for place in (*OUTPUTS, "corpus")),
         *(("data", "tokenize", "corpus", "--output", place) for place in OUTPUTS),
-        ("simulate", "c.toml", "--cluster.num-gpus", "0"),
-        ("simulate", "c.toml", "--cluster.gpus-per-node", "0"),
+        ("simulate", "c.toml", "--parallel.ranks", "0"),
+        ("simulate", "c.toml", "--gpus-per-node", "0"),
         ("train", "c.toml", "--parallel.ranks", "5000"),
-        ("profile", "--ranks", "0"),
+        ("profile", "--parallel.ranks", "0"),
         ("checkpoint", "list", "nothing"),
         ("checkpoint", "upload", "run", "nope://x"),
         ("checkpoint", "upload", f"run/checkpoints/{STEP}", "nope://x"),

@@ -136,8 +136,10 @@ def test_without_torch_a_config_is_planned_for_a_gpu(
 
 
 def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = ["--batch.tokens", "256K", "--batch.context", "64K", "--ranks", "64", "--capacity-tokens", "auto"]
+    small = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--parallel.ranks", "64"]
+    small += ["--parallel.capacity-tokens", "auto"]
     capacities = [
-        seen_by_plan([*small, "--checkpointing", mode], monkeypatch)[0] for mode in ("none", "attention", "full")
+        seen_by_plan([*small, "--trainer.checkpointing", mode], monkeypatch)[0]
+        for mode in ("none", "attention", "full")
     ]
     assert capacities[0] < capacities[1] < capacities[2]

@@ -18,11 +18,11 @@ from bytescale.plan.io import load_plan, save_plan
 from bytescale.plan.verify import verify
 from tests.attention.test_grid import grid_plan
 
-SMALL = ["--batch.tokens", "256K", "--batch.context", "64K", "--cost.profile", "case-study"]
+SMALL = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--cost.profile", "case-study"]
 
 
 def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = [*SMALL, "--ranks", "16", "--tp", "2", "--save", str(tmp_path / "plan.npz")]
+    arguments = [*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--save", str(tmp_path / "plan.npz")]
     assert plan.run(arguments) == 0
     printed = capsys.readouterr().out
     for word in ("static", "naive", "paper", "adaptive", "critical sequence", "what would help", "bytes saved"):
@@ -33,17 +33,36 @@ def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFix
 def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The plan cannot hang under 1F1B, and memory is that of the fullest stage."""
     path = tmp_path / "plan.npz"
-    assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--pp", "4", "--save", str(path)]) == 0
+    assert (
+        plan.run([*SMALL, "--parallel.ranks", "128", "--parallel.tp", "2", "--parallel.pp", "4", "--save", str(path)])
+        == 0
+    )
     printed = capsys.readouterr().out
     for word in ("(tp 2 x pp 4 devices each)", "pipeline fills and drains", "memory with 2-byte numbers"):
         assert word in printed
     assert "more than the" not in printed
     verify(load_plan(path), num_stages=4)
-    assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--pp", "4", "--device-gib", "2"]) == 0
+    assert (
+        plan.run(
+            [*SMALL, "--parallel.ranks", "128", "--parallel.tp", "2", "--parallel.pp", "4", "--memory.device-gib", "2"]
+        )
+        == 0
+    )
     assert "more than the 2 GiB of a device. To fix: use more devices" in capsys.readouterr().out
 
 
-STAGES = ["--ranks", "16", "--tp", "2", "--pp", "2", "--virtual-stages", "2", "--batch.tokens", "1M"]
+STAGES = [
+    "--parallel.ranks",
+    "64",
+    "--parallel.tp",
+    "2",
+    "--parallel.pp",
+    "2",
+    "--parallel.virtual-stages",
+    "2",
+    "--data.batch-tokens",
+    "1M",
+]
 
 
 def test_plan_of_interleaved_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -63,13 +82,13 @@ def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[
     )
     np.save(tmp_path / "lengths.npy", np.full(16 * 8, 8192))
     batch = ["--batch.lengths", str(tmp_path / "lengths.npy"), "--cost.profile", "case-study"]
-    devices = ["--cluster.num-gpus", "64", "--cluster.tp", "2", "--cluster.pp", "2"]
+    devices = ["--parallel.ranks", "64", "--parallel.tp", "2", "--parallel.pp", "2"]
 
     def step(*arguments: str) -> str:
         assert simulate.run([*arguments, *batch]) == 0
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
 
-    plain, interleaved = step(*devices), step(*devices, "--cluster.virtual-stages", "4")
+    plain, interleaved = step(*devices), step(*devices, "--parallel.virtual-stages", "4")
     assert "schedule 1f1b, interleaved" in interleaved
     assert step(str(tmp_path / "config.toml")) == interleaved
     seconds = [float(line.split()[1]) for line in (plain, interleaved)]
@@ -79,25 +98,28 @@ def test_simulated_interleaved_stages_end_earlier(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--virtual-stages", "0"], r"virtual_stages is 0. To fix: use a whole number of at least 1"),
-        (["--virtual-stages", "2"], r"virtual_stages = 2 without a pipeline"),
-        (["--pp", "8", "--virtual-stages", "5"], r"virtual_stages = 5 exceeds the model's 32 layers"),
-        (["--pp", "33"], r"cluster.pp = 33 exceeds the model's 32 layers"),
+        (["--parallel.virtual-stages", "0"], r"virtual_stages is 0. To fix: use a whole number of at least 1"),
+        (["--parallel.virtual-stages", "2"], r"virtual_stages = 2 without a pipeline"),
+        (["--parallel.pp", "8", "--parallel.virtual-stages", "5"], r"virtual_stages = 5 exceeds the model's 32 layers"),
+        (["--parallel.pp", "33"], r"parallel.pp = 33 exceeds the model's 32 layers"),
     ],
 )
 def test_chunks_that_make_no_sense_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan.run([*SMALL, "--ranks", "16", *changes])
+        plan.run([*SMALL, "--parallel.ranks", "264", *changes])
 
 
 @pytest.mark.parametrize("option", ["tp", "pp"])
 def test_a_layout_of_nothing_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--{option} is 0. To fix: use a whole number of at least 1"):
-        plan.run([*SMALL, "--ranks", "16", f"--{option}", "0"])
+    with pytest.raises(ConfigError, match=rf"parallel.{option} is 0. To fix: use a whole number of at least 1"):
+        plan.run([*SMALL, "--parallel.ranks", "16", f"--parallel.{option}", "0"])
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--json", "--planners", "static", "adaptive"]) == 0
+    assert (
+        plan.run([*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--json", "--planners", "static", "adaptive"])
+        == 0
+    )
     content = json.loads(capsys.readouterr().out)
     assert list(content["planners"]) == ["static", "adaptive"]
     assert content["planners"]["adaptive"]["step_seconds"] >= content["ideal_seconds"]
@@ -107,7 +129,14 @@ def test_plan_of_a_length_file_draws_a_picture(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("matplotlib")
     np.save(tmp_path / "lengths.npy", np.array([5000, 300, 200, 100]))
     picture = tmp_path / "ranks.png"
-    arguments = ["--batch.lengths", str(tmp_path / "lengths.npy"), "--ranks", "4", "--capacity-tokens", "2K"]
+    arguments = [
+        "--batch.lengths",
+        str(tmp_path / "lengths.npy"),
+        "--parallel.ranks",
+        "4",
+        "--parallel.capacity-tokens",
+        "2K",
+    ]
     assert plan.run([*arguments, "--png", str(picture)]) == 0
     assert picture.stat().st_size > 1000
     assert "4 sequences of 5.47K tokens" in capsys.readouterr().out
@@ -115,39 +144,46 @@ def test_plan_of_a_length_file_draws_a_picture(tmp_path: Path, capsys: pytest.Ca
 
 def test_plan_of_a_text_file_on_an_odd_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lengths.txt").write_text("50, 3\n2 1")
-    arguments = ["--batch.lengths", str(tmp_path / "lengths.txt"), "--ranks", "7", "--capacity-tokens", "8"]
+    arguments = [
+        "--batch.lengths",
+        str(tmp_path / "lengths.txt"),
+        "--parallel.ranks",
+        "7",
+        "--parallel.capacity-tokens",
+        "8",
+    ]
     assert plan.run(arguments) == 0
     assert "adaptive" in capsys.readouterr().out
 
 
 def test_simulate_prints_the_books_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
-    arguments = [*SMALL, "--cluster.num-gpus", "64", "--cluster.tp", "2", "--cluster.pp", "2", "--trace", str(trace)]
+    arguments = [*SMALL, "--parallel.ranks", "64", "--parallel.tp", "2", "--parallel.pp", "2", "--trace", str(trace)]
     assert simulate.run([*arguments, "--loader.seconds", "1", "--loader.no-overlapped"]) == 0
     printed = capsys.readouterr().out
     for word in ("64 devices as 16 ranks of tp 2 x pp 2", "pp bubble", "ring, exposed", "loader", "activations"):
         assert word in printed
     assert re.search(r"memory with 2-byte numbers: .* per device at the peak", printed)
     assert "model and batch are small" not in printed
-    assert simulate.run([*SMALL, "--cluster.num-gpus", "1024"]) == 0
+    assert simulate.run([*SMALL, "--parallel.ranks", "1024"]) == 0
     assert "model and batch are small for so many devices" in capsys.readouterr().out
     assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("command", [plan, simulate])
 def test_capacity_auto_is_what_a_device_holds(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    devices = ["--ranks", "16", "--tp", "2"] if command is plan else ["--cluster.num-gpus", "32", "--cluster.tp", "2"]
-    assert command.run([*SMALL, *devices, "--capacity-tokens", "auto"]) == 0
-    assert command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "40"]) == 0
+    devices = ["--parallel.ranks", "32", "--parallel.tp", "2"]
+    assert command.run([*SMALL, *devices, "--parallel.capacity-tokens", "auto"]) == 0
+    assert command.run([*SMALL, *devices, "--parallel.capacity-tokens", "auto", "--memory.device-gib", "40"]) == 0
     capsys.readouterr()
     with pytest.raises(ConfigError, match=r"need .* GiB a rank, of 10 GiB that a rank may use"):
-        command.run([*SMALL, *devices, "--capacity-tokens", "auto", "--device-gib", "10"])
+        command.run([*SMALL, *devices, "--parallel.capacity-tokens", "auto", "--memory.device-gib", "10"])
 
 
 def test_simulate_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "plan.npz"
-    plan.run([*SMALL, "--ranks", "16", "--tp", "2", "--planners", "naive", "--save", str(saved)])
-    arguments = ["--plan", str(saved), "--cost.profile", "case-study", "--cluster.num-gpus", "32", "--cluster.tp", "2"]
+    plan.run([*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--planners", "naive", "--save", str(saved)])
+    arguments = ["--plan", str(saved), "--cost.profile", "case-study", "--parallel.ranks", "32", "--parallel.tp", "2"]
     assert simulate.run(arguments) == 0
     assert "plan: naive" in capsys.readouterr().out
 
@@ -159,7 +195,7 @@ def test_a_plan_with_a_shape_that_cannot_be_is_refused(tmp_path: Path, columns: 
     saved = tmp_path / "plan.npz"
     save_plan(replace(grid_plan([4096], 4, 2), group_columns=np.array([columns])), saved)
     with pytest.raises(PlanError, match=message):
-        simulate.run(["--plan", str(saved), "--cost.profile", "case-study", "--cluster.num-gpus", "4"])
+        simulate.run(["--plan", str(saved), "--cost.profile", "case-study", "--parallel.ranks", "4"])
 
 
 @pytest.mark.parametrize(
@@ -182,12 +218,12 @@ def test_files_that_hold_no_lengths(tmp_path: Path, name: str, content: str | No
 
 def test_a_sequence_that_fits_nowhere_is_an_error_when_no_planner_can() -> None:
     with pytest.raises(PlanError, match="could not hold it"):
-        plan.run([*SMALL, "--ranks", "2", "--tp", "2", "--capacity-tokens", "100"])
+        plan.run([*SMALL, "--parallel.ranks", "4", "--parallel.tp", "2", "--parallel.capacity-tokens", "100"])
 
 
 def test_devices_that_make_no_whole_rank() -> None:
-    with pytest.raises(SystemExit):  # tyro shows the ConfigError's text in its own box
-        simulate.run([*SMALL, "--cluster.num-gpus", "10", "--cluster.tp", "4"])
+    with pytest.raises(ConfigError, match=r"10 devices are not a multiple of tp x pp = 4 x 1"):
+        simulate.run([*SMALL, "--parallel.ranks", "10", "--parallel.tp", "4"])
 
 
 @pytest.mark.parametrize("command", [plan, simulate])

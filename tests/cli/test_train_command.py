@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from bytescale.cli.main import main
-from bytescale.cli.options import _OTHER_WORDS, check_setting_names
+from bytescale.cli.options import _OTHER_WORDS
 from bytescale.cli.train import _prepare_data
-from bytescale.common.errors import ConfigError
 from bytescale.config import config_to_toml
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
 
@@ -54,6 +53,24 @@ def test_train_then_resume_on_one_rank(folder: Path, tmp_path: Path) -> None:
     assert second.returncode == 0, second.stderr
     assert f"resuming after step 4 from {run}/checkpoints/step-000004" in second.stdout
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_epochs_become_steps(folder: Path, tmp_path: Path) -> None:
+    """Two passes over the corpus: its batches until the third pass begins. A resumed run may add a pass."""
+    run = tmp_path / "run"
+    told = bytescale("train", str(folder / "config.toml"), "--trainer.run-dir", str(run), "--trainer.epochs", "2",
+                     "--parallel.ranks", "1", "--parallel.capacity-tokens", "256")  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    steps = int(re.search(r"epochs  2 of the data are (\d+) steps", told.stdout)[1])
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    per_epoch = sum(len(file.read_bytes()) + 1 for file in (folder / "corpus").iterdir())
+    seen = sum(line["num_tokens"] for line in lines)
+    assert 2 * per_epoch <= seen < 2 * per_epoch + 640, "the last batch is filled up"
+    longer = bytescale("train", "--resume", str(run), "--trainer.epochs", "3", "--dry-run")
+    more = int(re.search(r"epochs  3 of the data are (\d+) steps", longer.stdout)[1])
+    assert more > steps
+    assert f"run     {more} steps into {run}" in longer.stdout
 
 
 @pytest.mark.exhaustive
@@ -114,7 +131,7 @@ def test_a_rank_that_dies_stops_the_others_and_is_named(
     [
         (["--data.contxt-length", "9"], r"Unknown option --data.contxt-length.*did you mean --data.context-length\?"),
         (["--lr", "1e-3"], r"Unknown option --lr.*did you mean --optimizer.lr\?"),
-        (["--set", "trainer.steps=9"], r"Unknown option --set.*write a setting as --section.key value"),
+        (["--set", "trainer.steps=9"], r"Unknown option --set.*--help lists the options"),
         (["--data.context-length", "1000"], r"1000 exceeds 2 ranks x .*capacity_tokens = 128.*at least 8 ranks"),
         (["--data.batch-tokens", "100"], r"batch_tokens = 100 is smaller than data.context_length = 256.*raise"),
         (["--data.sources", "/nowhere/*.txt"], r"/nowhere/\*\.txt"),
@@ -143,21 +160,42 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("command", "written", "meant"),
     [
-        ("--parallel.cp", "--planner.static-cp"),
-        ("--optimizer.learning-rate", "--optimizer.lr"),
-        ("--optimizer.learning_rate=1", "--optimizer.lr"),
-        ("--max-steps", "--trainer.steps"),
+        ("train", "--parallel.cp", "--planner.static-cp"),
+        ("train", "--optimizer.learning-rate", "--optimizer.lr"),
+        ("demo", "--optimizer.learning_rate=1", "--optimizer.lr"),
+        ("train", "--max-steps", "--trainer.steps"),
+        ("plan", "--tp", "--parallel.tp"),
+        ("simulate", "--cluster.num-gpus", "--parallel.ranks"),
+        ("simulate", "--cluster.tp", "--parallel.tp"),
+        ("simulate", "--planner", "--planner.name"),
+        ("profile", "--dtype", "--trainer.dtype"),
+        ("data stats", "--tokeniser", "--tokenizer"),
+        ("score", "--capacity-token", "--capacity-tokens"),
     ],
 )
-def test_words_of_other_frameworks_are_understood(written: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"write {re.escape(meant)}\.$"):
-        check_setting_names([written])
+def test_a_wrong_option_suggests_the_right_one(
+    command: str, written: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One vocabulary in all commands; words of other frameworks and of older versions are understood."""
+    assert main([*command.split(), written, "2"]) == 2
+    assert re.search(rf"(write|did you mean) {re.escape(meant)}[.?]$", capsys.readouterr().err.strip())
 
 
-def test_the_words_of_other_frameworks_stand_for_settings() -> None:
-    check_setting_names([f"--{setting}" for setting in _OTHER_WORDS.values()])
+def test_the_words_of_other_frameworks_stand_for_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help is short; what it leaves out is one word away."""
+    names = {}
+    for argument in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["plan", argument])
+        printed = capsys.readouterr().out
+        names[argument] = set(re.findall(r"--[a-z][\w.-]+", printed))
+        assert len(printed.splitlines()) < (100 if argument == "--help" else 1000)
+    assert {f"--{option}" for option in _OTHER_WORDS.values()} <= names["--help-all"]
+    assert (
+        {"--parallel.tp", "--planner.name", "--batch.lengths"} <= names["--help"] < names["--help-all"] | {"--help-all"}
+    )
 
 
 def test_a_renamed_setting_tells_its_new_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

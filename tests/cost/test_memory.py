@@ -31,12 +31,12 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.runtime import (
     Activations,
+    Decoder,
     Executor,
     FlatParameters,
     HostPool,
     Mesh,
     MeshShape,
-    ModelPart,
     RankGroup,
     TokenShards,
     linear_cross_entropy,
@@ -178,7 +178,7 @@ def test_a_tied_heads_gradient_is_gone_when_the_layers_come() -> None:
         FlatParameters(model.named_parameters(), 1)
         plan = RankPlan.of(shared_plan(2048, 1), 0)
         data = [slice_batch(random_batch([2048], shape.vocab_size, 0), plan.micro_batches[0])]
-        part = ModelPart(model=model, activations=Activations(list(model.layers), checkpointing="full"))
+        part = Decoder(module=model, activations=Activations(list(model.layers), checkpointing="full"))
         kernel = select_kernel("auto", torch.device("cpu"), dtype)
         with LiveBytes() as live:
             Executor(parts=[part], kernel=kernel, mesh=Mesh.of_hdp(RankGroup())).run(

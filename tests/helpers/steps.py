@@ -12,7 +12,7 @@ from bytescale.attention import reference_attention, select_kernel
 from bytescale.config import Architecture
 from bytescale.models import Llama, build_model
 from bytescale.plan import MicroBatch, Plan, RankPlan
-from bytescale.runtime import IGNORE_INDEX, Executor, FlatParameters, Mesh, MeshShape, ModelPart
+from bytescale.runtime import IGNORE_INDEX, Decoder, Executor, FlatParameters, Mesh, MeshShape
 from bytescale.runtime.loss import reference_cross_entropy
 
 from .ranks import run_mesh
@@ -132,7 +132,7 @@ def planned_step(
         flat = FlatParameters(model.named_parameters(), hdp.size)
         rank_plan = RankPlan.of(plan, hdp.rank)
         result = Executor(
-            parts=[ModelPart(model=model)],
+            parts=[Decoder(module=model)],
             kernel=select_kernel(kernel, torch.device("cpu"), flat.values.dtype),
             mesh=mesh,
         ).run(

@@ -29,7 +29,7 @@ from bytescale.models.compiled import apply_compiled
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Executor, HostPool, MeshShape, ModelPart, RankGroup
+from bytescale.runtime import Decoder, Executor, HostPool, MeshShape, RankGroup
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import Mesh
 from bytescale.train import train
@@ -143,7 +143,7 @@ def test_all_lengths_are_served_by_the_graphs_of_the_first(checkpointing: str) -
         rank_plan = RankPlan.of(plan, 0)
         batch = random_batch([length], shape.vocab_size, seed=length, masked_share=0.0)
         Executor(
-            parts=[ModelPart(model=model, activations=activations)],
+            parts=[Decoder(module=model, activations=activations)],
             kernel=CompiledMerges(MathKernel(), compiler),
             mesh=Mesh.of_hdp(RankGroup()),
         ).run(rank_plan, [slice_batch(batch, rank_plan.micro_batches[0])], num_global_targets=max(1, batch.num_targets))

@@ -12,7 +12,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Chunk, Executor, Mesh, ModelPart, ShardedOptimizer
+from bytescale.runtime import Decoder, Executor, Mesh, ShardedOptimizer
 from bytescale.runtime.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.rules import apply_rules
@@ -50,7 +50,7 @@ def training_step(
         )
         optimizer = ShardedOptimizer.of_config(own.parameters, OptimizerConfig(), mesh, own.tied_head)
         if bucket_bytes:
-            optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in own.chunks])
+            optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in own.chunks])
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         parts = []
         for chunk in own.chunks:
@@ -65,7 +65,7 @@ def training_step(
                 row_wise=row_wise_parts(chunk, mesh.tp.size),
                 chunk_rows=8,
             )
-            parts.append(ModelPart(model=chunk, activations=activations))
+            parts.append(Decoder(module=chunk, activations=activations))
         for _ in range(2 if bucket_bytes else 1):
             mesh.world.agree("the plan", rank_plan.digest)
             optimizer.begin_step(rank_plan)

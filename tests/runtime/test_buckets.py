@@ -22,12 +22,11 @@ from bytescale.plan.last_message import last_backward_is_silent, silent_last_bac
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import (
     Activations,
-    Chunk,
+    Decoder,
     Executor,
     FlatParameters,
     Mesh,
     MeshShape,
-    ModelPart,
     RankGroup,
     ShardedOptimizer,
 )
@@ -75,10 +74,10 @@ def train(
         optimizer = ShardedOptimizer.of_config(model.parameters, CLIPPING, mesh, model.tied_head)
         if bucket_bytes:
             assert mesh.hdp.size == 1 or len(model.parameters.buckets) > 2
-            optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
+            optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in model.chunks])
         parts = [
-            ModelPart(
-                model=chunk,
+            Decoder(
+                module=chunk,
                 activations=Activations(list(chunk.layers), checkpointing=checkpointing),  # type: ignore[arg-type]
             )
             for chunk in model.chunks
@@ -331,7 +330,7 @@ def test_more_ranks_than_elements() -> None:
         model = nn.Linear(3, 2)
         flat = FlatParameters(model.named_parameters(), mesh.hdp.size, bucket_bytes=1)
         optimizer = ShardedOptimizer.of_config(flat, CLIPPING, mesh)
-        optimizer.overlap_with([Chunk(model=model, layers=[])])
+        optimizer.overlap_with([(model, [])])
         for _ in range(2):
             optimizer.begin_step(RankPlan.of(random_plan([1], mesh.hdp.size, 0), mesh.hdp.rank))
             flat.gradients.fill_(1.0)

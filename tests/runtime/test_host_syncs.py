@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bytescale.runtime.executor as executor
-from bytescale.attach import head, micro_batch
-from bytescale.attach.head import loss_sum
+from bytescale.attach import micro_batch
+from bytescale.attach.head import ModelHead
 from bytescale.attach.micro_batch import Micro
 from bytescale.attention import Exchange, blocks, copies
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
@@ -26,7 +26,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Activations, FlatParameters, Mesh, ModelPart, RankGroup, linear_cross_entropy, loss
+from bytescale.runtime import Activations, Decoder, FlatParameters, Mesh, RankGroup, linear_cross_entropy, loss
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import Log, RecordedGroup, ZeroKernel, batching
 
@@ -54,7 +54,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copied.append(host.numel())
         return torch.empty(host.shape, dtype=host.dtype, device=device)
 
-    for module in (blocks, copies, executor, loss, head, micro_batch):
+    for module in (blocks, copies, executor, loss, micro_batch):
         monkeypatch.setattr(module, "to_device", to_device)
     monkeypatch.setitem(LOGITS_PER_CHUNK, "meta", 200)
     monkeypatch.setitem(HEAD_NUMBERS_PER_CHUNK, "meta", 500)
@@ -97,7 +97,7 @@ def run_on_meta(monkeypatch: pytest.MonkeyPatch, *, checkpointing: str, head_gro
     rank_plan = RankPlan.of(plan, 0)
     with NoPageableCopies():
         executor.Executor(
-            parts=[ModelPart(model=model, activations=activations)], kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp)
+            parts=[Decoder(module=model, activations=activations)], kernel=ZeroKernel(), mesh=Mesh.of_hdp(hdp)
         ).run(
             rank_plan,
             [slice_batch(batch, micro_batch) for micro_batch in rank_plan.micro_batches],
@@ -118,18 +118,28 @@ def test_a_step_never_waits_for_the_device(
     assert on_meta, "tokens were copied"
 
 
+class OtherHead(nn.Linear):
+    """A head whose logits its own code makes (``attach.head.ModelHead``)."""
+
+    group, num_words, add_loss, losses = None, 8, ModelHead.add_loss, ModelHead.losses
+
+    def __init__(self) -> None:
+        super().__init__(4, self.num_words, device=META)
+
+    def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return [self.weight, self.bias]
+
+
 def test_an_attached_models_micro_batch_and_loss_never_wait_for_the_device(on_meta: list[int]) -> None:
     """Its fields are in CPU memory, as loaders give them; the loss is that of a head of any kind."""
     (plan, *_) = RankPlan.of(two_micro_batches(), 0).micro_batches
     fields = {name: torch.arange(plan.num_tokens) % 5 for name in ("tokens", "labels")}
-    words = nn.Linear(4, 8, device=META)
-    words.num_words = 8  # type: ignore[assignment]
     hidden = torch.empty(plan.num_tokens, 4, device=META, requires_grad=True)
     with NoPageableCopies():
         micro = Micro(plan, fields, None, META, exchange=None)  # type: ignore[arg-type]
-        loss_sum(words, hidden, fields["labels"], token_weights=torch.ones(plan.num_tokens)).backward()  # type: ignore[arg-type]
+        loss.loss_sum(OtherHead(), hidden, fields["labels"], token_weights=torch.ones(plan.num_tokens)).backward()  # type: ignore[arg-type]
     assert micro.inputs["input_ids"].device == micro.inputs["position_ids"].device == META
-    assert len(on_meta) == 6
+    assert len(on_meta) == 5
 
 
 def test_what_the_meta_device_catches(on_meta: list[int]) -> None:

@@ -26,7 +26,7 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
-from bytescale.runtime import Executor, FlatParameters, HostPool, Mesh, MeshShape, ModelPart, TokenShards
+from bytescale.runtime import Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, TokenShards
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import boundary_colour
 from bytescale.runtime.pipeline import StageLinks
@@ -107,8 +107,8 @@ def mesh_step(
         rank_plan = RankPlan.of(plan, mesh.hdp.rank)
         pool = HostPool(2**24, pinned=False) if offload else None
         parts = [
-            ModelPart(
-                model=model,
+            Decoder(
+                module=model,
                 activations=Activations(
                     list(model.layers),
                     checkpointing=checkpointing,  # type: ignore[arg-type]

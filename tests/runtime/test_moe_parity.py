@@ -14,7 +14,7 @@ from bytescale.models import Mixtral
 from bytescale.models.moe import MixtureOfExperts, looped_products, route
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
-from bytescale.runtime import Executor, FlatParameters, Mesh, ModelPart, RankGroup
+from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, RankGroup
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import reference_cross_entropy
 from tests.helpers.effort import examples
@@ -87,7 +87,7 @@ def planned(
         for _ in range(2):  # the second step must not see the first one's tokens
             flat.zero_gradients()
             result = Executor(
-                parts=[ModelPart(model=model, activations=activations)],
+                parts=[Decoder(module=model, activations=activations)],
                 kernel=select_kernel("auto", torch.device("cpu"), dtype),
                 mesh=Mesh.of_hdp(hdp),
             ).run(

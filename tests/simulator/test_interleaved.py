@@ -176,9 +176,9 @@ def test_chunks_lie_in_trace_and_picture_on_their_stage(tmp_path: Path) -> None:
     [
         (
             {"num_gpus": 4, "pp": 2, "virtual_stages": 0},
-            "cluster.virtual_stages is 0. To fix: use a whole number of at least 1",
+            "virtual_stages is 0. To fix: use a whole number of at least 1",
         ),
-        ({"num_gpus": 4, "virtual_stages": 2}, r"virtual_stages = 2 without a pipeline \(cluster.pp = 1\)"),
+        ({"num_gpus": 4, "virtual_stages": 2}, r"virtual_stages = 2 without a pipeline \(parallel.pp = 1\)"),
     ],
 )
 def test_impossible_chunks(cluster: dict[str, int], message: str) -> None:
@@ -187,9 +187,11 @@ def test_impossible_chunks(cluster: dict[str, int], message: str) -> None:
 
 
 def test_chunks_that_this_model_or_plan_or_schedule_does_not_have() -> None:
-    with pytest.raises(ConfigError, match=r"cluster.pp = 2 x cluster.virtual_stages = 3 exceeds the model's 4 layers"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.pp = 2 x parallel.virtual_stages = 3 exceeds the model's 4 layers"
+    ):
         simulate(local_plan([[6]]), profile(num_layers=4), on(2, 3))
-    with pytest.raises(ConfigError, match=r"Schedule aligned with cluster.virtual_stages = 2"):
+    with pytest.raises(ConfigError, match=r"Schedule aligned with parallel.virtual_stages = 2"):
         simulate(local_plan([[6]]), profile(num_layers=4), on(2, 2), schedule="aligned")
     with pytest.raises(PlanError, match=r"deadlocks on 2 stages of 2 chunks: .*To fix: use virtual_stages = 1"):
         simulate(deadlocking_plan(), profile(num_layers=4), on(2, 2, 2))

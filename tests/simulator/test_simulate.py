@@ -186,7 +186,7 @@ def test_progress_reaches_the_end() -> None:
     ("cluster", "message"),
     [
         ({"num_gpus": 10, "tp": 2, "pp": 2}, "not a multiple of tp x pp = 2 x 2.*use 8 devices"),
-        ({"num_gpus": 16, "tp": 16}, "exceeds cluster.gpus_per_node"),
+        ({"num_gpus": 16, "tp": 16}, "exceeds gpus_per_node"),
         ({"num_gpus": 0}, "num_gpus is 0"),
     ],
 )
@@ -199,7 +199,7 @@ def test_impossible_clusters(cluster: dict[str, int], message: str) -> None:
     ("cluster", "message"),
     [
         (ClusterConfig(num_gpus=2), "for 1 ranks but 2 devices"),
-        (ClusterConfig(num_gpus=2, tp=2), "for tp = 1 but cluster.tp is 2"),
+        (ClusterConfig(num_gpus=2, tp=2), "for tp = 1 but parallel.tp is 2"),
         (ClusterConfig(num_gpus=8, pp=8), "exceeds the model's 4 layers"),
     ],
 )

@@ -19,7 +19,7 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.order.batches import batches_once
 from bytescale.models import build_model
 from bytescale.parity import small_model
-from bytescale.runtime.loss import reference_cross_entropy, token_losses
+from bytescale.runtime.loss import PlainHead, reference_cross_entropy, token_losses
 from bytescale.train.loop.best import BestEvaluation
 from tests.data.support import memory_corpus, read_whole, write_jsonl
 from tests.helpers.effort import one_of
@@ -138,7 +138,7 @@ def test_losses_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.randint(37, (23,), generator=generator)
     labels[::4] = -100
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="none", ignore_index=-100)
-    torch.testing.assert_close(token_losses(hidden, weight, labels), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(token_losses(PlainHead(weight), hidden, labels), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_run_ends_when_losses_fall_no_more_and_keeps_the_best(tmp_path: Path, corpora: tuple[Path, Path]) -> None:

@@ -103,7 +103,7 @@ def test_a_bad_fit_is_named_wherever_it_is_used(
     path, lengths = tmp_path / "bad.toml", tmp_path / "lengths.txt"
     save_profile(replace(profile, points=points), path)
     lengths.write_text("100 200 300")
-    batch = ["--batch.lengths", str(lengths), "--ranks", "2", "--capacity-tokens", "512"]
+    batch = ["--batch.lengths", str(lengths), "--parallel.ranks", "2", "--parallel.capacity-tokens", "512"]
     assert main(["plan", *batch, "--cost.profile", str(path)]) == 0
     assert "rest_forward fits badly: -100% at" in caplog.text
     caplog.clear()
@@ -150,7 +150,20 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
     shape = {"hidden-size": 32, "num-heads": 4, "num-kv-heads": 2, "ffn-hidden-size": 48}
     model = [text for name, value in shape.items() for text in (f"--model.{name}", str(value))]
     assert (
-        main(["profile", "--out", str(out), "--max-tokens", "512", "--seconds", str(LONG), "--device", "cpu", *model])
+        main(
+            [
+                "profile",
+                "--out",
+                str(out),
+                "--data.context-length",
+                "512",
+                "--seconds",
+                str(LONG),
+                "--trainer.device",
+                "cpu",
+                *model,
+            ]
+        )
         == 0
     )
     assert out.with_suffix(".png").stat().st_size > 10_000

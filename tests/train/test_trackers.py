@@ -12,9 +12,11 @@ import pytest
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config, TrainerConfig
+from bytescale.train import train
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import _run_id, check_trackers, open_trackers
 from bytescale.train.run_folder import RunFolder
+from tests.train.runs import losses, small_run, write_corpus
 
 
 def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
@@ -41,6 +43,24 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
     assert header.run_id == _run_id(folder)  # a resumed run goes on under the same id
     logged = [{name: row[name] for name in ("step", "loss", "num_tokens")} for row in history]
     assert logged == [{"step": 7, "loss": 5.5, "num_tokens": 12}, {"step": 8, "loss": 5.25, "num_tokens": 13}]
+
+
+def test_trackers_get_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last one; metrics.jsonl has all."""
+    logged: list[int] = []
+
+    class Spy:
+        def log(self, step: int, scalars: object) -> None:
+            logged.append(step)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("bytescale.train.reporting.run_log.open_trackers", lambda run, config: [Spy()])
+    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run", steps=5, track_every=2)
+    train(config, print_line=lambda line: None)
+    assert logged == [2, 4, 5]
+    assert len(losses(tmp_path / "run")) == 5
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from bytescale.attach.folder import constants_of, load_model, parameters_of, save_folder, write_folder
 from bytescale.attach.partly_trained import train_a_part
 from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.hugging_face import appearing, copy_companions_of
+from bytescale.checkpoint.hugging_face import add_companions, appearing
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.writing import Part, write_whole
@@ -52,7 +52,7 @@ def export_attached(
             dtype=DTYPES[dtype],
             shard_bytes=shard_bytes,
         )
-        copy_companions_of(checkpoint, hidden, run_config)
+        add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 
@@ -89,7 +89,7 @@ def _export_with_base(
         shards = save_folder(
             model.to(DTYPES[dtype]), hidden, architecture.content, dtype=DTYPES[dtype], shard_bytes=shard_bytes
         )
-        copy_companions_of(stored.folder, hidden, run_config)
+        add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 

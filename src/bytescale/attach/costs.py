@@ -7,7 +7,7 @@ The planner needs the ratio of attention to the rest, and the order of magnitude
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,42 +17,16 @@ from bytescale.attach.head import causal_model
 from bytescale.attach.probe import ModelFacts
 from bytescale.common.arrays import IntArray
 from bytescale.config import Architecture, RingGradients
-from bytescale.cost import CostModel, Links, Profile, flops
-from bytescale.cost.assumed import ASSUMED
+from bytescale.cost import CostModel, Profile, flops
+from bytescale.cost.assumed import ASSUMED, ASSUMED_MICRO_BATCH_SECONDS, Rates
 from bytescale.cost.curve import Curve
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What a device computes and sends, as ``Profile.from_flops`` takes it."""
-
-    flops_per_second: float
-    attention_flops_per_second: float
-    links: Links
-    launch_seconds: float = 0.0
-
-
-def assumed_rates(device_type: str) -> Rates:
-    """Round numbers for a kind of device, the same on all ranks."""
-    assumed = ASSUMED["cuda" if device_type == "cuda" else "cpu"]
-    return Rates(
-        flops_per_second=assumed.flops_per_second,
-        attention_flops_per_second=assumed.flops_per_second,
-        links=Links(
-            intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
-            inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
-            latency_seconds=assumed.message_seconds,
-            device_to_host_bytes_per_second=assumed.host_bytes_per_second,
-            host_to_device_bytes_per_second=assumed.host_bytes_per_second,
-        ),
-    )
 
 
 def count_costs(model: nn.Module, facts: ModelFacts, *, device_type: str, bytes_per_element: int) -> CostModel:
     """The cost model of any attached model on an assumed device."""
-    assumed = ASSUMED["cuda" if device_type == "cuda" else "cpu"]
-    cost = counted_profile(model, facts, assumed_rates(device_type), bytes_per_element=bytes_per_element).cost_model()
-    return replace(cost, micro_batch_seconds=assumed.micro_batch_seconds)
+    kind = "cuda" if device_type == "cuda" else "cpu"
+    cost = counted_profile(model, facts, ASSUMED[kind], bytes_per_element=bytes_per_element).cost_model()
+    return replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[kind])
 
 
 def counted_profile(

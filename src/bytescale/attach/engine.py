@@ -6,19 +6,18 @@ from contextlib import nullcontext
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bytescale.attach.costs import assumed_rates, counted_profile
-from bytescale.attach.head import hidden_states
+from bytescale.attach.costs import counted_profile
+from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.micro_batch import Micro
-from bytescale.attach.part import layers_of
-from bytescale.attach.passes import AttachedModel, MicroBatchPass
+from bytescale.attach.passes import MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW
-from bytescale.attach.probe import ModelFacts
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
 from bytescale.common.errors import ConfigError, problem
+from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule, measured_rule
 from bytescale.plan import MicroBatch
@@ -51,30 +50,22 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: RankGroup,
-        facts: ModelFacts,
-        *,
-        kernel: str,
-        checkpointing: Checkpointing,
-        host_gib: float,
+        self, decoder: AttachedDecoder, group: RankGroup, *, kernel: str, checkpointing: Checkpointing, host_gib: float
     ) -> None:
-        """Apply checkpointing and offloading to the layers of ``model``, which is attached.
+        """Apply checkpointing and offloading to the layers.
 
         Raises ``ConfigError`` where either is asked for, and attention does not lie in numbered layers; and for heads
         that no kernel has.
         """
-        check_widths(facts, cuda_flash=group.device.type == "cuda" and kernel != "math")
-        self.model, self.group, self.facts = model, group, facts
+        check_widths(decoder.facts, cuda_flash=group.device.type == "cuda" and kernel != "math")
+        self.decoder, self.group = decoder, group
         self._kernel_name = kernel
         self._kernels: dict[torch.dtype, AttentionKernel] = {}
-        self._attached = AttachedModel.of(model, facts)
-        self.others: list[AttachedModel] = []
+        self.others: list[AttachedDecoder] = []
         self._host_bytes = int(host_gib * _GIB)
         self._pool = HostPool(self._host_bytes, pinned=group.device.type == "cuda") if host_gib else None
-        self._layers = layers_of(model, facts) if host_gib or checkpointing != "none" else []
-        self.activations = Activations(self._layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
+        layers = decoder.layers if host_gib or checkpointing != "none" else []
+        self.activations = Activations(layers, checkpointing=checkpointing, pool=self._pool, device=group.device)
 
     def micro(self, plan: MicroBatch, fields: dict[str, Tensor], buffers: RingBuffers) -> Micro:
         """The micro-batch of a plan with its rows ``fields``."""
@@ -82,18 +73,17 @@ class Engine:
         attended = plan if plan.num_tokens or plan.shared is not None else ONE_ROW
         memory = self.activations.attention_memory
 
-        def pass_of(model: AttachedModel) -> MicroBatchPass:
-            own = model is self._attached
+        def pass_of(decoder: AttachedDecoder) -> MicroBatchPass:
+            own = decoder is self.decoder
 
             @cache
             def attention_of(dtype: torch.dtype) -> PackedAttention:
                 kept = memory if own else None
                 return PackedAttention(attended, self._kernel(dtype), self.group.exchange, kept, buffers)
 
-            return MicroBatchPass(
+            return decoder.open_pass(
                 attention_of,
-                model,
-                num_rows=plan.num_tokens,
+                plan.num_tokens,
                 has_ring=plan.shared is not None,
                 name=f"micro-batch {plan.index} of rank {self.group.rank}",
                 around=(lambda: self.activations.forward(plan)) if own else nullcontext,
@@ -102,10 +92,10 @@ class Engine:
         return Micro(
             plan,
             fields,
-            pass_of(self._attached),
+            pass_of(self.decoder),
             self.group.device,
             exchange=self.group.exchange,
-            other_passes=lambda: [pass_of(model) for model in self.others],
+            other_passes=lambda: [pass_of(decoder) for decoder in self.others],
         )
 
     def offload_rule(self) -> OffloadRule | None:
@@ -116,46 +106,29 @@ class Engine:
         """
         if self._pool is None:
             return None
-        element_bytes = next(self.model.parameters()).element_size()
-        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        for parameter, _ in gradients:
+        parameters = list(self.decoder.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
-
-        def forward(micro_batch: MicroBatch, tokens: Tensor, position_ids: Tensor) -> Tensor:
-            return hidden_states(self.model, self.micro(micro_batch, {"tokens": tokens}, RingBuffers()).inputs)[0][0]
-
         with torch.enable_grad():
-            rows = measure_rows(forward, self.activations, self.group.device)
-        for parameter, gradient in gradients:
+            rows = measure_rows(self.decoder, self._kernel(parameters[0].dtype), self.activations, self.group.device)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         self._pool.token_bytes = rows.moved_per_token
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
-        two = torch.arange(2, device=self.group.device)[None]
-        with torch.no_grad():
-            hidden, head = hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})
-        memory = measured_memory(
-            self.model,
-            self.facts,
-            rows,
-            head=head,
-            hidden_size=hidden.shape[-1],
-            kind=kind,
-            num_ranks=self.group.size,
-        )
+        memory = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
         minus_share, moved, minus_host = self.group.max_of(
             [-memory.limits().movable_share, rows.moved_per_token, -float(self._host_bytes)]
         )
         return measured_rule(
-            counted_profile(self.model, self.facts, assumed_rates(kind), bytes_per_element=element_bytes),
+            counted_profile(
+                self.decoder.model, self.decoder.facts, ASSUMED[kind], bytes_per_element=parameters[0].element_size()
+            ),
             share=-minus_share,
             moved_per_token=moved,
-            num_layers=len(self._layers),
+            num_layers=len(self.decoder.layers),
             host_bytes=-minus_host,
-        )
-
-    def detach(self) -> None:
-        """Give the layers back what they had before."""
-        self.activations.remove()
+        )  # fmt: skip
 
     def _kernel(self, dtype: torch.dtype) -> AttentionKernel:
         if dtype not in self._kernels:

@@ -30,18 +30,17 @@ from torch import Tensor, nn
 from bytescale.attach.collected import Collected
 from bytescale.attach.costs import count_costs
 from bytescale.attach.coupled import Loss, LossOfBatch, Values, backward_of
+from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.engine import Engine, require_use_of_host_memory
-from bytescale.attach.frozen_model import FrozenModel
-from bytescale.attach.interface import Attachment
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
-from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.planned_batch import PlannedBatch, check_plan
 from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
-from bytescale.attach.probe import probe
+from bytescale.attach.probe import ModelFacts
 from bytescale.attach.rank_batch import RankBatch
+from bytescale.attach.second_model import second_model
 from bytescale.attach.updates import Updates
 from bytescale.attach.vocabulary import require_words
 from bytescale.attach.weight_sums import weight_sums
@@ -60,7 +59,6 @@ class HDP(Updates):
     Attributes:
         planner: from the lengths of documents to a plan. It can be pickled and called anywhere.
         cost: what the planner believes about the model.
-        facts: every layer's attention, as the probe has found it.
     """
 
     def __init__(
@@ -106,20 +104,20 @@ class HDP(Updates):
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
         self._collected: Collected | None = None
-        self._others: list[FrozenModel] = []
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
-        self._attachment = Attachment(model)
+        decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
-            undo.callback(self._attachment.detach)
-            undo.callback(unfix_rope, fix_rope(model, longest_document))
-            self.facts = probe(model)
-            self.engine = Engine(
-                model, self.group, self.facts, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib
-            )
-            undo.callback(self.engine.detach)
+            undo.callback(decoder.undo)
+            self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
+            undo.callback(self.engine.activations.remove)
             self._prepare(planner, cost, forward_only)
             undo.pop_all()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Every layer's attention, as the probe has found it."""
+        return self.engine.decoder.facts
 
     def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
         """Count costs, make the planner, and compare all of it between the ranks."""
@@ -148,20 +146,18 @@ class HDP(Updates):
 
         Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
         """
-        other = FrozenModel(model, self.model, same_tokenizer=same_tokenizer)
-        self.group.agree("the weights of a second model", other.fingerprint())
-        self.engine.others.append(other.attached)
-        self._others.append(other)
+        decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
+        self.group.agree("the weights of a second model", _digest(decoder.facts, weight_sums(model)))
+        self.engine.others.append(decoder)
 
     def detach(self) -> None:
         """Put the model back on the attention that it had, and leave its gradients to others. ``step`` is refused then.
 
         ``state`` and ``save`` still work.
         """
-        self._attachment.detach()
-        self.engine.detach()
-        for other in self._others:
-            other.detach()
+        for decoder in (self.engine.decoder, *self.engine.others):
+            decoder.attachment.detach()
+        self.engine.activations.remove()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
 
@@ -193,7 +189,7 @@ class HDP(Updates):
             RankFailure: if ranks have different documents or plans.
         """
         documents = Documents.of(batch, shift_labels=shift_labels)
-        for model in (self.model, *(other.model for other in self._others)):
+        for model in (self.model, *(other.model for other in self.engine.others)):
             require_words(documents.fields, model)
         if plan is None:
             plan = self.planner_of(capacity_tokens)(np.array(documents.lengths), together)
@@ -301,7 +297,7 @@ class HDP(Updates):
 
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
-        self._attachment.require_attached()
+        self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
         self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
@@ -311,8 +307,11 @@ class HDP(Updates):
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
-        content = repr((settings, shapes, weight_sums(self.model)))
-        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
+        return _digest(settings, shapes, weight_sums(self.model))
+
+
+def _digest(*content: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:

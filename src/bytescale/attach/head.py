@@ -1,4 +1,4 @@
-"""Log-probabilities of labels, a few rows at a time, through the head that the model has.
+"""Losses and log-probabilities of labels, a few rows at a time, through the head that the model has.
 
 Heads differ: a bias, a scale of the logits (Granite, Cohere), a soft cap (Gemma 2). So the model's own forward computes
 the logits of a chunk: its decoder is replaced, for that call, by one that returns the chunk of hidden states.
@@ -9,7 +9,7 @@ Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -17,28 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bytescale.attach.interface import KEYWORD
 from bytescale.attach.refusal import refusal
-from bytescale.attention.autocast import in_autocast, without_autocast
-from bytescale.attention.copies import to_device
+from bytescale.attention.autocast import without_autocast
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.cost.memory import loss_chunk_tokens
-from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
-
-
-def row_log_probabilities(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
-    """``[T]`` log-probability of ``labels [T]`` given hidden states ``[T, C]``; 0 where the label is -100."""
-    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
-    parts = []
-    for rows, targets in zip(hidden.split(chunk_rows), labels.split(chunk_rows), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, head, rows, targets, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(_chunk(head, rows, targets))
-    return torch.cat(parts)
+from bytescale.runtime.loss import Head, PlainHead
 
 
 def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
@@ -47,88 +32,10 @@ def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tenso
     if not len(rows):
         return hidden.new_zeros(0, 0)
     logits = forward_of(hidden[0, rows.to(hidden.device)])
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return _wide(logits)
 
 
-def loss_sum(
-    head: Head, hidden: Tensor, labels: Tensor, *, z_loss: float = 0.0, token_weights: Tensor | None = None
-) -> Tensor:
-    """Sum over tokens of the cross-entropy, plus ``z_loss * lse^2``: ``runtime.linear_cross_entropy`` for any head.
-
-    Gradients are computed in the same pass, chunk by chunk, and summed in fp32 or wider. Backward may run once.
-
-    Args:
-        head: of the model.
-        hidden: ``[T, C]``.
-        labels: ``[T]`` int64, ``IGNORE_INDEX`` for tokens without a target. They may be in CPU memory.
-        token_weights: ``[T]``: what each token's summand is multiplied with. None: all are 1. Also in CPU memory.
-
-    Returns a scalar in fp32 (fp64 for fp64 inputs); zero, with zero gradients, when no token has a target.
-    """
-    result: Tensor = _HeadLoss.apply(hidden, labels, token_weights, head, z_loss, *head.parameters())
-    return result
-
-
-def fused_loss_sum(
-    head: Head, hidden: Tensor, labels: Tensor, token_weights: Tensor | None, *, has_plain_head: bool
-) -> Tensor:
-    """``loss_sum`` by the runtime's own kernels where the head is plain. Labels and weights are in CPU memory."""
-    if not has_plain_head:
-        return loss_sum(head, hidden, labels, token_weights=token_weights)
-    assert head.weight is not None, "a plain head has a weight"
-    hidden, weight = (in_autocast(rows) for rows in accumulated_at_once(hidden, head.weight))
-    with without_autocast(hidden.device):
-        return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights)
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        labels: Tensor,
-        token_weights: Tensor | None,
-        head: Head,
-        z_loss: float,
-        *parameters: nn.Parameter,
-    ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        weights = (
-            torch.ones_like(labels, dtype=wide) if token_weights is None else token_weights.to(labels.device, wide)
-        )
-        rows, targets, factors = (to_device(own, hidden.device) for own in (rows, labels[rows], weights[rows]))
-        loss = hidden.new_zeros((), dtype=wide)
-        sums = [torch.zeros_like(parameter, dtype=wide) for parameter in parameters]
-        d_hidden = torch.zeros_like(hidden)
-        chunk_rows = loss_chunk_tokens(head.num_words, hidden.device.type)
-        chunks = (values.split(chunk_rows) for values in (rows, targets, factors))
-        for own, words, factor in zip(*chunks, strict=True):
-            with torch.enable_grad():
-                chunk = hidden[own].detach().requires_grad_()
-                logits = head(chunk).to(wide)
-                losses = F.cross_entropy(logits, words, reduction="none")
-                if z_loss:
-                    losses = losses + z_loss * logits.logsumexp(dim=1).square()
-                part = (losses * factor).sum()
-                d_chunk, *gradients = torch.autograd.grad(part, [chunk, *parameters], allow_unused=True)
-            loss += part.detach()
-            d_hidden[own] = d_chunk
-            for total, gradient in zip(sums, gradients, strict=True):
-                if gradient is not None:
-                    total += gradient
-        ctx.gradients = [d_hidden, *sums]
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        d_hidden, *sums = [total.mul_(gradients[0].to(total.dtype)) for total in ctx.gradients]
-        ctx.gradients = None
-        return d_hidden, None, None, None, None, *(t.to(d) for t, d in zip(sums, ctx.dtypes, strict=True))
-
-
-def has_plain_head(model: nn.Module, head: Head, hidden_size: int) -> bool:
+def has_plain_head(model: nn.Module, head: ModelHead, hidden_size: int) -> bool:
     """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
 
     Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
@@ -151,20 +58,24 @@ def has_plain_head(model: nn.Module, head: Head, hidden_size: int) -> bool:
     return same and not bool(logits[4:].any())
 
 
-def _chunk(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
-    logits = head(hidden)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE_INDEX)
+def head_of(model: nn.Module, head: ModelHead, hidden_size: int) -> Head:
+    """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
+    return PlainHead(head.weight) if head.weight is not None and has_plain_head(model, head, hidden_size) else head
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
-class Head:
-    """From hidden states ``[n, C]`` to logits ``[n, V]``: the model with its decoder replaced."""
+class ModelHead:
+    """From hidden states ``[n, C]`` to logits ``[n, V]``: the model, its decoder replaced (``runtime.loss.Head``)."""
 
     model: nn.Module
     decoder: nn.Module
     output: Any
     """What the decoder returned; its hidden states are exchanged."""
+    group = None
 
     @property
     def weight(self) -> nn.Parameter | None:
@@ -185,6 +96,27 @@ class Head:
             own[id(self.weight)] = self.weight
         return [parameter for parameter in own.values() if parameter.requires_grad]
 
+    def add_loss(
+        self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            chunk, parameters = rows.detach().requires_grad_(), self.parameters()
+            logits = _wide(self(chunk))
+            losses = F.cross_entropy(logits, targets, reduction="none")
+            if z_loss:
+                losses = losses + z_loss * logits.logsumexp(dim=1).square()
+            loss = (losses if factor is None else losses * factor).sum()
+            if sums is None:
+                return loss.detach(), None
+            d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
+        for total, gradient in zip(sums, gradients, strict=True):
+            if total is not None and gradient is not None:
+                total += gradient
+        return loss.detach(), d_chunk
+
+    def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(_wide(self(rows)), labels, reduction="none", ignore_index=IGNORE_INDEX)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         if isinstance(self.output, tuple):
             output = (hidden[None], *self.output[1:])
@@ -197,7 +129,7 @@ class Head:
         return logits[0]
 
 
-def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Head]:
+def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ModelHead]:
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
     if KEYWORD in inputs:
         inputs[KEYWORD].require_model(model)
@@ -223,7 +155,7 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Hea
             fix="compute the loss from model(**micro.inputs).logits",
         )
     hidden: Tensor = output[0]  # type: ignore[index]
-    return hidden, Head(model, decoder, output)
+    return hidden, ModelHead(model, decoder, output)
 
 
 def _decoder(model: nn.Module) -> nn.Module:

@@ -11,38 +11,45 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from bytescale.attach.head import Head, has_plain_head
+from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.live_bytes import LiveBytes
 from bytescale.attach.planned_batch import local_documents
-from bytescale.attach.probe import LayerAttention, ModelFacts
+from bytescale.attach.probe import LayerAttention
+from bytescale.attention import AttentionKernel, PackedAttention
 from bytescale.config import RingGradients
 from bytescale.cost import flops
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
 from bytescale.plan import MicroBatch
-from bytescale.runtime import Activations
+from bytescale.runtime import Activations, RankGroup
+from bytescale.runtime.loss import PlainHead
 
 DOCUMENT_TOKENS = 32
 """Short enough for any model's positions."""
 NUM_DOCUMENTS = (4, 12)
 
 
-Forward = Callable[[MicroBatch, Tensor, Tensor], Tensor]
-"""From a micro-batch of whole documents, ``tokens [T]`` and ``position_ids [T]`` to hidden states ``[T, C]``."""
-
-
-def measure_rows(forward: Forward, activations: Activations, device: torch.device) -> MeasuredRows:
+def measure_rows(
+    decoder: AttachedDecoder, kernel: AttentionKernel, activations: Activations, device: torch.device
+) -> MeasuredRows:
     """Run the model, whose layers have ``activations``, without offloading and, where it may, with all of it.
 
     Gradients of parameters are added to; set them to zero after.
     """
-    kept = _slopes(forward, activations, device, 0.0)
+    alone = RankGroup(device=device)
+
+    def run(number: int, ratio: float) -> _Seen:
+        micro_batch = local_documents(0, [DOCUMENT_TOKENS] * number)
+        micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
+        attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
+        return _run(decoder, attention, micro_batch, activations, device)
+
+    kept = _slopes(run, 0.0)
     rows = MeasuredRows(saved_per_token=kept.saved, peak_per_token=kept.peak, fixed=kept.fixed)
     if activations.offload is None:
         return rows
-    _run(forward, activations, device, NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
-    left = _slopes(forward, activations, device, 1.0)
+    run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
+    left = _slopes(run, 1.0)
     movable = max(0.0, min(kept.saved - left.saved, kept.peak - left.peak))
     return replace(rows, movable_per_token=movable, moved_per_token=left.moved)
 
@@ -56,24 +63,28 @@ class _Seen(NamedTuple):
     fixed: float = 0.0
 
 
-def _slopes(forward: Forward, activations: Activations, device: torch.device, ratio: float) -> _Seen:
-    few, many = (_run(forward, activations, device, number, ratio) for number in NUM_DOCUMENTS)
+def _slopes(run: Callable[[int, float], _Seen], ratio: float) -> _Seen:
+    few, many = (run(number, ratio) for number in NUM_DOCUMENTS)
     rows = [number * DOCUMENT_TOKENS for number in NUM_DOCUMENTS]
     saved, peak, moved = ((b - a) / (rows[1] - rows[0]) for a, b in zip(few[:3], many[:3], strict=True))
     return _Seen(saved, peak, moved, fixed=max(0.0, few.peak - peak * rows[0]))
 
 
-def _run(forward: Forward, activations: Activations, device: torch.device, number: int, ratio: float) -> _Seen:
-    """Forward and backward of so many documents, with this share of their rows offloaded."""
-    micro_batch = local_documents(0, [DOCUMENT_TOKENS] * number)
-    micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
+def _run(
+    decoder: AttachedDecoder,
+    attention: PackedAttention,
+    micro_batch: MicroBatch,
+    activations: Activations,
+    device: torch.device,
+) -> _Seen:
+    """Forward and backward of a micro-batch of whole documents."""
     positions = torch.as_tensor(micro_batch.position_ids()).to(device)
     tokens = torch.arange(micro_batch.num_tokens, device=device) % 61  # of any vocabulary; experts get different ones
     activations.begin_step([micro_batch])
     before = 0 if activations.offload is None else activations.offload.bytes_moved
     with LiveBytes() as live:
         with activations.forward(micro_batch):
-            hidden = forward(micro_batch, tokens, positions)
+            hidden = decoder(tokens, positions, attention)
         saved = live.now
         hidden.backward(torch.ones_like(hidden))
     moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
@@ -81,36 +92,31 @@ def _run(forward: Forward, activations: Activations, device: torch.device, numbe
 
 
 def measured_memory(
-    model: nn.Module,
-    facts: ModelFacts,
+    decoder: AttachedDecoder,
     rows: MeasuredRows,
     *,
-    head: Head,
-    hidden_size: int,
     kind: DeviceKind,
     num_ranks: int,
     ring_gradients: RingGradients = "wide",
 ) -> MeasuredMemory:
-    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows.
-
-    ``hidden_size``: of the hidden states that ``head`` is given.
-    """
-    element_bytes, weight = next(model.parameters()).element_size(), head.weight
+    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
+    parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
+    element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
         states=States(
-            num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-            num_frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+            num_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,
             num_ranks=num_ranks,
         ),
         rows=rows,
-        rings=ring_widths(facts.layers, element_bytes, ring_gradients),
-        vocab_size=head.num_words,
-        head_numbers=hidden_size * head.num_words if weight is None else weight.numel(),
-        hidden_size=hidden_size,
+        rings=ring_widths(layers, element_bytes, ring_gradients),
+        vocab_size=vocab_size,
+        head_numbers=decoder.hidden_size * vocab_size if weight is None else weight.numel(),
+        hidden_size=decoder.hidden_size,
         kind=kind,
-        plain_head=has_plain_head(model, head, hidden_size),
-        kernel_bytes_per_token=kernel_bytes_per_token(facts.layers, kind, element_bytes),
+        plain_head=isinstance(decoder.head, PlainHead),
+        kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
         nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
     )
 

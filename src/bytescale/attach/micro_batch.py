@@ -8,16 +8,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.head import fused_loss_sum, has_plain_head, hidden_states
+from bytescale.attach.head import has_plain_head, hidden_states
 from bytescale.attach.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.attach.passes import MicroBatchPass
-from bytescale.attach.row_scores import RowScores, Wanted, row_scores
+from bytescale.attach.row_scores import RowScores, WantedScores, row_scores
 from bytescale.attach.whole_documents import WholeDocuments
 from bytescale.attention import Exchange
 from bytescale.attention.copies import to_device
 from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.plan import MicroBatch
+from bytescale.runtime.loss import PlainHead, loss_sum
 
 
 class Micro:
@@ -139,7 +140,9 @@ class Micro:
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
         inputs = self.inputs_for(model)
-        wanted = Wanted(temperature=temperature, entropy=entropy, top=top, words=words, rows_at_a_time=rows_at_a_time)
+        wanted = WantedScores(
+            temperature=temperature, entropy=entropy, top=top, words=words, rows_at_a_time=rows_at_a_time
+        )
         with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
             scores = row_scores(model, inputs, self.labels, wanted)
         return scores if entropy or top or words is not None or hidden else scores.logprobs
@@ -172,4 +175,5 @@ class Micro:
         plain, key = self.target.model.plain_heads, id(head.weight)
         if key not in plain:
             plain[key] = has_plain_head(model, head, hidden.shape[-1])
-        return fused_loss_sum(head, hidden[0, : self.num_rows], labels, token_weights, has_plain_head=plain[key])
+        fastest = PlainHead(head.weight) if plain[key] and head.weight is not None else head
+        return loss_sum(fastest, hidden[0, : self.num_rows], labels, token_weights=token_weights)

@@ -38,7 +38,7 @@ class RowScores(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedScores:
     """What is computed of each row.
 
     Attributes:
@@ -56,7 +56,7 @@ class Wanted:
     rows_at_a_time: int | None = None
 
 
-def row_scores(model: nn.Module, inputs: dict[str, Any], labels: Tensor, wanted: Wanted) -> RowScores:
+def row_scores(model: nn.Module, inputs: dict[str, Any], labels: Tensor, wanted: WantedScores) -> RowScores:
     """Run the model, and score its rows ``labels [T]``. Raises ``DataError`` for a temperature that is not positive."""
     temperature = wanted.temperature
     if not isinstance(temperature, Tensor) and not temperature > 0:
@@ -83,11 +83,11 @@ def row_scores(model: nn.Module, inputs: dict[str, Any], labels: Tensor, wanted:
         for own in zip(hidden.split(chunk_rows), targets, *columns, strict=True)
     ]  # fmt: skip
     joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
-    return RowScores(*joined, hidden=hidden)  # type: ignore[arg-type]
+    return RowScores(*joined, hidden)  # type: ignore[call-arg, arg-type]
 
 
 def _scores(
-    logits: Tensor, labels: Tensor, divisor: float | Tensor, words: Tensor | None, wanted: Wanted
+    logits: Tensor, labels: Tensor, divisor: float | Tensor, words: Tensor | None, wanted: WantedScores
 ) -> list[Tensor | None]:
     """From logits ``[n, V]`` to the columns of ``RowScores``."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,8 +15,8 @@ from bytescale.attach.saving import Savings
 from bytescale.attach.weight_stream import named_weights
 from bytescale.common.errors import ConfigError, NonFiniteError, problem
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.runtime.optimizers import GroupOptions
 from bytescale.runtime.parking import Parking
-from bytescale.runtime.sharded_optimizer import GroupOptions
 
 
 class Updates:

@@ -171,7 +171,7 @@ class Checkpointer:
     ) -> RunState:
         """Fill the optimizer and the parameters from ``path``; ``architecture`` is this run's own.
 
-        ``numbers``: the optimizer's states that are single numbers; None: AdamW's count of updates.
+        ``numbers``: the optimizer's states that are single numbers; None: the count of updates, if it has one.
 
         Raises ``CheckpointError`` when the checkpoint is of another model, or damaged. In the second case, the message
         names the newest older checkpoint whose check passes.
@@ -182,7 +182,7 @@ class Checkpointer:
             if not isinstance(path, Path):
                 raise
             raise self._with_older(damage, path) from damage
-        count = {"step": float(state.step)} if state.step else {}
+        count = {name: float(state.step) for name in optimizer.state_numbers() if name == "step" and state.step}
         optimizer.finish_restore(state.step, count if numbers is None else numbers)
         return state
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
 from bytescale.checkpoint.manifest import RunState
+from bytescale.checkpoint.model_card import model_card
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.writing import Part, write_whole
 from bytescale.common.errors import ConfigError
@@ -24,7 +25,7 @@ from bytescale.data.tokens.tokenizer import load_tokenizer
 from bytescale.models.hf import HFTensor
 from bytescale.models.hf_folder import check_pieces, copy_companions, finite, write_json, write_pieces
 from bytescale.runtime import DTYPES
-from bytescale.storage.place import Place, place_at
+from bytescale.storage.place import Place
 
 
 def export_checkpoint(
@@ -61,7 +62,7 @@ def export_checkpoint(
         write_json(hidden / "config.json", _config_json(shape, dtype, run_config) | special)
         if special:
             write_json(hidden / "generation_config.json", special)
-        copy_companions_of(checkpoint, hidden, run_config)
+        add_companions(stored, hidden, run_config)
     return [target / shard.name for shard in shards]
 
 
@@ -113,24 +114,31 @@ def _end_of_text(run_config: Config | None) -> dict[str, int]:
     return {"eos_token_id": load_tokenizer(run_config.data.tokenizer, run_config.data.eos_token).eos_id}
 
 
-def copy_companions_of(checkpoint: str | Place, target: Path, run_config: Config | None) -> None:
-    """Copy what belongs to a model's weights: tokenizer, generation settings, the model's own code.
+def add_companions(stored: CheckpointReader, target: Path, run_config: Config | None) -> None:
+    """Copy what belongs to a model's weights (tokenizer, chat template, generation settings), and add a model card.
 
     First what lies in the checkpoint, where that was made of a Hugging Face folder; then that of the folder that the
     run began with, and then that of its tokenizer. A later file replaces an earlier one.
     """
-    place = place_at(checkpoint)
-    if isinstance(place, Path):
-        copy_companions(place, target)
+    if isinstance(stored.folder, Path):
+        copy_companions(stored.folder, target)
     if run_config is None:
         return
+    data = run_config.data
     if run_config.trainer.init:
         copy_companions(folder_of(run_config.trainer.init), target)
-    tokenizer = Path(run_config.data.tokenizer).expanduser()
+    tokenizer = Path(data.tokenizer).expanduser()
     if tokenizer.is_dir():
         copy_companions(tokenizer, target)
     elif tokenizer.is_file():
         shutil.copyfile(tokenizer, target / "tokenizer.json")
+        settings = tokenizer.with_name("tokenizer_config.json")
+        if settings.is_file():
+            shutil.copyfile(settings, target / settings.name)
+    if data.chat_template:
+        shutil.copyfile(Path(data.chat_template).expanduser(), target / "chat_template.jinja")
+    if data.sources:  # else the run is not known
+        (target / "README.md").write_text(model_card(run_config, stored.state.step), encoding="utf-8")
 
 
 def import_folder(source: Path, target: Path) -> int:

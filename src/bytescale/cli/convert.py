@@ -40,6 +40,8 @@ class ConvertOptions:
     """The dtype of the weights in a Hugging Face folder. Checkpoints always have fp32."""
     shard_bytes: int = 5 * GIBI
     """Largest size of a safetensors file, in bytes."""
+    push: str = ""
+    """OWNER/NAME: upload the written folder to the Hugging Face Hub as this model, private if it is new."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -57,6 +59,8 @@ def run(arguments: Sequence[str]) -> int:
         else:
             count = import_folder(source, options.folder)
         print(f"wrote {options.folder}: a checkpoint of {format_si(count)} weights")
+        if options.push:
+            print("--push uploads folders of Hugging Face, not checkpoints: nothing was uploaded")
         print(f"start from it: bytescale train CONFIG.toml --init checkpoint:{options.folder}")
         return 0
     config = source.resolve().parent.parent / "config.toml"
@@ -72,6 +76,10 @@ def run(arguments: Sequence[str]) -> int:
     if (options.folder / "adapter").is_dir():
         print(f"the adapters are merged into it; as peft loads them, they lie in {options.folder / 'adapter'}")
     print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
+    if options.push:
+        from bytescale.storage.hub import push_folder
+
+        print(f"uploaded to {push_folder(options.folder, options.push)}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """What ``plan`` and ``simulate`` assume of a model and its devices: one set of options, one way to the costs.
 
-With a config, the devices are those on which ``train`` would run it. Without one, they are of the kind on which the
-profile was measured, or GPUs in bf16 if nothing was measured.
+With a config that names a corpus, the devices are those on which ``train`` would run it. Without one, they are of the
+kind on which the profile was measured, or GPUs in bf16 if nothing was measured.
 
 A model that runs on transformers' own code is built once, with random weights, on the CPU of this machine, by the code
 of ``train --init hf:``. Its operations are counted, and the memory of its layers is measured. Only the folder's
@@ -10,17 +10,17 @@ config.json is read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, TypeVar
 
-import tyro
-
-from bytescale.cli.batch_source import DEFAULT_MODEL, BatchConfig, CostSource, RatesConfig, read_profile
+from bytescale.cli.batch_source import BatchConfig
+from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
-from bytescale.common.units import format_bytes, format_si
+from bytescale.common.units import KIBI, format_bytes, format_si
 from bytescale.config import (
     AUTO_CAPACITY,
     AUTO_HEAD_GROUPS,
@@ -28,18 +28,21 @@ from bytescale.config import (
     HF_PREFIX,
     AttachedArchitecture,
     Config,
-    CostConfig,
+    DataConfig,
+    MemoryConfig,
     ModelConfig,
-    PlannerConfig,
+    ParallelConfig,
     PlannerName,
-    TrainerConfig,
+    resolve_architecture,
     resolve_model,
 )
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import may_offload
-from bytescale.cost import Cluster, CostModel, Profile
+from bytescale.cost import Cluster, CostModel, Profile, load_profile
+from bytescale.cost.assumed import Rates
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import Checkpointing, DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
+from bytescale.cost.profile_file import require_model, warn_of_bad_fits
 from bytescale.plan import Planner
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
@@ -49,39 +52,60 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
-_ELEMENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "fp64": 8, "float64": 8}
+_ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 BYTES_PER_PARAMETER = 12
 """Of this machine's memory, while an attached model is built: weights, their copy in flat memory, and gradients."""
 
+DEFAULTS = Config(
+    model=ModelConfig(preset="7b"),
+    data=DataConfig(context_length=2 * KIBI * KIBI, batch_tokens=32 * KIBI * KIBI),
+    parallel=ParallelConfig(ranks=1024),
+    memory=MemoryConfig(offload="off"),
+)
+"""The settings without a config file."""
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostOptions:
     """The options of a command that works out how long a model's step takes, and how much memory."""
 
-    capacity_tokens: int = field(default=8192, metadata=limits(least=0))
-    """Tokens that one micro-batch of a rank may hold. auto: as many as fit on its devices beside the model."""
-    device_gib: float | None = field(default=None, metadata=limits(above=0))
-    """GiB of a device that may be used. Unset: what training with the config would use here, or 80."""
-    checkpointing: Checkpointing = "none"
-    """Which activations backward computes again. It counts for memory, not for times. A config brings its own."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The sequences."""
-    cost: CostSource = field(default_factory=CostSource)
-    """Where the times come from."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=lambda: replace(DEFAULT_MODEL))
-    """The model, if times come from counted operations."""
+    rates: Rates = field(default_factory=Rates)
+    """Rates of one device, from which times follow if `cost.profile` names no profile."""
+    gpus_per_node: int = field(default=8, metadata=limits(least=1))
+    """Devices that share a node and its fast links."""
+    config: Settings
+    """All settings. `parallel.ranks` counts the devices of the cluster."""
 
-    @staticmethod
-    def defaults_of(config: Config) -> dict[str, Any]:
-        """Return the options that a config gives."""
-        return {
-            "batch": BatchConfig(context=config.data.context_length, tokens=config.data.batch_tokens),
-            "capacity_tokens": config.parallel.capacity_tokens,
-            "device_gib": config.memory.device_gib,
-            "checkpointing": config.trainer.checkpointing,
-            "cost": CostSource(profile=config.cost.profile),
-            "model": config.model,
-        }
+    def layout(self, *, sync_overlap: float = 0.0) -> ClusterConfig:
+        """Return the devices of the modelled cluster."""
+        parallel = self.config.parallel
+        return ClusterConfig(
+            num_gpus=parallel.ranks,
+            gpus_per_node=self.gpus_per_node,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            virtual_stages=parallel.virtual_stages,
+            gradient_bucket_mib=0.0 if sync_overlap else self.config.trainer.gradient_bucket_mib,
+            sync_overlap=sync_overlap,
+        )
+
+
+Kind = TypeVar("Kind", bound=CostOptions)
+
+
+def read_cost_options(kind: type[Kind], arguments: Sequence[str], *, prog: str) -> Kind:
+    """Read the options of ``plan`` or ``simulate``. Raises ``ConfigError`` for a config without anything to plan."""
+    options = read(kind, arguments, prog=prog, default=DEFAULTS)
+    path, _ = leading_path(arguments)
+    if path and not options.config.data.sources and not options.batch.lengths and not getattr(options, "plan", None):
+        raise ConfigError(
+            f"{path} names no data.sources",
+            so="there is no batch to plan",
+            fix="name them, or --batch.lengths FILE, or leave the config out",
+        )
+    return options
 
 
 @dataclass(frozen=True)
@@ -92,25 +116,28 @@ class Costs:
     """
 
     options: CostOptions
-    config: Config | None
     cluster: ClusterConfig
     profile: Profile
     """Without what checkpointing changes in memory (``checkpointed_profile``)."""
     attached: HFModel | None
     """A model that runs on transformers' own code; None if it is our own Llama or Mixtral."""
 
+    @property
+    def config(self) -> Config:
+        """All settings."""
+        return self.options.config
+
     @cached_property
     def usable_bytes(self) -> float:
         """Bytes of a device that may be used."""
-        if self.options.device_gib is not None:
-            return self.options.device_gib * GIB
+        if self.config.memory.device_gib is not None:
+            return self.config.memory.device_gib * GIB
         return _usable_bytes_here(self.config, self._device[0])
 
     @cached_property
     def memory(self) -> MemoryModel | MeasuredMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        config, (kind, element_bytes) = self.config, self._device
-        trainer = _trainer_of(config)
+        trainer, (kind, element_bytes) = self.config.trainer, self._device
         if self.attached is not None:
             return self.attached.measured_memory(kind, self.cluster.num_ranks, trainer.ring_gradients)
         share = ModelShare(
@@ -124,13 +151,13 @@ class Costs:
             kind,
             element_bytes=element_bytes,
             num_ranks=self.cluster.num_ranks,
-            checkpointing=self.options.checkpointing,
+            checkpointing=trainer.checkpointing,
             attention=trainer.attention,
             ring_gradients=trainer.ring_gradients,
         )
         if trainer.head_groups == AUTO_HEAD_GROUPS:
-            offload = config is not None and may_offload(config, kind)
-            tokens = self.options.capacity_tokens or None
+            tokens = self.config.parallel.capacity_tokens or None
+            offload = may_offload(self.config, kind)
             model = model.in_head_groups(self.usable_bytes, capacity_tokens=tokens, offload=offload)
         else:
             model = replace(model, head_groups=trainer.head_groups)
@@ -144,10 +171,10 @@ class Costs:
     def planner(self, name: PlannerName) -> Planner:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
         return make_planner(
-            PlannerConfig(name=name),
+            replace(self.config.planner, name=name),
             Cluster.uniform(self.cluster.num_ranks, self.capacity_tokens),
             self.cost_model,
-            context_length=0 if self.options.batch.lengths else self.options.batch.context,
+            context_length=0 if self.options.batch.lengths else self.config.data.context_length,
             num_stages=self.cluster.pp,
             step_seconds=partial(step_seconds, profile=self.checkpointed_profile, cluster=self.cluster),
         )
@@ -155,13 +182,13 @@ class Costs:
     @cached_property
     def capacity_tokens(self) -> int:
         """The capacity in tokens; for "auto" as many as fit. Raises ``ConfigError`` if none fits."""
-        wanted = self.options.capacity_tokens
+        wanted = self.config.parallel.capacity_tokens
         return wanted if wanted != AUTO_CAPACITY else fitting_capacity(self.memory, wanted, self.usable_bytes)
 
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        memory = None if self.options.checkpointing == "none" else self.memory
+        memory = None if self.config.trainer.checkpointing == "none" else self.memory
         if memory is None or isinstance(memory, MeasuredMemory):
             return self.profile  # rows of attached models are measured under their checkpointing
         return replace(self.profile, activation_bytes=Curve(0.0, memory.layer_saved_bytes_per_token, 0.0))
@@ -172,13 +199,11 @@ class Costs:
         return _kind_and_precision(self.config, "" if self.attached is not None else self.profile.device)
 
 
-def costs_of(
-    options: CostOptions, config: Config | None, cluster: ClusterConfig, *, longest: int, vocab_size: int | None = None
-) -> Costs:
+def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, vocab_size: int | None = None) -> Costs:
     """Return the costs of a model on ``cluster``.
 
     Args:
-        options, config: as the command has them.
+        options: as the command has them.
         cluster: the devices and their layout.
         longest: tokens of the longest sequence.
         vocab_size: the vocabulary size of the tokenizer, if it is known.
@@ -186,36 +211,43 @@ def costs_of(
     Raises ``ConfigError`` if the model cannot be attached, does not fit into this machine or lacks what is asked for,
     or if its layers cannot be cut into the stages of ``cluster``.
     """
-    ring_gradients = _trainer_of(config).ring_gradients
-    attached = _attached_model(options, config, cluster, longest)
+    attached = _attached_model(options.config, longest)
     if attached is not None:
-        profile = attached.profile(_rates(options.cost.rates), ring_gradients)
+        profile = attached.profile(options.rates, options.config.trainer.ring_gradients)
     else:
-        profile = read_profile(
-            options.cost,
-            options.model,
-            tensor_parallel=cluster.tp,
-            model_is_given=config is not None or options.model != DEFAULT_MODEL,
-            vocab_size=vocab_size,
-            ring_gradients=ring_gradients,
-        )
+        profile = _own_profile(options, vocab_size)
     cluster.check_layers(profile.architecture.num_layers)
-    return Costs(options=options, config=config, cluster=cluster, profile=profile, attached=attached)
+    return Costs(options=options, cluster=cluster, profile=profile, attached=attached)
 
 
-def _trainer_of(config: Config | None) -> TrainerConfig:
-    return TrainerConfig() if config is None else config.trainer
+def _own_profile(options: CostOptions, vocab_size: int | None) -> Profile:
+    """Return the named profile, or one made from the counted operations of the model.
+
+    A profile has a model of its own. If a model is given as well, its layers must have the same shape.
+    """
+    config, tp = options.config, options.config.parallel.tp
+    if config.cost.profile is None:
+        architecture = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
+        profile = options.rates.profile(architecture, tensor_parallel=tp)
+    else:
+        profile = load_profile(config.cost.profile)
+        warn_of_bad_fits(profile)
+        if config.data.sources or config.model != DEFAULTS.model:
+            architecture = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
+            require_model(profile, architecture)
+            profile = profile.of_model(architecture)
+        if tp != profile.tensor_parallel:
+            profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
+    return profile.with_ring_gradients(config.trainer.ring_gradients)
 
 
-def _kind_and_precision(config: Config | None, measured_on: str) -> tuple[DeviceKind, int]:
+def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, int]:
     """``measured_on``: the device of the profile (``Profile.device``); empty without a measured one."""
-    name, _, measured_dtype = measured_on.partition(", ")
-    measured: DeviceKind = "cpu" if name == "cpu" else "cuda"
-    if config is None:
-        return measured, _ELEMENT_BYTES.get(measured_dtype, 2)
     kind, dtype = config.trainer.device, config.trainer.dtype
-    if kind == "auto":
-        kind = measured if measured_on else _kind_here()
+    if kind == "auto" and measured_on:
+        kind = "cpu" if measured_on.partition(",")[0] == "cpu" else "cuda"
+    elif kind == "auto":
+        kind = _kind_here() if config.data.sources else "cuda"
     return kind, (2 if kind == "cuda" else 4) if dtype == "auto" else _ELEMENT_BYTES[dtype]
 
 
@@ -228,9 +260,9 @@ def _kind_here() -> DeviceKind:
     return "cuda" if choose_device("auto", 0, 1).type == "cuda" else "cpu"
 
 
-def _usable_bytes_here(config: Config | None, kind: DeviceKind) -> float:
+def _usable_bytes_here(config: Config, kind: DeviceKind) -> float:
     """Return the bytes of a device that training may use here, or ``ASSUMED_GIB`` if the config cannot run here."""
-    if config is None or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
+    if not config.data.sources or find_spec("torch") is None or (kind == "cuda" and _kind_here() == "cpu"):
         return ASSUMED_GIB * GIB
     import torch
 
@@ -239,35 +271,17 @@ def _usable_bytes_here(config: Config | None, kind: DeviceKind) -> float:
     return usable_device_bytes(config, torch.device(kind), config.parallel.ranks)
 
 
-def _rates(rates: RatesConfig) -> Any:
-    from bytescale.attach.costs import Rates
-
-    return Rates(
-        flops_per_second=rates.flops,
-        attention_flops_per_second=rates.attention_flops,
-        launch_seconds=rates.launch,
-        links=rates.links(),
-    )
-
-
-def _attached_model(
-    options: CostOptions, config: Config | None, cluster: ClusterConfig, longest: int
-) -> HFModel | None:
-    """Build the model of ``options``; None if it is our own Llama or Mixtral."""
-    if not options.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
+def _attached_model(config: Config, longest: int) -> HFModel | None:
+    """Build the model of ``config``; None if it is our own Llama or Mixtral."""
+    if not config.model.preset.startswith((HF_PREFIX, CHECKPOINT_PREFIX)):
         return None
-    architecture = resolve_model(options.model)
+    architecture = resolve_model(config.model)
     if not isinstance(architecture, AttachedArchitecture):
         return None
-    base = config or Config()
-    degrees = {"tp": cluster.tp, "pp": cluster.pp, "virtual_stages": cluster.virtual_stages}
     settings = replace(
-        base,
-        model=options.model,
-        parallel=replace(base.parallel, **degrees),
-        cost=CostConfig(profile=options.cost.profile),
-        data=replace(base.data, context_length=longest),  # rotary positions may depend on it
-        trainer=replace(base.trainer, init="", checkpointing=options.checkpointing),
+        config,
+        data=replace(config.data, context_length=longest),  # rotary positions may depend on it
+        trainer=replace(config.trainer, init=""),
     )
     check_attached(settings, architecture)
     import torch
@@ -281,13 +295,12 @@ def _attached_model(
     here = machine_bytes()
     if number * BYTES_PER_PARAMETER > here:
         raise ConfigError(
-            f"{options.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
+            f"{config.model.preset} has {format_si(number)} parameters; it is built once to be planned for, which "
             f"takes {format_bytes(number * BYTES_PER_PARAMETER)}, and this machine has {format_bytes(here)}",
             so="it cannot be attached and measured here",
             fix="plan on a machine with more memory, or name a preset of about the same shape, such as 70b",
         )
-    element_bytes = _kind_and_precision(config, "")[1]
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[element_bytes]
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[_kind_and_precision(config, "")[1]]
     device = torch.device("cpu")
     kernel = select_kernel("auto", device, dtype)
     return build_attached_model(settings, architecture, kernel, device=device, dtype=dtype, num_shards=1)

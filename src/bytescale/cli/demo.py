@@ -13,14 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bytescale.cli.batch_source import CostSource, read_profile
+from bytescale.cli.batch_source import corpus_batches
 from bytescale.cli.train import TrainOptions, read_options, start_training
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import BytescaleError, ConfigError
 from bytescale.common.units import format_count, format_seconds
-from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName
+from bytescale.config import Config, ModelConfig, PlannerConfig, PlannerName, resolve_architecture
 from bytescale.config.load import DEMO_CONFIG
 from bytescale.cost import Cluster, Profile
+from bytescale.cost.assumed import Rates
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
@@ -70,10 +71,8 @@ def simulate_at_scale(config: Config) -> None:
     console = Console(soft_wrap=True, highlight=False)
     context = GPUS[0] * CAPACITY_TOKENS
     times = -(-context // config.data.context_length)
-    batches, vocab_size = next_batches(config, GPUS[-1] // GPUS[0])
-    profile = read_profile(
-        CostSource(), ModelConfig(preset=_MODEL), tensor_parallel=1, model_is_given=True, vocab_size=vocab_size
-    )
+    batches, vocab_size = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])
+    profile = Rates().profile(resolve_architecture(ModelConfig(preset=_MODEL), tokenizer_vocab_size=vocab_size))
     console.print(
         f"scale   simulated: the same documents, but {times} times as long (the longest of {format_count(context)} "
         f"tokens), in a model of {_MODEL.upper()} on H100s that hold {format_count(CAPACITY_TOKENS)} tokens each"
@@ -95,18 +94,6 @@ def simulate_at_scale(config: Config) -> None:
         console.print(f"        the last row as a picture: {picture}")
     except BytescaleError as error:  # matplotlib is missing; all else is done
         console.print(f"        no picture: {error}")
-
-
-def next_batches(config: Config, number: int) -> tuple[list[IntArray], int | None]:
-    """Return the lengths of the batches after the last step of a run, and the tokenizer's vocabulary size."""
-    from bytescale.data.loading.corpus import prepare_corpus
-    from bytescale.data.order.batches import make_sampler
-
-    corpus = prepare_corpus(config.data, text_later=True)
-    sampler = make_sampler(corpus.index, config.data)
-    for _ in range(config.trainer.steps):
-        sampler.next_batch()
-    return [sampler.next_batch().lengths for _ in range(number)], corpus.metadata.vocab_size
 
 
 def simulated_steps(lengths: IntArray, num_gpus: int, profile: Profile, *, context: int) -> dict[str, SimulatedStep]:

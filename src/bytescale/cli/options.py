@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -15,12 +19,28 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
-from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig
+from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
 from bytescale.config.load import RENAMED
+from bytescale.config.texts import attribute_texts
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
+Settings = Annotated[Config, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
+"""The field ``config`` of a command that takes every setting of a config file, as ``--section.key value``."""
+USUAL = (
+    "model.preset", "data.sources", "data.tokenizer", "data.context-length", "data.batch-tokens", "parallel.ranks",
+    "parallel.tp", "parallel.pp", "parallel.capacity-tokens", "memory.offload", "memory.device-gib", "planner.name",
+    "cost.profile", "optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.warmup-steps", "trainer.steps",
+    "trainer.run-dir", "checkpoint.every", "eval.sources",
+)  # fmt: skip
+"""The settings that ``--help`` shows; ``--help-all`` shows all."""
 _OTHER_WORDS = {
+    "batch.tokens": "data.batch-tokens",
+    "batch.context": "data.context-length",
+    "planner": "planner.name",
+    "num-gpus": "parallel.ranks",
+    "ranks-per-node": "gpus-per-node",
+    "cost.rates.flops": "rates.flops-per-second",
     "cp": "planner.static-cp",
     "context-parallel-size": "planner.static-cp",
     "learning-rate": "optimizer.lr",
@@ -32,31 +52,50 @@ _OTHER_WORDS = {
     "global-batch-size": "data.batch-tokens",
     "micro-batch-size": "parallel.capacity-tokens",
 }
-"""What other frameworks call a setting, and its name here."""
+"""What other frameworks and older versions call a setting, and its name here."""
 _ALIKE = 0.7
 """From this likeness of two names (0 to 1) on, one may be meant by the other."""
 
 
 def parse(options: type[Options], arguments: Sequence[str], *, prog: str, default: Options | None = None) -> Options:
-    """Read options from the command line. Whole numbers may be written as 8K or 2M. Exits with 2 on unknown options.
+    """Read options from the command line. Whole numbers may be written as 8K or 2M. Exits with 2 on values that are no
+    values of an option, and with 0 after ``--help``.
 
-    Raises ``ConfigError`` for a number outside of its limits.
+    Raises ``ConfigError`` for a number outside of its limits, and for an option that does not exist.
     """
+    _check_names(arguments, options)
     registry = ConstructorRegistry()
     registry.primitive_rule(_count_rule)
     registry.primitive_rule(_number_rule)
     extra: dict[str, Any] = {} if default is None else {"default": default}
     with registry:
-        parsed = tyro.cli(
+        parsed: Any = tyro.cli(
             options,
             args=list(arguments),
             prog=prog,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
             **extra,
         )
-    if not isinstance(getattr(parsed, "config", None), Config):  # the settings of a run: ``validate`` checks them
-        check_limits(parsed, "--")
+    if hasattr(parsed, "config"):
+        check_limits(parsed.config)
+    check_limits(replace(parsed, config=None) if hasattr(parsed, "config") else parsed, "--")
     return _with_models_here(parsed)
+
+
+def read(options: type[Options], arguments: Sequence[str], *, prog: str, default: Config) -> Options:
+    """Read the options of a command of the form ``prog [CONFIG.toml] [options]``.
+
+    ``default``: the settings without a config file. Raises as ``parse`` and ``load_config``.
+    """
+    path, rest = leading_path(arguments)
+    if not {"-h", "--help"}.isdisjoint(rest):
+        print(_short_help(options, prog, default))
+        raise SystemExit(0)
+    if "--help-all" in rest:
+        path, rest = None, ["--help"]
+    _check_names(rest, options)
+    config = load_config(path) if path else default
+    return parse(options, rest, prog=prog, default=typing.cast(Any, options)(config=config))
 
 
 def _with_models_here(options: Any) -> Any:
@@ -72,21 +111,55 @@ def _with_models_here(options: Any) -> Any:
     return replace(options, **changed) if changed else options
 
 
-def check_setting_names(arguments: Sequence[str], *, also: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` for a ``--section.key`` that does not exist. The message suggests the most similar name.
+def _options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, type, str]]:
+    """All options below a class of options: the name, and the class and field that it sets.
 
-    The parser would also refuse the option, but without a suggestion. ``also``: options of the command itself.
+    A flag has two, with and without ``--no-``; the field is named beside the one that changes it.
     """
-    config = Config()
-    settings = [
-        f"{section.name}.{spec.name}" for section in fields(config) for spec in fields(getattr(config, section.name))
-    ]
-    known = ["--" + name.replace("_", "-") for name in settings] + list(also)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for spec in fields(kind):
+        marks = getattr(hints[spec.name], "__metadata__", ())
+        plain = typing.get_args(hints[spec.name])[0] if marks else hints[spec.name]
+        name = next((mark.name for mark in marks if getattr(mark, "name", None) is not None), spec.name)
+        if is_dataclass(plain):
+            yield from _options_of(plain, f"{prefix}{name}." if name else prefix)
+        elif tyro.conf.Positional not in marks:
+            name = name.replace("_", "-")
+            off = plain is bool and spec.default is True  # a flag that switches something off
+            yield f"--{prefix}{name}", kind, "" if off else spec.name
+            if plain is bool:
+                yield f"--{prefix}no-{name}", kind, spec.name if off else ""
+
+
+def _check_names(arguments: Sequence[str], options: type) -> None:
+    """Raise ``ConfigError`` for an option that does not exist. The message suggests the most similar name."""
+    known = [name for name, _, _ in _options_of(options)]
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and name not in (*known, "--help"):
-            fix = RENAMED.get(name.removeprefix("--")) or _similar_option(name, known)
+        if name.startswith("--") and name not in (*known, "--", "--help") and not name.startswith("--tyro"):
+            fix = RENAMED.get(name.removeprefix("--").replace("-", "_")) or _similar_option(name, known)
             raise ConfigError(f"unknown option {name}", so="the setting would have no effect", fix=fix)
+
+
+def _short_help(kind: Any, prog: str, default: Config) -> str:
+    """The command's own options, and the first sentence about each of the ``USUAL`` settings."""
+    lines = [f"usage: {prog} [CONFIG.toml] [options]", "", inspect.cleandoc(kind.__doc__), "", "options:"]
+    texts = {name: attribute_texts(owner)[field] for name, owner, field in _options_of(kind) if field}
+    settings = {name for name, _, _ in _options_of(Config)}
+    lines += [_help_line(name, text) for name, text in texts.items() if name not in settings]
+    lines += ["", f"usual settings (`{prog} --help-all` shows all of them):"]
+    for name in USUAL:
+        section, _, key = name.replace("-", "_").partition(".")
+        value = getattr(getattr(default, section), key)
+        first = re.split(r"\. (?=[A-Z])", texts[f"--{name}"])[0].removesuffix(".")
+        shown = "unset" if value in (None, "", ()) else value
+        lines.append(_help_line(f"--{name}", f"{first}. Default: {shown}"))
+    return "\n".join(lines)
+
+
+def _help_line(name: str, text: str) -> str:
+    """An option and its text, in two columns."""
+    return textwrap.fill(text, 110, initial_indent=f"  {name:<36} ", subsequent_indent=" " * 39)
 
 
 def _similar_option(name: str, known: Sequence[str]) -> str:
@@ -98,12 +171,13 @@ def _similar_option(name: str, known: Sequence[str]) -> str:
         key = difflib.SequenceMatcher(None, asked.rpartition(".")[2], offered.rpartition(".")[2]).ratio()
         return max(whole, key), whole
 
-    other = _OTHER_WORDS.get(name.lstrip("-").rpartition(".")[2])
-    if other is not None:
+    plain = name.lstrip("-")
+    other = _OTHER_WORDS.get(plain) or _OTHER_WORDS.get(plain.rpartition(".")[2])
+    if f"--{other}" in known:
         return f"write --{other}"
-    closest = max(known, key=likeness)
-    if likeness(closest)[0] < _ALIKE:
-        return "write a setting as --section.key value; --help lists all of them"
+    closest = max(known, key=likeness, default=name)
+    if closest == name or likeness(closest)[0] < _ALIKE:
+        return "--help lists the options"
     return f"did you mean {closest}?"
 
 

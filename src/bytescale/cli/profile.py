@@ -6,22 +6,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-import tyro
 from rich.console import Console
 
-from bytescale.cli.options import leading_path, parse
+from bytescale.cli.options import Settings, read
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import (
     AttachedArchitecture,
     Config,
+    DataConfig,
     ModelConfig,
     ParallelConfig,
     TrainerConfig,
-    load_config,
     resolve_architecture,
     resolve_model,
 )
@@ -31,8 +30,11 @@ from bytescale.cost.profile_file import fit_warnings
 if TYPE_CHECKING:
     from bytescale.train.ranks import Ranks
 
+DEFAULTS = Config(data=DataConfig(context_length=131072))
+"""The settings without a config file."""
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
     """Measure this machine: bytescale profile [CONFIG.toml] [options].
 
@@ -41,34 +43,27 @@ class ProfileOptions:
 
     out: Path = Path("profile.toml")
     """The file to write. The picture gets the same name with the ending .png."""
-    max_tokens: int = field(default=131072, metadata=limits(least=1))
-    """The longest sequence to measure, in tokens."""
     seconds: float = field(default=60.0, metadata=limits(above=0))
     """Seconds for all lengths together. Lengths that would take longer are left out."""
-    ranks: int = field(default=1, metadata=limits(least=1))
-    """Ranks on this machine that measure at the same time. The links between them are measured too. 1: ideal links.
-    Under torchrun, the ranks of all its nodes measure, and links inside and across nodes are told apart."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """The kind of device to measure."""
-    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
-    """The dtype of the model. auto: bf16 on a GPU, fp32 on a CPU."""
-    model: Annotated[ModelConfig, tyro.conf.arg(name="model")] = field(default_factory=ModelConfig)
-    """The model whose layers are measured."""
+    config: Settings
+    """All settings. Those that count are the model, trainer.device, trainer.dtype, data.context_length (the longest
+    sequence to measure) and parallel.ranks: ranks on this machine that measure at the same time. The links between them
+    are measured too; with one rank, links are ideal. Under torchrun, the ranks of all its nodes measure, and links
+    inside and across nodes are told apart."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale profile``. Returns the exit code."""
-    path, rest = leading_path(arguments)
-    default = _defaults(load_config(path)) if path else ProfileOptions()
-    options = parse(ProfileOptions, rest, prog="bytescale profile", default=default)
+    options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
     _check_out(options.out)
-    _check_model(options.model)
+    _check_model(options.config.model)
     from bytescale.train.ranks import under_torchrun
 
-    if options.ranks > 1 and not under_torchrun():
+    ranks = options.config.parallel.ranks
+    if ranks > 1 and not under_torchrun():
         from bytescale.train.launch.torchrun import launch_ranks
 
-        launch_ranks(options.ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
+        launch_ranks(ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
         return 0
     return profile_command(options)
 
@@ -109,10 +104,11 @@ def profile_command(options: ProfileOptions) -> int:
     from bytescale.train.parts.run_kernels import open_kernels
     from bytescale.train.ranks import open_ranks
 
+    given = options.config
     config = Config(
-        model=options.model,
-        parallel=ParallelConfig(ranks=options.ranks),
-        trainer=TrainerConfig(device=options.device, dtype=options.dtype),
+        model=given.model,
+        parallel=ParallelConfig(ranks=given.parallel.ranks),
+        trainer=TrainerConfig(device=given.trainer.device, dtype=given.trainer.dtype),
     )
     # This measures the implementation of flash attention that training will use.
     with open_ranks(config) as ranks, open_kernels(config, ranks.device, ranks.dtype, ranks.smallest):
@@ -136,8 +132,8 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
             bar.update(task, completed=share, description=f"measuring {format_count(tokens)} tokens")
 
         return measure_profile(
-            Measurer(resolve_architecture(options.model), ranks.device, ranks.dtype),
-            max_tokens=options.max_tokens,
+            Measurer(resolve_architecture(options.config.model), ranks.device, ranks.dtype),
+            max_tokens=options.config.data.context_length,
             seconds=options.seconds,
             hdp=ranks.hdp,
             nodes=ranks.nodes(),
@@ -165,13 +161,3 @@ def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
         console.print(f"warning: {warning}")
     console.print(f"wrote {options.out} and {picture}")
     console.print(f"next: bytescale train CONFIG.toml --cost.profile {options.out}")
-
-
-def _defaults(config: Config) -> ProfileOptions:
-    return ProfileOptions(
-        model=config.model,
-        ranks=config.parallel.ranks,
-        device=config.trainer.device,
-        dtype=config.trainer.dtype,
-        max_tokens=config.data.context_length,
-    )

@@ -14,11 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bytescale.cli.batch_source import read_batch
-from bytescale.cli.costs import CostOptions, costs_of
-from bytescale.cli.options import leading_path, parse
+from bytescale.cli.costs import CostOptions, costs_of, read_cost_options
 from bytescale.cli.plan_report import memory_in_words
+from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.config import Config, PlannerName, TrainerConfig, load_config
 from bytescale.cost import Profile, flops
 from bytescale.cost.model import windowed_squares
 from bytescale.plan import Plan
@@ -32,16 +31,13 @@ _LARGE_SYNC = 0.3
 """From this share of the gradient sync on, a step is told to be small for its devices."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(CostOptions):
-    """Simulate one step: bytescale simulate [CONFIG.toml] --cluster.num-gpus 16384 --cluster.tp 8 [options]."""
+    """Simulate one step: bytescale simulate [CONFIG.toml] --parallel.ranks 16384 --parallel.tp 8 [options]."""
 
-    cluster: ClusterConfig = field(
-        default_factory=lambda: ClusterConfig(gradient_bucket_mib=TrainerConfig().gradient_bucket_mib)
-    )
-    """The devices of the cluster and their layout."""
-    planner: PlannerName = "adaptive"
-    """The planner that plans the batch."""
+    sync_overlap: float = field(default=0.0, metadata=limits(least=0, most=1))
+    """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one, in
+    the place of trainer.gradient_bucket_mib."""
     plan: Path | None = None
     """A .npz plan to simulate instead. It comes from a run folder or from bytescale plan --save."""
     schedule: Literal["auto", "1f1b", "aligned"] = "auto"
@@ -58,26 +54,18 @@ class SimulateOptions(CostOptions):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``bytescale simulate``. Returns the exit code."""
-    path, rest = leading_path(arguments)
-    config = load_config(path) if path else None
-    options = parse(SimulateOptions, rest, prog="bytescale simulate", default=_defaults(config))
-    return simulate_command(options, config)
-
-
-def simulate_command(options: SimulateOptions, config: Config | None = None) -> int:
-    """Plan, simulate with a progress bar, print, and write the files that were asked for."""
+    """Run ``bytescale simulate``: plan, simulate, print, and write the files that were asked for."""
+    options = read_cost_options(SimulateOptions, arguments, prog="bytescale simulate")
     console = Console(soft_wrap=True, highlight=False)
-    cluster = options.cluster
+    cluster = options.layout(sync_overlap=options.sync_overlap)
     if options.plan is not None:
         plan, origin = load_plan(options.plan), str(options.plan)
         verify(plan)
-        costs = costs_of(options, config, cluster, longest=int(plan.lengths.max()))
+        costs = costs_of(options, cluster, longest=int(plan.lengths.max()))
     else:
-        batch = read_batch(options.batch, config)
-        longest = int(batch.lengths.max())
-        costs = costs_of(options, config, cluster, longest=longest, vocab_size=batch.vocab_size)
-        plan, origin = costs.planner(options.planner)(batch.lengths), batch.origin
+        batch = read_batch(options.batch, options.config.data)
+        costs = costs_of(options, cluster, longest=int(batch.lengths.max()), vocab_size=batch.vocab_size)
+        plan, origin = costs.planner(options.config.planner.name)(batch.lengths), batch.origin
     profile = costs.checkpointed_profile
     began = time.perf_counter()
     with Progress(TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), transient=True) as bar:
@@ -157,19 +145,4 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
     console.print(
         f"activations: at most {format_bytes(peak.max())} per device, on average "
         f"{format_bytes(peak.max(axis=1).mean())}"
-    )
-
-
-def _defaults(config: Config | None) -> SimulateOptions:
-    if config is None:
-        return SimulateOptions()
-    return SimulateOptions(
-        **CostOptions.defaults_of(config),
-        cluster=ClusterConfig(
-            num_gpus=config.parallel.ranks,
-            tp=config.parallel.tp,
-            pp=config.parallel.pp,
-            virtual_stages=config.parallel.virtual_stages,
-            gradient_bucket_mib=config.trainer.gradient_bucket_mib,
-        ),
     )

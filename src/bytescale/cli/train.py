@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import tyro
-
-from bytescale.cli.options import check_setting_names, leading_path, parse
+from bytescale.cli.options import Settings, leading_path, read
 from bytescale.common.cuda_allocator import use_expandable_segments
 from bytescale.common.environment import environment
 from bytescale.common.errors import ConfigError
@@ -25,7 +23,6 @@ from bytescale.config import (
     Config,
     ModelConfig,
     config_to_toml,
-    load_config,
     resolve_model,
     validate,
 )
@@ -56,7 +53,7 @@ class TrainOptions:
     """How many times a run is started again from its last checkpoint after a rank has died."""
     elastic: bool = False
     """Restart on the ranks that still have a place: a GPU that is left, or a place in the Ray cluster."""
-    config: Annotated[Config, tyro.conf.FlagConversionOff, tyro.conf.arg(name="")]
+    config: Settings
     """All settings."""
 
 
@@ -72,6 +69,9 @@ def start_training(options: TrainOptions) -> None:
     require_torch()
     config = options.config
     validate(config, num_ranks=_ranks_of_torchrun())
+    if config.trainer.epochs:
+        config = _with_steps_of_epochs(config)
+        options = replace(options, config=config)
     if options.dry_run:
         _check_initial_weights(config)
         if config.trainer.resume:
@@ -100,7 +100,6 @@ def read_options(
     ``kind``: the options of the command. ``default``: the config if none is named.
     """
     path, rest = leading_path(arguments)
-    check_setting_names(rest, also=("--resume", "--init", "--dry-run", "--launch", "--max-restarts", "--elastic"))
     resumed = _value_of(rest, "--resume")
     if path is not None and resumed is not None:
         raise ConfigError(
@@ -109,8 +108,8 @@ def read_options(
             fix=f"to continue the run, leave out {path}: the run folder has its own config.toml",
         )
     path = resumed / "config.toml" if resumed is not None else path or default
-    defaults = kind(config=load_config(path) if path else Config())
-    options = parse(kind, rest, prog=f"bytescale {kind.command}", default=defaults)
+    given = [str(path), *rest] if path else rest
+    options = read(kind, given, prog=f"bytescale {kind.command}", default=Config())
     if path is None:
         raise ConfigError(
             "no config file is given", fix="write one with `bytescale init`, try `bytescale demo`, or see --help"
@@ -286,6 +285,20 @@ def _prepare_data(config: Config) -> None:
                 make_sampler(corpus.index, config.data)
         else:
             plan_shards(config.data, progress)
+
+
+def _with_steps_of_epochs(config: Config) -> Config:
+    """Tokenise all text, and put the number of batches of so many epochs in the place of ``trainer.steps``."""
+    from bytescale.data.loading.corpus import prepare_corpus
+    from bytescale.data.order.batches import batches_of_epochs
+    from bytescale.data.tokens.progress import progress_bar
+
+    with progress_bar() as progress:
+        steps = batches_of_epochs(prepare_corpus(config.data, progress).index, config.data, config.trainer.epochs)
+    print(f"epochs  {config.trainer.epochs} of the data are {steps} steps")
+    known = replace(config, trainer=replace(config.trainer, steps=steps, epochs=0))
+    validate(known, num_ranks=_ranks_of_torchrun())
+    return known
 
 
 @contextmanager

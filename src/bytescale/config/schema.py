@@ -214,12 +214,16 @@ class CostConfig:
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
+    """An optimizer with linear warm-up and a schedule. States are sharded over all HDP ranks (ZeRO-1)."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW."""
+    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of layers, AdamW for all else; rates are as for AdamW. lion: the
+    sign of a momentum, half of AdamW's states; rates are 3 to 10 times lower. sgd: with momentum."""
     momentum: float = 0.95
-    """Decay of Muon's momentum."""
+    """Decay of the momentum of Muon and SGD."""
+    overrides: tuple[str, ...] = ()
+    """Options of single parameters by patterns of their names, such as "*.embed_tokens.*: lr_ratio=0.1, eps=1e-6".
+    lr_ratio multiplies the learning rate; the others are weight_decay, eps, beta1 and beta2. Later ones win."""
     lr: float = field(default=3e-4, metadata=limits(above=0))
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
@@ -251,6 +255,9 @@ class TrainerConfig:
 
     steps: int = field(default=100, metadata=limits(least=1))
     """Optimizer steps in all (a resumed run continues up to this number)."""
+    epochs: int = field(default=0, metadata=limits(least=0))
+    """Passes over the data in place of `steps`, which becomes their number of batches. All text is tokenised before the
+    first step then. With data.weights, passes of the source that is passed last. 0: `steps` counts."""
     seed: int = 0
     """Seed of the initial weights."""
     init: str = ""
@@ -292,6 +299,8 @@ class TrainerConfig:
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev, or see `bytescale report`."""
+    track_every: int = field(default=1, metadata=limits(least=1))
+    """Steps between numbers that go to TensorBoard or Weights & Biases. metrics.jsonl has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (extra `tensorboard`)."""
     wandb: Literal["off", "online", "offline"] = "off"

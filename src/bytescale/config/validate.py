@@ -10,6 +10,7 @@ from bytescale.common.limits import check_limits
 from bytescale.common.text import visible
 from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
+from bytescale.config.overrides import parse_override
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, ParallelConfig, TrainerConfig
 
@@ -153,6 +154,8 @@ def _check_run_folder(trainer: TrainerConfig) -> None:
 
 def _check_trace_steps(trainer: TrainerConfig) -> None:
     """A trace is of a step that the run has."""
+    if trainer.epochs:
+        return  # the number of steps is not known yet
     never = [step for step in trainer.trace_steps if not 1 <= step <= trainer.steps]
     if never:
         raise ConfigError(
@@ -233,6 +236,8 @@ def _check_weights(data: DataConfig) -> None:
 def _check_optimizer(config: Config) -> None:
     if not 0 <= config.optimizer.momentum < 1:
         raise ConfigError(f"optimizer.momentum is {config.optimizer.momentum}", fix="use a number from 0 to below 1")
+    for override in config.optimizer.overrides:
+        parse_override(override)
     if config.optimizer.name == "muon" and config.parallel.tp > 1:
         raise ConfigError(
             f"optimizer.name is muon, and parallel.tp is {config.parallel.tp}",

@@ -7,9 +7,10 @@ the ratio of compute to links, for which an order of magnitude is enough. A prof
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from bytescale.common.limits import limits
 from bytescale.config import Architecture, RingGradients
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
@@ -17,38 +18,73 @@ from bytescale.cost.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AssumedDevice:
-    """One rank's device and its links, with the right orders of magnitude."""
+class Rates:
+    """What one device computes and sends. The defaults are for an H100 or H200."""
 
-    flops_per_second: float
-    intra_node_bytes_per_second: float
-    inter_node_bytes_per_second: float
-    message_seconds: float  # latency of one ring transfer
-    micro_batch_seconds: float  # launch overhead of a forward and backward
-    host_bytes_per_second: float  # to and from pinned host memory, one direction
+    flops_per_second: float = field(default=400e12, metadata=limits(above=0))
+    """Operations per second in matrix products."""
+    attention_flops_per_second: float = field(default=300e12, metadata=limits(above=0))
+    """Operations per second in attention."""
+    intra_node_bytes_per_second: float = field(default=300e9, metadata=limits(above=0))
+    """To a neighbour in the same node."""
+    inter_node_bytes_per_second: float = field(default=40e9, metadata=limits(above=0))
+    """To a neighbour in another node."""
+    latency_seconds: float = field(default=10e-6, metadata=limits(least=0, most=60))
+    """Seconds until the first byte of a transfer arrives."""
+    launch_seconds: float = field(default=50e-6, metadata=limits(least=0, most=60))
+    """Fixed seconds that attention takes in each layer, and that the rest of the layer takes too."""
+    host_bytes_per_second: float = field(default=25e9, metadata=limits(above=0))
+    """To and from pinned host memory, one direction."""
+
+    @property
+    def links(self) -> Links:
+        """The links of one device."""
+        return Links(
+            intra_node_bytes_per_second=self.intra_node_bytes_per_second,
+            inter_node_bytes_per_second=self.inter_node_bytes_per_second,
+            latency_seconds=self.latency_seconds,
+            device_to_host_bytes_per_second=self.host_bytes_per_second,
+            host_to_device_bytes_per_second=self.host_bytes_per_second,
+        )
+
+    def profile(self, architecture: Architecture, *, tensor_parallel: int = 1, bytes_per_element: int = 2) -> Profile:
+        """The profile of ``architecture`` by counted operations."""
+        return Profile.from_flops(
+            architecture,
+            flops_per_second=self.flops_per_second,
+            attention_flops_per_second=self.attention_flops_per_second,
+            launch_seconds=self.launch_seconds,
+            links=self.links,
+            tensor_parallel=tensor_parallel,
+            bytes_per_element=bytes_per_element,
+        )
 
 
-ASSUMED: dict[str, AssumedDevice] = {
+ASSUMED: dict[str, Rates] = {
     # A core with AVX2, and gloo over loopback. Its copies use the cores themselves, so no transfer is hidden for free.
     # Bandwidth and latency are therefore a few times worse than those of the link alone.
-    "cpu": AssumedDevice(
+    "cpu": Rates(
         flops_per_second=5e10,
+        attention_flops_per_second=5e10,
         intra_node_bytes_per_second=2e8,
         inter_node_bytes_per_second=2e8,
-        message_seconds=2e-3,
-        micro_batch_seconds=3e-3,
+        latency_seconds=2e-3,
+        launch_seconds=0.0,
         host_bytes_per_second=4e9,
     ),
     # An H100-class GPU in bf16, NVLink inside a node and one 400 Gb/s adapter a GPU across nodes, half of each usable.
-    "cuda": AssumedDevice(
+    "cuda": Rates(
         flops_per_second=4e14,
+        attention_flops_per_second=4e14,
         intra_node_bytes_per_second=2e11,
         inter_node_bytes_per_second=2.5e10,
-        message_seconds=1e-5,
-        micro_batch_seconds=2e-3,
+        latency_seconds=1e-5,
+        launch_seconds=0.0,
         host_bytes_per_second=2.5e10,
     ),
 }
+ASSUMED_MICRO_BATCH_SECONDS = {"cpu": 3e-3, "cuda": 2e-3}
+"""What starting a forward and a backward takes."""
 
 
 def assumed_cost(
@@ -59,23 +95,6 @@ def assumed_cost(
     ring_gradients: RingGradients = "wide",
 ) -> CostModel:
     """The cost model of ``architecture`` on a device of ``ASSUMED``, without any measurement."""
-    profile = assumed_profile(architecture, device=device, bytes_per_element=bytes_per_element)
+    profile = ASSUMED[device].profile(architecture, bytes_per_element=bytes_per_element)
     cost = profile.with_ring_gradients(ring_gradients).cost_model()
-    return replace(cost, micro_batch_seconds=ASSUMED[device].micro_batch_seconds)
-
-
-def assumed_profile(architecture: Architecture, *, device: Literal["cpu", "cuda"], bytes_per_element: int) -> Profile:
-    """The same assumptions as a profile, layer by layer, as Equation 3 needs them."""
-    assumed = ASSUMED[device]
-    return Profile.from_flops(
-        architecture,
-        flops_per_second=assumed.flops_per_second,
-        bytes_per_element=bytes_per_element,
-        links=Links(
-            intra_node_bytes_per_second=assumed.intra_node_bytes_per_second,
-            inter_node_bytes_per_second=assumed.inter_node_bytes_per_second,
-            latency_seconds=assumed.message_seconds,
-            device_to_host_bytes_per_second=assumed.host_bytes_per_second,
-            host_to_device_bytes_per_second=assumed.host_bytes_per_second,
-        ),
-    )
+    return replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])

@@ -1,12 +1,11 @@
 """Layer 4: executes a plan and never decides. The plan gives the shape and the partner of every message.
 
-The runtime works with any ``nn.Module`` that fits ``executor.TrainableModel``; it never imports ``models``.
+The runtime works with any ``nn.Module`` that fits ``executor.DecoderModule``; it never imports ``models``.
 """
 
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
-from bytescale.runtime.buckets import Chunk
-from bytescale.runtime.executor import Executor, ModelPart, StepResult, TrainableModel
+from bytescale.runtime.executor import Decoder, DecoderModule, Executor, StepResult
 from bytescale.runtime.flat import DTYPES, FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.host_pool import HostMemoryError, HostPool
@@ -20,7 +19,8 @@ __all__ = [
     "DTYPES",
     "IGNORE_INDEX",
     "Activations",
-    "Chunk",
+    "Decoder",
+    "DecoderModule",
     "Executor",
     "FlatParameters",
     "HasBatchLoss",
@@ -28,14 +28,12 @@ __all__ = [
     "HostPool",
     "Mesh",
     "MeshShape",
-    "ModelPart",
     "Range",
     "RankGroup",
     "ShardedOptimizer",
     "StepResult",
     "TiedHead",
     "TokenShards",
-    "TrainableModel",
     "Update",
     "linear_cross_entropy",
     "values_of",

@@ -12,7 +12,7 @@ from bytescale.runtime.mesh import Mesh
 
 @runtime_checkable
 class HasBatchLoss(Protocol):
-    """What a model with such a loss offers in addition to ``TrainableModel``.
+    """What a model with such a loss offers in addition to ``DecoderModule``.
 
     Every rank calls ``begin_batch``, ``batch_sums`` and ``batch_loss`` once a step. The model gathers what it needs
     from its tokens during forward and backward. After the last backward, the runtime adds up ``batch_sums`` over the

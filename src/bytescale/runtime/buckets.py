@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -74,13 +73,10 @@ class BucketCollectives:
             self._gathering.popleft()[1].wait()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A part of the model with its layers in order, whose parameters lie one after the other in the flat buffers."""
+Chunk = tuple[nn.Module, Sequence[nn.Module]]
+"""A part of the model, and its layers in order, whose parameters lie one after the other in the flat buffers.
 
-    model: nn.Module
-    layers: Sequence[nn.Module]
-    """Each layer is given the hidden states (``runtime.layers``). All other modules run before or after the layers."""
+Each layer is given the hidden states (``runtime.layers``). All other modules run before or after the layers."""
 
 
 class Overlap:
@@ -97,9 +93,9 @@ class Overlap:
         self._num_micro_batches = 0
         self._num_forwards = 0  # of the first chunk, in this step
         self._silent = False
-        for chunk in chunks:
-            self._hook_parameters(chunk)
-        self._hook_gradients(chunks[0])
+        for model, layers in chunks:
+            self._hook_parameters(model, layers)
+        self._hook_gradients(*chunks[0])
 
     def begin_step(self, rank_plan: RankPlan) -> None:
         """Prepare for a step. Called before the step's first forward."""
@@ -111,23 +107,23 @@ class Overlap:
         """Called when all backwards are done, before the collectives at the end of the step."""
         self.collectives.reduce_from(self.late_stop)
 
-    def _hook_parameters(self, chunk: Chunk) -> None:
+    def _hook_parameters(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         extent = self.collectives.parameters.extent
-        of_layers = [extent(layer) for layer in chunk.layers]
-        whole = extent(chunk.model)
+        of_layers = [extent(layer) for layer in layers]
+        whole = extent(model)
         # The late parameters come first in the buffer, then those of the chunk's modules that run before its layers.
         in_front = min([place[0] for place in of_layers if place] or [whole[1] if whole else 1])
-        chunk.model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1)))
-        for layer, place in zip(chunk.layers, of_layers, strict=True):
+        model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1)))
+        for layer, place in zip(layers, of_layers, strict=True):
             if place is not None:
                 layer.register_forward_pre_hook(self._waiting_hook(place[1]))
-        if chunk.layers and whole is not None:
-            chunk.layers[-1].register_forward_hook(self._waiting_hook(whole[1]))
+        if layers and whole is not None:
+            layers[-1].register_forward_hook(self._waiting_hook(whole[1]))
 
-    def _hook_gradients(self, chunk: Chunk) -> None:
+    def _hook_gradients(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Only the first chunk gets hooks: when its last backward begins, all other chunks have finished theirs."""
-        chunk.model.register_forward_pre_hook(self._count)
-        for layer in chunk.layers:
+        model.register_forward_pre_hook(self._count)
+        for layer in layers:
             place = self.collectives.parameters.extent(layer)
             if place is not None:
                 layer.register_forward_pre_hook(self._finishing_hook(place[0]), with_kwargs=True)

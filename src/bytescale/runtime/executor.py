@@ -6,7 +6,7 @@ defines it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,17 +22,22 @@ from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, RankPlan
 from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
-from bytescale.runtime.loss import IGNORE_INDEX, accumulated_at_once, linear_cross_entropy, token_losses
+from bytescale.runtime.loss import IGNORE_INDEX, Head, PlainHead, loss_sum, token_losses
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.pipeline import Action, StageLinks
 
 
-class TrainableModel(Protocol):
-    """What the runtime requires of a model or a part of one: packed tokens to hidden states, and the head's weight."""
+class DecoderModule(Protocol):
+    """What the runtime requires of the code of a model or of a part of one: packed tokens to hidden states."""
+
+    @property
+    def layers(self) -> Iterable[nn.Module]:
+        """In the order of forward. Each is given the hidden states (``runtime.layers``)."""
+        ...
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head's weight ``[V, C]``; used on the last part only."""
+        """``[V, C]`` of a head that is plain (``loss.PlainHead``); used on the last part only."""
         ...
 
     @property
@@ -46,18 +51,6 @@ class TrainableModel(Protocol):
 
     def __call__(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
         """``tokens, position_ids [T]`` int64 -> ``[T, C]``. Later parts take the previous part's output, not tokens."""
-        ...
-
-
-class HeadLoss(Protocol):
-    """``runtime.loss`` for any head: of the micro-batch that the part has run last."""
-
-    def loss_sum(self, hidden: Tensor, labels: Tensor, *, z_loss: float, token_weights: Tensor | None) -> Tensor:
-        """``linear_cross_entropy`` of ``hidden [T, C]`` and ``labels [T]``."""
-        ...
-
-    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """``[T]``, as ``runtime.loss.token_losses``."""
         ...
 
 
@@ -86,26 +79,29 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPart:
-    """A contiguous part of the model, on one stage: all of it, the stage's layers, or one of the stage's chunks."""
+class Decoder:
+    """A contiguous part of a model, on one stage: all of it, the stage's layers, or one of the stage's chunks.
 
-    model: TrainableModel
+    Whoever has written its code, ours and transformers' look alike from here.
+    """
+
+    module: DecoderModule
     activations: Activations = field(default_factory=lambda: Activations([]))
     """Checkpointing and offloading of its layers."""
-    head_loss: HeadLoss | None = None
-    """The losses of a head that has more than a weight; None: those of ``head_weight``."""
+    head: Head | None = None
+    """None: the plain head of ``module.head_weight``, whose words the tensor-parallel ranks share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executor:
     """Runs plans on one rank. It holds what stays the same from step to step."""
 
-    parts: Sequence[ModelPart]
+    parts: Sequence[Decoder]
     """This stage's parts of the model, in order. Interleaved stages have several, the same number on each."""
     kernel: AttentionKernel
     mesh: Mesh
     z_loss: float = 0.0
-    """See ``linear_cross_entropy``."""
+    """See ``loss.loss_sum``."""
     ring_gradients: torch.dtype | None = None
     """The dtype in which gradients of keys and values travel; None: that of sums (``RingBuffers``)."""
 
@@ -137,12 +133,12 @@ class Executor:
         if len(micro_batches) != count:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
         run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers(self.ring_gradients))
-        model = self.parts[0].model
+        model = self.parts[0].module
         dtype = next(iter(model.parameters())).dtype
         links = StageLinks(self.mesh, rank_plan, len(self.parts), model.hidden_size, dtype)
         for part in self.parts:
             part.activations.begin_step(rank_plan.micro_batches)
-            begin_batch_loss(part.model)
+            begin_batch_loss(part.module)
         links.exchange(0)
         for place, action in enumerate(links.actions):
             received = links.receive(place)
@@ -161,7 +157,7 @@ class Executor:
         is empty. The order is that of a training step, which cannot hang; messages of backward carry zeros.
         """
         run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers(self.ring_gradients))
-        model = self.parts[0].model
+        model = self.parts[0].module
         dtype = next(iter(model.parameters())).dtype
         links = StageLinks(self.mesh, rank_plan, len(self.parts), model.hidden_size, dtype)
         losses: dict[int, Tensor] = {}
@@ -178,15 +174,14 @@ class Executor:
             made = None if run.is_last(chunk) else output
             if made is None:
                 labels = torch.as_tensor(micro_batches[index].labels)
-                part = self.parts[chunk]
-                losses[index] = (
-                    token_losses(output, part.model.head_weight, labels, group=self.mesh.tp.group)
-                    if part.head_loss is None
-                    else part.head_loss.token_losses(output, labels)
-                )
+                losses[index] = token_losses(self.head_of(self.parts[chunk]), output, labels)
             links.exchange(place + 1, made)
         links.finish()
         return [losses[index] for index in sorted(losses)]
+
+    def head_of(self, part: Decoder) -> Head:
+        """The head of the last part."""
+        return PlainHead(part.module.head_weight, self.mesh.tp.group) if part.head is None else part.head
 
 
 @dataclass
@@ -214,7 +209,7 @@ class _Run:
         self.held[chunk, index] = received, output
         return None if self.is_last(chunk) else output.detach()
 
-    def output(self, part: ModelPart, index: int, received: Tensor | None) -> Tensor:
+    def output(self, part: Decoder, index: int, received: Tensor | None) -> Tensor:
         """``[t, C]`` output of a part of the model for a micro-batch; ``received``: None on the first part."""
         data, micro_batch = self.data[index], self.plan[index]
         inputs = self._to_device(data.tokens) if received is None else received
@@ -222,7 +217,7 @@ class _Run:
         attention = PackedAttention(
             micro_batch, self.executor.kernel, exchange, part.activations.attention_memory, self.buffers
         )
-        hidden = part.model(inputs, self._to_device(data.position_ids), attention)
+        hidden = part.module(inputs, self._to_device(data.position_ids), attention)
         self.buffers.release()
         return hidden
 
@@ -240,23 +235,17 @@ class _Run:
         return StepResult(
             loss_sum=float(torch.stack(self.losses).double().sum()) if self.losses and counts else 0.0,
             num_targets=self.num_targets if counts else 0,
-            batch_loss=sum(finish_batch_loss(part.model, self.executor.mesh) for part in self.executor.parts),
+            batch_loss=sum(finish_batch_loss(part.module, self.executor.mesh) for part in self.executor.parts),
         )
 
-    def _loss(self, part: ModelPart, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
+    def _loss(self, part: Decoder, hidden: Tensor, data: MicroBatchTokens) -> Tensor:
         """This micro-batch's share of the step's loss."""
         labels, z_loss = torch.as_tensor(data.labels), self.executor.z_loss
         token_weights = None if data.weights is None else torch.as_tensor(data.weights)
-        if part.head_loss is not None:
-            loss_sum = part.head_loss.loss_sum(hidden, labels, z_loss=z_loss, token_weights=token_weights)
-        else:
-            hidden, weight = accumulated_at_once(hidden, part.model.head_weight)
-            loss_sum = linear_cross_entropy(
-                hidden, weight, labels, z_loss=z_loss, group=self.executor.mesh.tp.group, token_weights=token_weights
-            )
-        self.losses.append(loss_sum.detach())
+        total = loss_sum(self.executor.head_of(part), hidden, labels, z_loss=z_loss, token_weights=token_weights)
+        self.losses.append(total.detach())
         self.num_targets += int((torch.as_tensor(data.labels) != IGNORE_INDEX).sum())
-        return loss_sum / self.num_global_targets
+        return total / self.num_global_targets
 
     def is_last(self, chunk: int) -> bool:
         """Whether a chunk of this stage is the last part of the model."""

@@ -9,6 +9,9 @@ all-reduces three numbers per token: the largest of the ranks' log-sum-exps (LSE
 the logit of the target, which exactly one rank has. The gradient of the hidden states is summed over the group once, at
 the end.
 
+A head is one product with a weight (``PlainHead``), or whatever else a model makes logits with: a bias, a scale, a soft
+cap (``attach.head.ModelHead``). Chunks, weights of tokens and sums are the same for both.
+
 Memory in addition to the inputs, with n tokens a chunk: n V logits; the gradient of the hidden states ``[T, C]``; and
 that of the weight ``[V, C]``, which is summed over chunks in fp32, because a hundred chunks summed in BF16 would keep 8
 bits of 15.
@@ -18,17 +21,125 @@ Shape letters: T tokens, C hidden size, V vocabulary (of this rank), n tokens of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from bytescale.attention.autocast import in_autocast, without_autocast
 from bytescale.attention.copies import to_device
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, loss_chunk_tokens
+
+
+class Head(Protocol):
+    """From hidden states to the losses of a chunk of tokens."""
+
+    @property
+    def num_words(self) -> int:
+        """V, of this rank, by which chunks are sized."""
+        ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Tensor-parallel ranks that hold one V-word shard each, in rank order; None: this rank has all words."""
+        ...
+
+    def parameters(self) -> Sequence[Tensor]:
+        """What is trained of it."""
+        ...
+
+    def add_loss(
+        self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of ``rows [n, C]``, and its gradient ``[n, C]``. Those of ``parameters`` are added to ``sums``.
+
+        ``factor``: ``[n]`` in the dtype of sums, or None. ``sums``: None where no gradient is needed at all.
+        """
+        ...
+
+    def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """``[n]`` ``-log softmax(logits)[label]`` of ``rows [n, C]``, in fp32 or wider; 0 where there is no target."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainHead:
+    """Logits are ``hidden @ weight.T`` and nothing else."""
+
+    weight: Tensor
+    """``[V, C]``."""
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def num_words(self) -> int:
+        return len(self.weight)
+
+    def parameters(self) -> Sequence[Tensor]:
+        return [self.weight]
+
+    def add_loss(
+        self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        kernel, logits, targets = self._logits(rows, targets)
+        lse, target_logits = _over_group(*kernel.statistics(logits, targets), self.group)
+        losses = lse - target_logits + z_loss * lse.square()
+        loss = (losses if factor is None else losses * factor).sum()
+        if sums is None:
+            return loss, None
+        logits = kernel.gradient(logits, targets, lse, z_loss)
+        if factor is not None:
+            logits.mul_(factor[:, None])
+        logits = logits.to(rows.dtype)
+        if sums[0] is not None:
+            _add_product(sums[0], logits, rows)
+        return loss, logits @ self.weight
+
+    def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """As ``Head``. No gradient flows."""
+        kernel, logits, targets = self._logits(rows, labels)
+        lse, target_logits = _over_group(*kernel.statistics(logits, targets), self.group)
+        return (lse - target_logits).where(labels != IGNORE_INDEX, 0).to(_wide(rows.dtype))
+
+    def _logits(self, rows: Tensor, labels: Tensor) -> tuple[RowKernel, Tensor, Tensor]:
+        """The kernel, its logits ``[n, V]``, and the targets as places among this rank's words."""
+        kernel, logits = _row_kernel(rows), rows @ self.weight.T
+        if isinstance(kernel, TorchRows):
+            logits = logits.to(_wide(rows.dtype))
+        return kernel, logits, labels if self.group is None else labels - self.group.rank() * self.num_words
+
+
+def loss_sum(
+    head: Head, hidden: Tensor, labels: Tensor, *, z_loss: float = 0.0, token_weights: Tensor | None = None
+) -> Tensor:
+    """Sum over tokens of ``-log softmax(logits)[label]``, plus ``z_loss * lse^2``.
+
+    Backward may run only once: it scales the gradients that forward computed, in place. The gradient of a plain head's
+    weight is accumulated immediately (``accumulated_at_once``).
+
+    Args:
+        head: of the model.
+        hidden: ``[T, C]``.
+        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. They are best in CPU
+            memory, whatever the device of ``hidden``: the tokens with a target are selected there, without waiting for
+            a GPU.
+        z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
+        token_weights: ``[T]``, where the labels are: what each token's summand is multiplied with. None: all are 1.
+
+    Returns:
+        Scalar in fp32 (fp64 for fp64 inputs), the same on every rank of the head's group, to which ``hidden`` and
+        ``labels`` are common. Zero, with zero gradients, when no token has a target.
+    """
+    if not isinstance(head, PlainHead):
+        return _sum(head, hidden, labels, z_loss, token_weights)
+    hidden, weight = (in_autocast(rows) for rows in accumulated_at_once(hidden, head.weight))
+    with without_autocast(hidden.device):
+        return _sum(replace(head, weight=weight), hidden, labels, z_loss, token_weights)
 
 
 def linear_cross_entropy(
@@ -40,46 +151,23 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     token_weights: Tensor | None = None,
 ) -> Tensor:
-    """Sum over tokens of ``-log softmax(hidden @ weight.T)[label]``, plus ``z_loss * lse^2``.
+    """``loss_sum`` of a plain head ``weight [V, C]``, of the dtype of ``hidden [T, C]``; its gradient is returned."""
+    return _sum(PlainHead(weight, group), hidden, labels, z_loss, token_weights)
 
-    Backward may run only once: it scales the gradients that forward computed, in place.
 
-    Args:
-        hidden: ``[T, C]``; weight: ``[V, C]``, same dtype.
-        labels: ``[T]`` int64 in ``[0, V)``, or ``IGNORE_INDEX`` for tokens without a target. They are in CPU memory,
-            whatever the device of ``hidden``: the tokens with a target are selected there, without waiting for a GPU.
-        z_loss: weight of the squared log-sum-exp, which keeps logits from drifting (PaLM: 1e-4).
-        group: tensor-parallel ranks that hold one V-word shard each, in rank order; hidden states and labels (of the
-            whole vocabulary) are the same on all of them. None: this rank has all words.
-        token_weights: ``[T]``, in CPU memory: what each token's summand is multiplied with. None: all are 1.
+def token_losses(head: Head, hidden: Tensor, labels: Tensor, *, rows_at_a_time: int | None = None) -> Tensor:
+    """``[T]`` losses of all tokens, 0 without a target, in fp32 or wider.
 
-    Returns:
-        Scalar in fp32 (fp64 for fp64 inputs), the same on every rank of ``group``. Zero, with zero gradients, when no
-        token has a target.
+    With gradients enabled, the logits of a chunk are computed again in backward, which a plain head does not offer.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, group, token_weights)
-
-
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """``[T]`` ``-log softmax(hidden @ weight.T)[label]`` of every token, 0 without a target; for evaluation alone.
-
-    Arguments, chunks and the dtype of the result are those of ``linear_cross_entropy``. No gradient flows.
-    """
-    with torch.no_grad():
-        wide, rows = _wide(hidden.dtype), _row_kernel(hidden)
-        losses = hidden.new_zeros(len(hidden), dtype=wide)
-        first_word = 0 if group is None else group.rank() * weight.shape[0]
-        with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
-        for part in on_device.split(loss_chunk_tokens(weight.shape[0], hidden.device.type), dim=1):
-            chosen, targets = part
-            logits = hidden[chosen] @ weight.T
-            if isinstance(rows, TorchRows):
-                logits = logits.to(wide)
-            lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
-            losses[chosen] = (lse - target_logits).to(wide)
-            del logits
-        return losses
+    chunk_rows = rows_at_a_time or loss_chunk_tokens(head.num_words, hidden.device.type)
+    parts = []
+    for rows, own in zip(hidden.split(chunk_rows), to_device(labels, hidden.device).split(chunk_rows), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(head.losses, rows, own, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(head.losses(rows, own))
+    return torch.cat(parts)
 
 
 def accumulated_at_once(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,66 +233,63 @@ class TorchRows:
         return probabilities.scatter_add_(1, targets.where(here, 0)[:, None], -here.to(logits.dtype)[:, None])
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def _sum(head: Head, hidden: Tensor, labels: Tensor, z_loss: float, token_weights: Tensor | None) -> Tensor:
+    result: Tensor = _LossSum.apply(hidden, labels, token_weights, head, z_loss, *head.parameters())
+    return result
+
+
+class _LossSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        z_loss: float,
-        group: dist.ProcessGroup | None,
-        token_weights: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, labels: Tensor, token_weights: Tensor | None, head: Head, z_loss: float,
+        *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
         wide = _wide(hidden.dtype)
-        rows = _row_kernel(hidden)
         loss = hidden.new_zeros((), dtype=wide)
         d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        first_word = 0 if group is None else group.rank() * weight.shape[0]
-        with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
-        # One copy to the device serves all chunks: the rows that have a target, and their targets.
-        on_device = to_device(torch.stack([with_target, labels[with_target] - first_word]), hidden.device)
-        factors = None if token_weights is None else to_device(token_weights[with_target].to(wide), hidden.device)
-        for start in range(0, on_device.shape[1], chunk_tokens):
-            chosen, targets = on_device[:, start : start + chunk_tokens]
-            factor = None if factors is None else factors[start : start + chunk_tokens]
-            chunk = hidden[chosen]
-            logits = chunk @ weight.T
-            if isinstance(rows, TorchRows):
-                logits = logits.to(wide)
-            lse, target_logits = _over_group(*rows.statistics(logits, targets), group)
-            losses = lse - target_logits + z_loss * lse.square()
-            loss += (losses if factor is None else losses * factor).sum()
-            if d_hidden is not None or d_weight is not None:
-                logits = rows.gradient(logits, targets, lse, z_loss)
-                if factor is not None:
-                    logits.mul_(factor[:, None])
-                logits = logits.to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden[chosen] = logits @ weight
-            if d_weight is not None:
-                _add_product(d_weight, logits, chunk)
-            del logits  # freed before the next chunk's logits are made; otherwise both would exist
-        if group is not None and d_hidden is not None:
-            dist.all_reduce(d_hidden, group=group)
-        ctx.weight_dtype = weight.dtype
-        ctx.gradients = d_hidden, d_weight
+        sums = [
+            torch.zeros_like(value, dtype=wide) if needed else None
+            for value, needed in zip(parameters, ctx.needs_input_grad[5:], strict=True)
+        ]
+        needed = sums if any(ctx.needs_input_grad) else None
+        for chosen, targets, factor in _chunks(head, labels, token_weights, hidden.device, wide):
+            part, d_rows = head.add_loss(hidden[chosen], targets, factor, z_loss, needed)
+            loss += part
+            if d_hidden is not None and d_rows is not None:
+                d_hidden[chosen] = d_rows
+            del d_rows
+        if head.group is not None and d_hidden is not None:
+            dist.all_reduce(d_hidden, group=head.group)
+        ctx.dtypes = [value.dtype for value in parameters]
+        ctx.gradients = [d_hidden, *sums]
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        (scale,) = gradients
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy: a second backward, but the first has used its gradients up")
-        d_hidden, d_weight = ctx.gradients
-        ctx.gradients = None
-        if d_hidden is not None:
-            d_hidden.mul_(scale.to(d_hidden.dtype))
-        if d_weight is not None:
-            d_weight = _converted(d_weight.mul_(scale), ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None
+            raise RuntimeError("the loss of a head: a second backward, but the first has used its gradients up")
+        totals, ctx.gradients = ctx.gradients, None
+        d_hidden, *sums = [None if total is None else total.mul_(gradients[0].to(total.dtype)) for total in totals]
+        converted = [
+            None if total is None else _converted(total, dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)
+        ]
+        return d_hidden, None, None, None, None, *converted
+
+
+def _chunks(
+    head: Head, labels: Tensor, token_weights: Tensor | None, device: torch.device, wide: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Places of the tokens that have a target, their targets and their weights, a chunk at a time."""
+    with_target = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+    # One copy to the device serves all chunks.
+    on_device = to_device(torch.stack([with_target, labels[with_target]]), device)
+    factors = None
+    if token_weights is not None:
+        factors = to_device(token_weights.to(labels.device)[with_target].to(wide), device)
+    size = loss_chunk_tokens(head.num_words, device.type)
+    for start in range(0, on_device.shape[1], size):
+        chosen, targets = on_device[:, start : start + size]
+        yield chosen, targets, None if factors is None else factors[start : start + size]
 
 
 class _AccumulatedAtOnce(torch.autograd.Function):

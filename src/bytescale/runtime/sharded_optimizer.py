@@ -7,7 +7,7 @@ at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,9 @@ from bytescale.runtime.elementwise import require_elementwise
 from bytescale.runtime.flat import FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
-from bytescale.runtime.muon import DealtMatrices, MuonOnShards, is_hidden_matrix
+from bytescale.runtime.optimizers import LR_RATIO, GroupOptions, named_optimizer
 from bytescale.runtime.replicas import TiedHead
 from bytescale.runtime.zero import OptimizerShard, ZeroShards
-
-GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
-"""From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +109,9 @@ class ShardedOptimizer:
     def of_config(
         parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
     ) -> ShardedOptimizer:
-        """The optimizer of the trainer: AdamW or Muon, with decoupled weight decay on matrices alone."""
-        zero = ZeroShards(parameters, mesh, tied_head)
-        betas, decays = (config.beta1, config.beta2), {"weight_decay": config.weight_decay}
-        options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True, **decays}
-        if config.name == "muon":
-            options |= {"matrices": DealtMatrices(parameters, mesh.gradients), "momentum": config.momentum}
-
-        def own_options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-            decay = {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
-            return decay if config.name == "adamw" else {"muon": is_hidden_matrix(name, parameter), **decay}
-
-        return ShardedOptimizer(
-            [zero], MuonOnShards if config.name == "muon" else torch.optim.AdamW, options, own_options
-        )
+        """The optimizer of the trainer (``runtime.optimizers.named_optimizer``)."""
+        cls, options, own_options = named_optimizer(config, parameters, mesh.gradients)
+        return ShardedOptimizer([ZeroShards(parameters, mesh, tied_head)], cls, options, own_options)
 
     @property
     def parameters(self) -> FlatParameters:
@@ -221,7 +207,7 @@ class ShardedOptimizer:
         return sum(zero.reduce_gradients() for zero in self.zeros)
 
     def set_options(self, options: dict[str, Any]) -> None:
-        """Set options of the optimizer, such as ``lr``, of all parameters from now on. ``ConfigError``: it has none."""
+        """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
         for group in self.torch_optimizer.param_groups:
             if unknown := sorted(options.keys() - group.keys()):
                 raise ConfigError(
@@ -229,11 +215,12 @@ class ShardedOptimizer:
                     fix=f"set one of {', '.join(sorted(group.keys() - {'params'}))}",
                 )
             group.update(options)
+            group["lr"] = options["lr"] * group.get(LR_RATIO, 1.0) if "lr" in options else group["lr"]
 
     def update(self, grad_norm: float, largest_norm: float, lr: float | None = None) -> Update:
         """One update with gradients scaled so that their norm, now ``grad_norm``, is at most ``largest_norm`` (0: any).
 
-        ``lr``: of all parameters from now on; None: it stays. The gradients are still there afterwards.
+        ``lr``: see ``set_options``; None: it stays. The gradients are still there afterwards.
         """
         self.set_options({} if lr is None else {"lr": lr})
         for zero in self.zeros:

@@ -33,29 +33,28 @@ class ClusterConfig:
     Needs gradient_bucket_mib = 0."""
 
     def __post_init__(self) -> None:
-        check_limits(self, "cluster.")
+        check_limits(self)
         if self.gradient_bucket_mib and self.sync_overlap:
             raise ConfigError(
-                f"cluster.gradient_bucket_mib = {self.gradient_bucket_mib} and cluster.sync_overlap = "
-                f"{self.sync_overlap}",
+                f"gradient_bucket_mib = {self.gradient_bucket_mib} and sync_overlap = {self.sync_overlap}",
                 so="the hidden part of the gradient sync would be counted twice",
                 fix="set one of them to 0",
             )
         if self.virtual_stages > 1 and self.pp == 1:
             raise ConfigError(
-                f"cluster.virtual_stages = {self.virtual_stages} without a pipeline (cluster.pp = 1)",
+                f"parallel.virtual_stages = {self.virtual_stages} without a pipeline (parallel.pp = 1)",
                 so="there is no bubble to make smaller",
-                fix="leave it out, or set cluster.pp",
+                fix="leave it out, or set parallel.pp",
             )
         if self.num_gpus % (self.tp * self.pp):
             raise ConfigError(
-                f"cluster.num_gpus = {self.num_gpus} is not a multiple of tp x pp = {self.tp} x {self.pp}",
+                f"{self.num_gpus} devices are not a multiple of tp x pp = {self.tp} x {self.pp}",
                 so=f"{self.num_gpus % (self.tp * self.pp)} devices would be in no rank",
                 fix=f"use {self.num_gpus // (self.tp * self.pp) * self.tp * self.pp} devices, or another tp or pp",
             )
         if self.tp > self.gpus_per_node:
             raise ConfigError(
-                f"cluster.tp = {self.tp} exceeds cluster.gpus_per_node = {self.gpus_per_node}",
+                f"parallel.tp = {self.tp} exceeds gpus_per_node = {self.gpus_per_node}",
                 so="every layer's matrices would be split across nodes",
                 fix="use at most the devices of one node",
             )
@@ -63,9 +62,9 @@ class ClusterConfig:
     def check_layers(self, num_layers: int) -> None:
         """Raise ``ConfigError`` if a model of ``num_layers`` layers has fewer layers than parts."""
         if self.num_parts > num_layers:
-            chunks = f" x cluster.virtual_stages = {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            chunks = f" x parallel.virtual_stages = {self.virtual_stages}" if self.virtual_stages > 1 else ""
             raise ConfigError(
-                f"cluster.pp = {self.pp}{chunks} exceeds the model's {num_layers} layers",
+                f"parallel.pp = {self.pp}{chunks} exceeds the model's {num_layers} layers",
                 so=f"a {'chunk' if chunks else 'stage'} would have no layer",
                 fix=f"use fewer stages{' or chunks' if chunks else ''}",
             )

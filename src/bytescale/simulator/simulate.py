@@ -172,13 +172,13 @@ def _check(plan: Plan, profile: Profile, cluster: ClusterConfig, schedule: str) 
         )
     if profile.tensor_parallel != cluster.tp:
         raise ConfigError(
-            f"profile {profile.name!r} is for tp = {profile.tensor_parallel} but cluster.tp is {cluster.tp}",
+            f"profile {profile.name!r} is for tp = {profile.tensor_parallel} but parallel.tp is {cluster.tp}",
             fix="use Profile.scaled_to, or a profile taken at this tp",
         )
     cluster.check_layers(profile.architecture.num_layers)
     if schedule == "aligned" and cluster.virtual_stages > 1:
         raise ConfigError(
-            f"schedule aligned with cluster.virtual_stages = {cluster.virtual_stages}",
+            f"schedule aligned with parallel.virtual_stages = {cluster.virtual_stages}",
             so="this schedule prevents deadlocks by an order of whole micro-batches, and chunks have no such order",
             fix="use schedule 1f1b, or leave virtual_stages out",
         )

@@ -159,6 +159,18 @@ def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | N
     )
 
 
+def batches_of_epochs(index: CorpusIndex, config: DataConfig, epochs: int) -> int:
+    """The number of batches that begin in the first ``epochs`` epochs, of a corpus that has been read.
+
+    With ``data.weights``, an epoch has ended when every source has been passed. Raises as ``make_sampler``.
+    """
+    sampler = make_sampler(index, config)
+    while True:
+        batch = sampler.next_batch()
+        if batch.epoch >= epochs:
+            return batch.step
+
+
 class _Source:
     """A stream of samples, and the number of tokens drawn from it."""
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytescale.attach.costs import Rates, assumed_rates, count_costs, counted_profile, training_flops
+from bytescale.attach.costs import count_costs, counted_profile, training_flops
+from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
 from bytescale.attach.measure import measure_rows, measured_memory
-from bytescale.attach.part import AttachedPart, late_parameters
 from bytescale.attach.partly_trained import train_a_part
 from bytescale.attach.widths import check_widths
-from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
 from bytescale.common.arrays import IntArray
@@ -26,10 +26,10 @@ from bytescale.common.units import format_si
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
 from bytescale.config.validate import hdp_ranks, may_offload
 from bytescale.cost import CostModel, Profile
+from bytescale.cost.assumed import ASSUMED, Rates
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.models.hf_folder import exact_dtype
-from bytescale.plan import MicroBatch
-from bytescale.runtime import Activations, Chunk, FlatParameters, HostPool, ModelPart, RankGroup, ShardedOptimizer
+from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, ShardedOptimizer
 from bytescale.train.parts.budget import MemoryBudget, measured_budget, usable_host_bytes
 from bytescale.train.ranks import Ranks
 
@@ -48,17 +48,16 @@ class HFModel:
     """
 
     architecture: AttachedArchitecture
-    part: AttachedPart
+    part: AttachedDecoder
     parameters: FlatParameters
     activations: Activations
     rows: MeasuredRows
     masters: list[Tensor]
 
     @property
-    def model_part(self) -> ModelPart:
+    def decoder(self) -> Decoder:
         """The model as the executor runs it."""
-        head_loss = None if self.part.has_plain_head else self.part
-        return ModelPart(model=self.part, activations=self.activations, head_loss=head_loss)
+        return Decoder(module=self.part, activations=self.activations, head=self.part.head)
 
     def describe(self) -> str:
         """A line for people."""
@@ -101,7 +100,7 @@ class HFModel:
         return measured_budget(
             config,
             self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), ring_gradients),
-            times=self.profile(assumed_rates(kind), ring_gradients),
+            times=self.profile(ASSUMED[kind], ring_gradients),
             num_layers=len(self.part.layers),
             device=device,
             num_ranks=num_ranks,
@@ -111,11 +110,8 @@ class HFModel:
     def measured_memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
         return measured_memory(
-            self.part.model,
-            self.part.facts,
+            self.part,
             self.rows,
-            head=self.part.head,
-            hidden_size=self.part.hidden_size,
             kind=kind,
             num_ranks=num_ranks,
             ring_gradients=ring_gradients,
@@ -136,7 +132,7 @@ class HFModel:
         """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
         optimizer = ShardedOptimizer.of_config(self.parameters, config.optimizer, ranks.mesh)
         if config.trainer.gradient_bucket_mib:
-            optimizer.overlap_with([Chunk(model=self.part, layers=self.part.layers)])
+            optimizer.overlap_with([(self.part, self.part.layers)])
         if self.masters:
             for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
                 shard.master.copy_(own)
@@ -178,7 +174,8 @@ def build_attached_model(
     exact = {name: value.detach() for name, value in model.named_parameters()} if read_as != dtype else {}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)
-    part = AttachedPart(model.to(device), longest_document=config.data.context_length)
+    part = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)
+    part.require_training()
     check_widths(part.facts, cuda_flash=isinstance(kernel, CudaFlashKernel))
 
     # 2. Flat buffers, in the order in which the model names its parameters.
@@ -186,7 +183,7 @@ def build_attached_model(
         part.model.named_parameters(),
         num_shards,
         bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
-        late=late_parameters(part.model, part.layers, part.head),
+        late=part.late_parameters(),
     )
 
     masters = shard_of(exact, parameters, rank) if exact else []
@@ -206,21 +203,14 @@ def build_attached_model(
 
 
 def _measured_activations(
-    config: Config, part: AttachedPart, kernel: AttentionKernel, device: torch.device, *, num_ranks: int
+    config: Config, part: AttachedDecoder, kernel: AttentionKernel, device: torch.device, *, num_ranks: int
 ) -> tuple[Activations, MeasuredRows]:
     """Apply checkpointing and offloading to the layers, and measure what a token needs then."""
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
     activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, pool=pool, device=device)
-    alone = RankGroup(device=device)
-
-    def forward(micro_batch: MicroBatch, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
-        hidden: Tensor = part(tokens, position_ids, attention)
-        return hidden
-
-    rows = measure_rows(forward, activations, device)
+    rows = measure_rows(part, kernel, activations, device)
     if pool is not None:
         pool.token_bytes = rows.moved_per_token
     return activations, rows

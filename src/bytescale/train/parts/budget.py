@@ -16,7 +16,7 @@ from bytescale.common.units import format_bytes, format_count
 from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
 from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
-from bytescale.cost.assumed import assumed_profile
+from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.curve import Curve
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
 from bytescale.cost.offload_rule import OffloadRule, measured_rule
@@ -149,7 +149,7 @@ def memory_budget(
     capacity = fitting_capacity(model, parallel.capacity_tokens, device_bytes, f"rank {devices.smallest}")
     rule = None
     if offloads and model.movable_bytes_per_token:
-        times = profile or assumed_profile(architecture, device=kind, bytes_per_element=dtype.itemsize)
+        times = profile or ASSUMED[kind].profile(architecture, bytes_per_element=dtype.itemsize)
         rule = _offload_rule(model, times, host_bytes)
     budget = MemoryBudget(
         model=model,

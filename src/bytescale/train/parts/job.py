@@ -16,7 +16,7 @@ from bytescale.config import Architecture, AttachedArchitecture, Config, resolve
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
 from bytescale.cost import CostModel, Profile, flops, load_profile
-from bytescale.cost.assumed import assumed_cost, assumed_profile
+from bytescale.cost.assumed import ASSUMED, assumed_cost
 from bytescale.cost.calibration import Calibrator, lag_of
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
 from bytescale.data.loading.corpus import check_vocabulary
@@ -25,7 +25,7 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, Chunk, Executor, ModelPart, ShardedOptimizer
+from bytescale.runtime import Activations, Decoder, Executor, ShardedOptimizer
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
@@ -178,7 +178,7 @@ def _attached_job(
         description=model.describe(),
         training_flops=lambda data: 0 if data.plan is None else model.training_flops(data.plan.lengths),
         feed=feed,
-        executor=_executor(config, ranks, [model.model_part], kernels),
+        executor=_executor(config, ranks, [model.decoder], kernels),
         optimizer=model.optimizer(config, ranks),
         kernels=kernels,
         memory=memory,
@@ -203,15 +203,13 @@ def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tupl
     )
     optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
     if bucket_mib:
-        optimizer.overlap_with([Chunk(model=chunk, layers=list(chunk.layers)) for chunk in model.chunks])
+        optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in model.chunks])
     if config.trainer.init:
         load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
     return model, optimizer
 
 
-def _own_parts(
-    config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget
-) -> list[ModelPart]:
+def _own_parts(config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
     """Apply kernels, head groups, checkpointing and offloading to the model."""
     checkpointing, tp = config.trainer.checkpointing, ranks.mesh.tp
     pool = memory.host_pool(ranks.device)
@@ -228,11 +226,11 @@ def _own_parts(
             tp=tp,
             row_wise=row_wise_parts(chunk, tp.size),
         )
-        parts.append(ModelPart(model=chunk, activations=activations))
+        parts.append(Decoder(module=chunk, activations=activations))
     return parts
 
 
-def _executor(config: Config, ranks: Ranks, parts: Sequence[ModelPart], kernels: Kernels) -> Executor:
+def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: Kernels) -> Executor:
     """What runs plans on this rank's parts of the model."""
     return Executor(
         parts=parts,
@@ -347,7 +345,7 @@ def predicting_profile(
     """The times that the simulator predicts steps of this run from, at the run's tp: those of ``planning_cost``."""
     if profile is not None:
         return profile.of_model(architecture)
-    assumed = assumed_profile(architecture, device=_kind(device), bytes_per_element=dtype.itemsize)
+    assumed = ASSUMED[_kind(device)].profile(architecture, bytes_per_element=dtype.itemsize)
     tp = config.parallel.tp
     scaled = assumed if tp == 1 else assumed.scaled_to(architecture, tensor_parallel=tp)
     return scaled.with_ring_gradients(config.trainer.ring_gradients)

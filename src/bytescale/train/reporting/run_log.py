@@ -119,7 +119,8 @@ class RunLog:
         self._print_row(metrics, before, self._screen)
         self._screen.progress(metrics.step, self.config.trainer.steps)
         self._metrics.write(metrics)
-        for tracker in self._trackers:
+        due = metrics.step % self.config.trainer.track_every == 0 or metrics.step == self.config.trainer.steps
+        for tracker in self._trackers if due else ():
             tracker.log(metrics.step, metrics.scalars())
         if self.config.trainer.save_plans and data.plan is not None:
             save_plan(data.plan, self.run.plan(metrics.step))

@@ -1,0 +1,107 @@
+"""Optimizers by name, and options of single parameters: against plain code on whole parameters, and in whole runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import OptimizerConfig, validate
+from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
+from tests.helpers.effort import one_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.steps import make_model, small_shape
+from tests.train.runs import interrupt, on_ranks, run, small_run, with_trainer, write_corpus
+
+from .test_zero import STEPS, gradients_of
+
+OVERRIDES = ("*: lr_ratio=0.5", "*.mlp.*: lr_ratio=2, weight_decay=0.3", "*norm*: weight_decay=0.1")
+RATES = (1e-2, 3e-3, 1e-3)
+
+
+def config_of(name: str) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=RATES[0], weight_decay=0.2, momentum=0.9, overrides=OVERRIDES)  # type: ignore[arg-type]
+
+
+def options_of(name: str, parameter: torch.Tensor) -> tuple[float, float]:
+    """Ratio of the learning rate, and decay, as the overrides above say it."""
+    if fnmatchcase(name, "*.mlp.*"):
+        return 2.0, 0.3
+    return 0.5, 0.1 if "norm" in name else (0.2 if parameter.dim() >= 2 else 0.0)
+
+
+def reference_parameters(name: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    """The update rules written out, on whole parameters."""
+    model = make_model(small_shape(), torch.float64)
+    moments = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+    with torch.no_grad():
+        for step in range(STEPS):
+            shares = list(zip(*(gradients_of(model, step, rank) for rank in range(num_ranks)), strict=True))
+            for (key, weight), share in zip(model.named_parameters(), shares, strict=True):
+                gradient, (ratio, decay), moment = sum(share), options_of(key, weight), moments[key]
+                rate = RATES[step % len(RATES)] * ratio
+                if name == "lion":
+                    direction = torch.sign(0.9 * moment + 0.1 * gradient) + decay * weight
+                    moment.mul_(0.95).add_(gradient, alpha=0.05)
+                else:
+                    moment.mul_(0.9).add_(gradient + decay * weight)
+                    direction = moment
+                weight.sub_(rate * direction)
+    return {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("lion", 3), ("sgd", 2)])
+def test_sharded_updates_follow_the_rule(name: str, num_ranks: int) -> None:
+    def one_rank(hdp: RankGroup) -> dict[str, torch.Tensor]:
+        model = make_model(small_shape(), torch.float64)
+        flat = FlatParameters(model.named_parameters(), hdp.size)
+        optimizer = ShardedOptimizer.of_config(flat, config_of(name), Mesh.of_hdp(hdp))
+        for step in range(STEPS):
+            flat.zero_gradients()
+            for parameter, gradient in zip(model.parameters(), gradients_of(model, step, hdp.rank), strict=True):
+                parameter.grad.add_(gradient)
+            optimizer.reduce_gradients()
+            optimizer.update(1.0, 0.0, lr=RATES[step % len(RATES)])
+        return {key: p.detach().clone() for key, p in model.named_parameters()}
+
+    for parameters in run_ranks(num_ranks, one_rank):
+        for key, expected in reference_parameters(name, num_ranks).items():
+            torch.testing.assert_close(parameters[key], expected, rtol=1e-10, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("name", one_of(["lion", "sgd", "adamw"], "lion"))
+def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, name: str) -> None:
+    """Killed on 2 ranks and resumed on 3, in FP64, with options of single parameters."""
+    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "one", steps=6, dtype="fp64")
+    optimizer = replace(config_of(name), lr=0.1 if name == "sgd" else 2e-3, warmup_steps=2)
+    config = replace(config, optimizer=optimizer)
+    whole = run(on_ranks(config, 1, 256))
+    parts = on_ranks(with_trainer(config, run_dir=str(tmp_path / "parts")), 2, 128)
+    interrupt(parts, after_step=4)
+    assert run(with_trainer(on_ranks(parts, 3, 128), resume=True)) == pytest.approx(whole, rel=1e-9)
+    assert whole[-1] < whole[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("*.nothing.*: lr_ratio=2", "which no trained parameter matches"),
+        ("*: eps=1e-6", "sets eps of '\\*', which lion does not have"),
+    ],
+)
+def test_overrides_that_fit_nothing(override: str, said: str) -> None:
+    model = make_model(small_shape(), torch.float64)
+    flat = FlatParameters(model.named_parameters(), 1)
+    with pytest.raises(ConfigError, match=said):
+        ShardedOptimizer.of_config(flat, replace(config_of("lion"), overrides=(override,)), Mesh.of_hdp(RankGroup()))
+
+
+@pytest.mark.parametrize("override", ["*", ": lr_ratio=2", "*: lr_ratio", "*: rate=2", "*: beta2=1.5", "*: eps=nan"])
+def test_overrides_that_cannot_be_read(tmp_path: Path, override: str) -> None:
+    config = small_run(write_corpus(tmp_path / "corpus"), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optimizer\.overrides has"):
+        validate(replace(config, optimizer=replace(config.optimizer, overrides=(override,))))
