@@ -23,6 +23,7 @@ BUDGET = {
     "config": 1450,
     "cost": 3350,
     "data": 6500,
+    "integrations": 450,
     "models": 1650,
     "parity": 600,
     "plan": 1550,

@@ -119,11 +119,13 @@ class Micro:
     def logprobs(
         self, model: nn.Module, *, temperature: float | Tensor = 1.0, rows_at_a_time: int | None = None,
         entropy: bool = False, top: int = 0, words: Tensor | None = None, hidden: bool = False,
+        mean_logits: bool = False,
     ) -> RowScores: ...  # fmt: skip
 
     def logprobs(
         self, model: nn.Module, *, temperature: float | Tensor = 1.0, rows_at_a_time: int | None = None,
         entropy: bool = False, top: int = 0, words: Tensor | None = None, hidden: bool = False,
+        mean_logits: bool = False,
     ) -> Any:  # fmt: skip
         """``[T]`` log-probability of each row's label, in fp32 (fp64 for fp64); 0 where the label is -100.
 
@@ -134,18 +136,20 @@ class Micro:
             model: the attached model, a module around it, or a second model.
             temperature: logits are divided by it; a number, or ``[T]`` of them.
             rows_at_a_time: rows of logits that exist together; None: as many as the vocabulary allows.
-            entropy, top, words, hidden: the entropy of each row, its ``top`` likeliest words, the log-probabilities of
-                ``words [T, K]``, and its hidden state. With any of them the result is ``RowScores``.
+            entropy, top, words, hidden, mean_logits: the entropy of each row, its ``top`` likeliest words, the
+                log-probabilities of ``words [T, K]``, its hidden state, and the mean of its logits. With any of them
+                the result is ``RowScores``.
 
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
         inputs = self.inputs_for(model)
         wanted = WantedScores(
-            temperature=temperature, entropy=entropy, top=top, words=words, rows_at_a_time=rows_at_a_time
-        )
+            temperature=temperature, entropy=entropy, top=top, words=words, mean_logits=mean_logits,
+            rows_at_a_time=rows_at_a_time,
+        )  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
             scores = row_scores(model, inputs, self.labels, wanted)
-        return scores if entropy or top or words is not None or hidden else scores.logprobs
+        return scores if entropy or top or words is not None or hidden or mean_logits else scores.logprobs
 
     def loss_sum(self, model: nn.Module, weights: Tensor | None = None) -> Tensor:
         """Sum over rows of ``weights`` times the cross-entropy of the row's label, in fp32 (fp64 for fp64).

@@ -33,6 +33,8 @@ class RowScores(NamedTuple):
     """``[T, K]`` int64: those words."""
     word_logprobs: Tensor | None
     """``[T, K]`` log-probabilities of the words that were asked for."""
+    mean_logits: Tensor | None
+    """``[T]`` mean of each row's logits."""
     hidden: Tensor
     """``[T, C]`` hidden states after the final norm, for a head of one's own."""
 
@@ -46,6 +48,7 @@ class WantedScores:
         entropy: whether entropies are.
         top: K likeliest words.
         words: ``[T, K]`` int64, words whose log-probabilities are wanted; None: none.
+        mean_logits: whether means of logits are.
         rows_at_a_time: rows of a chunk; None: as many as the vocabulary allows.
     """
 
@@ -53,6 +56,7 @@ class WantedScores:
     entropy: bool = False
     top: int = 0
     words: Tensor | None = None
+    mean_logits: bool = False
     rows_at_a_time: int | None = None
 
 
@@ -104,4 +108,5 @@ def _scores(
         values, top_words = logits.topk(wanted.top, dim=1)
         top_logprobs = values - lse[:, None]
     found = None if words is None else logits.gather(1, words) - lse[:, None]
-    return [chosen.where(counted, 0), entropy, top_logprobs, top_words, found]
+    means = logits.mean(dim=1) if wanted.mean_logits else None
+    return [chosen.where(counted, 0), entropy, top_logprobs, top_words, found, means]
