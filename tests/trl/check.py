@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import trl
 from bytescale.integrations.trl import HDPDPOTrainer, HDPGRPOTrainer, HDPSFTTrainer
 
 STEPS = 4
@@ -79,30 +79,33 @@ def trainer(kind: str, out: Path, plain: bool) -> Any:
         options["capacity_tokens"] = 70
     if kind == "sft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
-        return made(model(), trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2), **options)
+        return made(model(), args=trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2), **options)
     if kind == "dft":
         made = trl.SFTTrainer if plain else HDPSFTTrainer
         options["train_dataset"] = rows("sft")
-        return made(model(), trl.SFTConfig(**common, max_length=128, loss_type="dft"), **options)
+        return made(model(), args=trl.SFTConfig(**common, max_length=128, loss_type="dft"), **options)
     if kind == "dpo":
         made = trl.DPOTrainer if plain else HDPDPOTrainer
         config = trl.DPOConfig(**common, max_length=128, beta=0.5)
-        return made(model(), config, ref_model=model(seed=5), **options)
+        return made(model(), args=config, ref_model=model(seed=5), **options)
     made = trl.GRPOTrainer if plain else HDPGRPOTrainer
     config = trl.GRPOConfig(
         **common, num_generations=4, max_completion_length=24, temperature=0.9, beta=0.1, num_iterations=2,
         importance_sampling_level="sequence", epsilon=0.05,
     )  # fmt: skip
-    return made(model(), reward_funcs=reward, args=config, **options)
+    model().save_pretrained(out / "start")  # TRL loads the reference from there; the first rank writes it
+    dist.barrier()
+    return made(str(out / "start"), reward_funcs=reward, args=config, **options)
 
 
 def main() -> None:
     kind, out, plain = sys.argv[1], Path(sys.argv[2]), "--plain" in sys.argv
     torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo")
     made = trainer(kind, out, plain)
     made.train()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
         (out / "log.json").write_text(json.dumps(made.state.log_history))
         torch.save({name: value.detach().clone() for name, value in made.model.named_parameters()}, out / "weights.pt")
 

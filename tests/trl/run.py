@@ -1,7 +1,7 @@
 """``make check-trl``: TRL's trainers alone and over HDP, on one rank and on two, in an environment of its own.
 
-It needs Python and the network (TRL, torch and what they need: 3 GB in .trl/, once). ``PYTHON_OF_TRL`` names a Python that
-has TRL already.
+It needs Python and the network (TRL, torch and what they need: 3 GB in .trl/, once). ``PYTHON_OF_TRL`` names a Python
+that has TRL already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENVIRONMENT = ROOT / ".trl"
 KINDS = ("sft", "dft", "dpo", "grpo")
 PACKAGES = ("trl==1.16.0", "peft>=0.15")
 TOLERANCE = 2e-4
-"""Relative, of fp32 with sums in another order, over updates of AdamW."""
+"""Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
 LEFT_OUT = ("runtime", "per_second", "step_time", "flos")
 
 
@@ -27,13 +27,14 @@ def main() -> int:
     """Exit code 1 if a trainer over HDP differs from TRL's own under as many ranks."""
     python = prepared()
     failed = 0
-    for kind in KINDS:
+    for kind in sys.argv[1:] or KINDS:
         for ranks in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
                 plain, ours = (run(python, kind, ranks, Path(folder) / name, name) for name in ("plain", "ours"))
             differences = [told for a, b in zip(plain, ours, strict=True) for told in compared(a, b)]
             failed += bool(differences)
-            print(f"{kind} on {ranks} rank(s): {'; '.join(differences[:6]) or f'{len(ours) - 1} updates are equal'}")
+            result = "; ".join(differences[:6]) or f"{len(ours) - 1} updates are equal"
+            print(f"{kind} on {ranks} rank(s): {result}", flush=True)
     return 1 if failed else 0
 
 
@@ -69,7 +70,7 @@ def compared(plain: dict[str, float], ours: dict[str, float]) -> list[str]:
         if any(part in name for part in LEFT_OUT):
             continue
         a, b = float(plain[name]), float(ours[name])
-        if abs(a - b) > TOLERANCE * max(abs(a), abs(b)) + 1e-6 and not (a != a and b != b):
+        if abs(a - b) > TOLERANCE * max(abs(a), abs(b)) + 1e-4 and not (a != a and b != b):
             told.append(f"{name} is {b} and not {a} at update {plain.get('step')}")
     return told
 

@@ -2,7 +2,7 @@
 
 ::
 
-    trainer = HDPSFTTrainer(model, args, capacity_tokens=8192, train_dataset=rows)
+    trainer = HDPSFTTrainer(model, args=args, capacity_tokens=8192, train_dataset=rows)
     trainer.train()
 
 TRL's trainers ask a model for log-probabilities of padded batches, and compute everything else themselves. They get a
@@ -21,14 +21,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import trl
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
+import trl
 from bytescale.attach.hdp import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.integrations.whole_batch import WholeBatch, require_plain
+from bytescale.integrations.whole_batch import (
+    ENTROPY,
+    IS_TOP1,
+    LOG_PROBS,
+    MEAN_LOGITS,
+    Sequences,
+    WholeBatch,
+    require_plain,
+    word_columns,
+)
 
 _TAKEN = ("input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head")
 _STATES = "hdp"
@@ -61,21 +70,30 @@ class HDPOptimizer(torch.optim.Optimizer):
 class _Planned:
     """What TRL calls in the model's place: ``model(**inputs, labels=..., fused_lm_head=True)``."""
 
-    def __init__(self, batch: WholeBatch, guess: float = 0.0) -> None:
-        self.batch, self.guess = batch, guess
+    def __init__(self, hdp: HDP, model: nn.Module, temperature: float, guess: float = 0.0) -> None:
+        self.model, self.guess = model, guess
+        self.batch = WholeBatch(hdp, word_columns(model, temperature), num_trained=2 if model is hdp.model else 0)
 
     def train(self, mode: bool = True) -> _Planned:
+        self.model.train(mode)
         return self
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
+        """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
         require_plain({name: value for name, value in more.items() if name not in _TAKEN}, "the model")
-        mask = labels[:, 1:] != IGNORE_INDEX
-        scores = self.batch.run(input_ids, attention_mask, labels, guess=self.guess)
-        log_probs, entropy, is_top1, mean_logits = (
-            column[:, :-1] for column in (scores.log_probs, scores.entropy, scores.is_top1, scores.mean_logits)
-        )
+        next_labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORE_INDEX)], dim=1)
+        rows, places = attention_mask.nonzero(as_tuple=True)
+        lengths = attention_mask.sum(dim=1).tolist()
+        tokens, wanted = (ids[rows, places].split(lengths) for ids in (input_ids, next_labels))
+        values, rest = self.batch.run(Sequences(tokens, wanted), guess=self.guess)
+        columns = torch.cat([values, rest], dim=1)
+        padded = columns.new_zeros(*input_ids.shape, columns.shape[1]).index_put((rows, places), columns)[:, :-1]
         return FusedCausalLMOutput(
-            log_probs=log_probs, entropy=entropy, is_top1=is_top1, mean_logits=mean_logits, label_mask=mask
+            log_probs=padded[..., LOG_PROBS],
+            entropy=padded[..., ENTROPY],
+            is_top1=padded[..., IS_TOP1] > 0,
+            mean_logits=padded[..., MEAN_LOGITS],
+            label_mask=labels[:, 1:] != IGNORE_INDEX,
         )
 
 
@@ -88,7 +106,7 @@ class HDPTrainerMixin:
     accelerator: Any
     args: Any
 
-    def __init__(self, model: Any, args: Any, *more: Any, capacity_tokens: int, **options: Any) -> None:
+    def __init__(self, model: Any, *, args: Any, capacity_tokens: int, **options: Any) -> None:
         """``capacity_tokens``: as ``HDP`` takes it. All else as TRL's trainer takes it.
 
         Raises ``ConfigError`` for an option of TRL that plans do not have.
@@ -97,7 +115,7 @@ class HDPTrainerMixin:
         self.capacity_tokens = capacity_tokens
         self._largest_norm, args = args.max_grad_norm, copy.copy(args)
         args.max_grad_norm = 0.0  # Trainer would clip one rank's part of the gradient
-        super().__init__(model, args, *more, **options)
+        super().__init__(model, args=args, **options)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Attach ``HDP``, and shard the optimizer that ``args.optim`` names."""
@@ -119,11 +137,10 @@ class HDPTrainerMixin:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's own step with a ``WholeBatch`` in the model's place; then backward through the model."""
         assert self.hdp is not None, "create_optimizer comes first"
-        batch = self._whole_batch()
-        planned = _Planned(batch, self._guess(inputs, num_items_in_batch))
+        planned = self._planned(self.model, self._guess(inputs, num_items_in_batch))
         with self._planned_reference():
             loss: Tensor = super().training_step(planned, inputs, num_items_in_batch)  # type: ignore[misc]
-        batch.finish(1.0 / self.hdp.group.size)  # as DistributedDataParallel averages
+        planned.batch.finish(1.0 / self.hdp.group.size)  # as DistributedDataParallel averages
         return loss
 
     def log(self, logs: dict[str, float], *args: Any) -> None:
@@ -132,9 +149,9 @@ class HDPTrainerMixin:
         norm = {"grad_norm": inner.grad_norm} if "grad_norm" in logs else {}
         super().log(logs | norm, *args)  # type: ignore[misc]
 
-    def _whole_batch(self, model: nn.Module | None = None) -> WholeBatch:
+    def _planned(self, model: nn.Module, guess: float = 0.0) -> _Planned:
         assert self.hdp is not None, "create_optimizer comes first"
-        return WholeBatch(self.hdp, model, temperature=self.temperature)
+        return _Planned(self.hdp, model, self.temperature, guess)
 
     def _guess(self, inputs: Any, num_items_in_batch: Any) -> float:
         return 0.0
@@ -144,7 +161,7 @@ class HDPTrainerMixin:
         """The reference model on plans, too. With adapters, TRL runs each rank's own rows without them."""
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module):
-            self.ref_model: Any = _Planned(self._whole_batch(reference))
+            self.ref_model: Any = self._planned(reference)
         try:
             yield
         finally:
@@ -164,6 +181,9 @@ class HDPTrainerMixin:
             self.hdp.load(Path(checkpoint) / _STATES)
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
+            rates = self.lr_scheduler.get_last_lr()  # type: ignore[attr-defined]
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
 
 class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):
@@ -185,8 +205,7 @@ class HDPGRPOTrainer(HDPTrainerMixin, trl.GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         if self.hdp is not None and not isinstance(model, _Planned):
-            reference = getattr(self, "ref_model", None)
-            model = _Planned(self._whole_batch(model if model is reference else None))
+            model = self._planned(model if model is self.ref_model else self.model)
         return super()._get_per_token_logps_and_entropies(model, *args, **options)
 
 
