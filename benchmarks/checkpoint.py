@@ -193,7 +193,7 @@ def planning() -> None:
     layout = layout_of(optimizer)
 
     def first() -> int:
-        files = [StoredFile(51 * 2**20, 9000, 2**63 - number) for number in range(mesh.size)]
+        files = [StoredFile(51 * 2**20, 9000, f"{number:016x}") for number in range(mesh.size)]
         layouts = [layout] * (mesh.tp * mesh.pp)
         received = [json.dumps(layout_to_json(one)) for one in layouts]
         state = RunState(step=1, sampler={}, architecture=shape.as_dict(), mesh={})

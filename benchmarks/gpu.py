@@ -50,6 +50,7 @@ from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.cost import flops, save_profile
 from bytescale.cost.memory import MemoryModel, ModelShare
 from bytescale.cost.profile_file import fit_warnings
+from bytescale.cost.spec import ModelSpec
 from bytescale.models import Llama
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
@@ -319,7 +320,7 @@ def fitting_model(device: Device, sizes: Sizes, shape: Architecture, checkpointi
 
 def step_seconds(shape: Architecture, documents: int, tokens: int, checkpointing: str) -> float:
     """Estimate the seconds of a step on an H200."""
-    work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+    work = ModelSpec.of(shape).training_flops(num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
     return work * (4 / 3 if checkpointing == "full" else 1.1) / GUESSED_FLOPS
 
 
@@ -367,7 +368,7 @@ def mfu_cases(device: Device, sizes: Sizes, chosen: tuple[tuple[int, int, int, s
     rate = matmul_rate(device)
     for documents, tokens, layers, checkpointing in chosen:
         shape = replace(sizes.shape, num_layers=layers)
-        work = flops.training_flops(shape, num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
+        work = ModelSpec.of(shape).training_flops(num_tokens=documents * tokens, sum_of_squares=documents * tokens**2)
 
         def measure(
             shape: Architecture = shape,

@@ -147,7 +147,7 @@ def one_rank(folder: Path, way: str, rank: int) -> None:
         for _ in range(steps):
             batch = sampler.next_batch()
             RankPlan.of(planner(batch.lengths), rank)
-            held.append(corpus.documents(batch, ()))
+            held.append(corpus.documents(batch.samples, ()))
             read += 2 * batch.num_tokens
         memory = psutil.Process().memory_full_info().uss - before
     print(read / steps, received / steps, memory)

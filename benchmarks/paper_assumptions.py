@@ -85,7 +85,7 @@ class PaperModel:
     def layout(self, capacity_tokens: int) -> tuple[int, int]:
         """Return tp and pp by the rule at the top of this file."""
         shape = self.active
-        activations = capacity_tokens * flops.activation_bytes_per_token(shape)
+        activations = capacity_tokens * shape.num_layers * flops.layer_activation_bytes_per_token(shape)
         weights = shape.num_layers * self.layer_parameters + 2 * shape.vocab_size * shape.hidden_size
         state_bytes = weights * (GRADIENT_BYTES + PARAMETER_BYTES)
         layouts = [(tp, pp) for pp in ((2, 4, 8, 16) if self.pipelined else (1,)) for tp in (1, 2, 4, 8)]

@@ -47,7 +47,7 @@ def case_study() -> Profile:
     long_tokens, long_ranks, long_seconds = 312 * KIBI, 39, 0.110
     attention = Curve(long_seconds * long_ranks / long_tokens**2, 0.0, 0.0)
     rest = Curve(0.0, 0.0095 / rank_tokens, 0.0)
-    head = flops.head_flops_per_token(PAPER_7B) / flops.layer_linear_flops_per_token(PAPER_7B) * rest.linear
+    head = 2 * flops.head_parameters(PAPER_7B) / flops.layer_linear_flops_per_token(PAPER_7B) * rest.linear
     ring_bytes = flops.kv_bytes_per_token(PAPER_7B) / tp
     return Profile(
         name="case-study",
@@ -89,7 +89,7 @@ def figure_6() -> Profile:
     rest_ms = [0.9, 1.8, 3.6, 7.5, 15.1, 28.2]
     attention = fit_curve(tokens, [ms / 1e3 for ms in attention_ms])
     rest = fit_curve(tokens, [ms / 1e3 for ms in rest_ms], quadratic=False)
-    head = flops.head_flops_per_token(PAPER_7B) / flops.layer_linear_flops_per_token(PAPER_7B) * rest.linear
+    head = 2 * flops.head_parameters(PAPER_7B) / flops.layer_linear_flops_per_token(PAPER_7B) * rest.linear
     tp = 8
     ring_bytes = flops.kv_bytes_per_token(PAPER_7B) / tp
     points = [

@@ -244,9 +244,11 @@ class Storm:
 
 def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
     """Return ``[number of tokens]`` how often each token of the corpus was given to a rank."""
-    counts = np.zeros(corpus.samples.num_tokens + 1, dtype=np.int64)
+    known = corpus.samples
+    before = np.cumsum(known.length) - known.length  # of the tokens of all samples, one sample behind the other
+    counts = np.zeros(known.num_tokens + 1, dtype=np.int64)
     for samples, starts, stops, _ in (segments.T for segments, _ in read_record(run / "data", steps)):
-        first = corpus.samples.start[corpus.index.rows(samples)]
+        first = before[np.searchsorted(known.name, samples)]
         np.add.at(counts, first + starts, 1)
         np.add.at(counts, first + stops, -1)
     return np.cumsum(counts)[:-1]
@@ -254,9 +256,11 @@ def times_given(run: Path, corpus: Corpus, steps: int) -> np.ndarray:
 
 def times_expected(corpus: Corpus, state: dict) -> np.ndarray:
     """Return the counts that follow from the seed: ``epoch`` times all tokens, and the start of the last epoch."""
-    counts = np.full(corpus.samples.num_tokens, state["epoch"], dtype=np.int64)
-    for sample in epoch_order(corpus.samples.num_samples, state["shuffle_seed"], state["epoch"])[: state["position"]]:
-        counts[corpus.samples.start[sample] :][: corpus.samples.length[sample]] += 1
+    known = corpus.samples
+    before = np.cumsum(known.length) - known.length
+    counts = np.full(known.num_tokens, state["epoch"], dtype=np.int64)
+    for sample in epoch_order(len(known), state["shuffle_seed"], state["epoch"])[: state["position"]]:
+        counts[before[sample] :][: known.length[sample]] += 1
     return counts
 
 

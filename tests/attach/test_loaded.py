@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_plain_records(tmp_path: Path) -> None:
     sums = divisor = 0.0
     corpus = prepare_corpus(config)
     batch = make_sampler(corpus.index, config).next_batch()
-    drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.tolist()}
+    drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.name.tolist()}
     for record in records():
         if tuple(record["tokens"]) not in drawn:
             continue

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from bytescale import HDP
 from bytescale.parity import FAMILIES, Setup, compare, small_model
 from bytescale.parity.__main__ import main, tolerance_of
 from bytescale.parity.thread_ranks import run_ranks
+from bytescale.plan import Plan
+from bytescale.plan.plan import GroupSpec
+
+from .support import documents, on_ranks, plain_update, printed_loop
 
 QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "deepseek_v3")
 
@@ -71,6 +78,32 @@ def test_planners_of_hdp(planner: str) -> None:
     model = small_model("qwen3")
     setup = Setup(num_ranks=4, lengths=(50, 7, 3, 12, 1), planner=planner, equal_counts=planner == "adaptive")
     assert compare(model, setup).worst <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_grid_of_two_columns(name: str) -> None:
+    """Also where every second layer has a window, whose rows travel beside the grid."""
+    model, batch = small_model(name), documents([61, 9])
+    plan = Plan.build(
+        lengths=[61, 9],
+        capacity_tokens=[40] * 4,
+        groups=[GroupSpec(sequences=[0], ranks=range(4), columns=2), GroupSpec(sequences=[1], ranks=[0])],
+        schedule=[[[0, 1]], [[0]], [[0]], [[0]]],
+    )
+    reference = copy.deepcopy(model)
+    expected = plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), float("inf"))
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, dict[str, Tensor]]:
+        hdp = HDP(own, group, capacity_tokens=40)
+        hdp.adamw(lr=0.0)
+        return printed_loop(hdp, own, batch, plan=plan), hdp.gradients()
+
+    results = on_ranks(4, model, work)
+    assert sum(loss for loss, _ in results) == pytest.approx(expected, rel=1e-8)
+    tolerance = tolerance_of(name, "fp64")
+    for key, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(results[0][1][key], parameter.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_the_command_compares_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from bytescale.checkpoint import reading, tensor_file, writing
+from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.layout import Layout, LayoutEntry, boxes_of, intersection
-from bytescale.checkpoint.manifest import layout_from_json, layout_to_json, read_manifest
+from bytescale.checkpoint.manifest import CheckpointDamage, Manifest, layout_from_json, layout_to_json, read_manifest
 from bytescale.checkpoint.reading import CheckpointReader
 from bytescale.checkpoint.verify import problems_of
 from bytescale.runtime import MeshShape
 from bytescale.storage.place import read_into
-from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, own_parts, restore, save, whole_state
+from tests.checkpoint.meshes import SHAPE, STATES, make_optimizer, own_parts, restore, run_state, save, whole_state
 from tests.helpers.effort import examples, one_of
 from tests.helpers.ranks import run_mesh
 from tests.helpers.steps import small_shape
@@ -178,6 +179,32 @@ def test_boxes_cover_a_flat_range_in_order(shape: tuple[int, ...]) -> None:
                 for offsets, sizes in boxes
             ]
             assert torch.equal(torch.cat(pieces or [numbers[:0]]), numbers[low:high])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": -1}, "number of at least 0"),
+        ({"step": True}, r"int \(it has True\)"),
+        ({"states": "master"}, r"list \(it has 'master'\)"),
+        ({"files": [[1, 2]]}, "shorter"),
+        ({"best": {"loss": "low"}}, "float"),
+        ({"companions": {"../up": [1, "0"]}}, "file name"),
+        ({"layouts": [{}]}, r"Layout \(it has {}\)"),
+    ],
+)
+def test_a_manifest_of_wrong_types_is_damaged(tmp_path: Path, change: dict, message: str) -> None:
+    """Also with a checksum that is right: a stranger may have written it."""
+    best = {"step": 3, "loss": -0.5, "kept": 1}
+    whole = Manifest(state=replace(run_state(3), best=best), states=["master"], layouts=[], files=[])
+    (tmp_path / "run_state.json").write_bytes(whole.to_json())
+    assert read_manifest(tmp_path).state.best == best
+    content = {**json.loads(whole.to_json()), **change}
+    del content["checksum"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    (tmp_path / "run_state.json").write_text(json.dumps({**content, "checksum": checksum_of(canonical)}))
+    with pytest.raises(CheckpointDamage, match=message):
+        read_manifest(tmp_path)
 
 
 def test_states_of_a_checkpoint_are_named(tmp_path: Path) -> None:

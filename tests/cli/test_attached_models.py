@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.attach.costs import counted_profile
+from bytescale.attach.costs import spec_of
 from bytescale.attach.interface import Attachment
 from bytescale.attach.probe import probe
 from bytescale.cli.main import main
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
-from bytescale.cost import Cluster
-from bytescale.cost.assumed import Rates
+from bytescale.cost import Cluster, Profile
 from bytescale.parity import small_model
 from bytescale.planner import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
@@ -61,8 +60,9 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
     """On one rank, simulated compute is the planner's work of all sequences."""
     model = small_model(name, dtype=torch.float32)
     attachment = Attachment(model)
-    rates = Rates(flops_per_second=1e9, attention_flops_per_second=2e9, launch_seconds=0.0)
-    profile = counted_profile(model, probe(model), rates, bytes_per_element=4)
+    profile = Profile.from_flops(
+        spec_of(model, probe(model)), flops_per_second=1e9, attention_flops_per_second=2e9, bytes_per_element=4
+    )
     attachment.detach()
     cost = profile.cost_model()
     assert bool(cost.windows) == (name == "gemma2")
@@ -77,7 +77,7 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
     [
         (["plan", "--parallel.tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
         (["simulate", "--parallel.ranks", "2", "--parallel.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
-        (["plan", "--cost.profile", "case-study"], 'cost.profile = "case-study" with a model of type qwen3'),
+        (["plan", "--cost.profile", "case-study"], "is of another model: its hidden_size"),
         (["profile", "--out", "TMP/profile.toml"], "measures the layers of our own Llama and Mixtral only"),
     ],
 )

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.manifest import RunState
-from bytescale.checkpoint.writing import Part, write_whole
+from bytescale.checkpoint.writing import Part, write_weights
 
 PROGRAM = """
 import sys
@@ -30,16 +29,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     checkpoint = folder / "checkpoints" / "step-000003"
     checkpoint.mkdir(parents=True)
-    part = Part(
-        name="weight",
-        shape=(3, 5),
-        offsets=(0, 0),
-        sizes=(3, 5),
-        dtype=torch.bfloat16,
-        read=lambda state: torch.ones(3, 5),
-    )
+    part = Part(name="weight", shape=(3, 5), offsets=(0, 0), sizes=(3, 5), read=lambda: torch.ones(3, 5))
     state = RunState(step=3, sampler={}, architecture={}, mesh={"hdp": 1})
-    write_whole(Disk(), checkpoint, state, ["master"], [part], [])
+    write_weights(checkpoint, state, [part], [])
     (folder / "config.toml").write_text('[data]\nsources = ["corpus"]\n')
     return folder
 

@@ -171,13 +171,6 @@ def test_scaling_a_counted_profile_is_counting_the_other_model() -> None:
     assert scaled.layer_parameters == counted.layer_parameters
 
 
-def test_capacity_from_memory() -> None:
-    profile = Profile.from_flops(PRESETS["7b"], flops_per_second=1e14)
-    per_token = 32 * profile.activation_bytes.linear
-    assert profile.capacity_tokens(device_bytes=1000.5 * per_token) == 1000
-    assert profile.capacity_tokens(device_bytes=1000.5 * per_token, pipeline_parallel=4) == 1000
-
-
 def test_narrow_ring_gradients_change_the_bytes_of_backward_alone() -> None:
     """Of bf16's 2 + (2 + 4) bytes a number 2 are saved, of fp32's 4 + (4 + 4) also 2."""
     for element_bytes, expected in ((2, 4), (4, 6), (8, 10)):

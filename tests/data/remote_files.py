@@ -63,7 +63,7 @@ def check_every_kind_of_source(tmp_path: Path, base: str, put: Callable[[str, by
     assert texts_of(here) == TEXTS
     for number, source in enumerate((base, f"{base}/", f"{base}/**")):
         there = prepare_corpus(config(tmp_path / str(number), source))
-        assert (there.fingerprint, texts_of(there)) == (here.fingerprint, TEXTS), source
+        assert (there.metadata.fingerprint, texts_of(there)) == (here.metadata.fingerprint, TEXTS), source
     assert texts_of(prepare_corpus(config(tmp_path, f"{base}/*.jsonl"))) == ["one", "two"]
     one_by_one = [f"{base}/{name}" for name in contents if not name.startswith(".")]
     assert texts_of(prepare_corpus(config(tmp_path, *one_by_one))) == TEXTS
@@ -75,7 +75,7 @@ def check_changes_are_seen(tmp_path: Path, base: str, put: Callable[[str, bytes]
     for source in (base, f"{base}/a.jsonl"):
         put("a.jsonl", json_lines("old"))
         before = prepare_corpus(config(tmp_path, source))
-        assert prepare_corpus(config(tmp_path, source)).fingerprint == before.fingerprint
+        assert prepare_corpus(config(tmp_path, source)).metadata.fingerprint == before.metadata.fingerprint
         put("a.jsonl", json_lines("new"))
         after = prepare_corpus(config(tmp_path, source))
         assert (texts_of(before), texts_of(after)) == (["old"], ["new"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from bytescale.common.arrays import IntArray
 from bytescale.config import DataConfig
 from bytescale.data.loading.assemble import Segments, labelled
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.order.batches import GlobalBatch
+from bytescale.data.loading.loader import LocalFeed, StepData
 from bytescale.data.order.epoch import MIB
 from bytescale.data.order.index import CorpusIndex, PartFinder
-from bytescale.data.order.samples import OverLength
+from bytescale.data.order.samples import OverLength, Samples
 from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.tokens.indexed import IndexedWriter, metadata_path
@@ -25,6 +25,7 @@ from bytescale.data.tokens.metadata import MetadataGatherer
 from bytescale.data.tokens.open_parts import OpenParts
 from bytescale.data.tokens.shards import PartContent, Shard
 from bytescale.data.tokens.tokenizer import Tokenizer
+from bytescale.plan import Planner
 
 
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], tokenizer: Tokenizer | None = None) -> None:
@@ -57,8 +58,8 @@ class PartsAtHand:
     def expect(self, parts: Sequence[int]) -> None:
         """There is nothing to begin with."""
 
-    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
-        return {part: self._contents[part] for part in parts}
+    def find(self, parts: Sequence[int]) -> list[PartContent]:
+        return [self._contents[part] for part in parts]
 
 
 def memory_corpus(
@@ -109,21 +110,33 @@ def read(
 ) -> tuple[IntArray, IntArray, dict[str, np.ndarray]]:
     """Tokens, labels and fields of ranges of samples, as a loader reads them."""
     columns = [np.array(column, dtype=np.int64).reshape(-1) for column in (samples, starts, stops)]
-    batch = GlobalBatch.of(corpus.index, columns[0], step=0, epoch=0, ends_epoch=False)
-    segments = Segments.cut(batch, np.arange(len(columns[0])), *columns[1:], np.ones(len(columns[0])))
+    segments = Segments.cut(named(corpus, samples), np.arange(len(columns[0])), *columns[1:], np.ones(len(columns[0])))
     return labelled(segments, corpus.parts.slices(segments.parts, segments.places, segments.ranges), names)
+
+
+def named(corpus: Corpus, names: Sequence[int]) -> Samples:
+    """The samples of these names."""
+    known = corpus.samples
+    return known[np.searchsorted(known.name, np.asarray(names, dtype=np.int64))]
+
+
+def steps_of(
+    corpus: Corpus, planner: Planner, rank: int = 0, *, stop_step: int | None = None, **data: Any
+) -> Iterator[StepData]:
+    """The steps of a rank, as its loader reads them; ``data``: settings of the ``[data]`` section."""
+    return LocalFeed(corpus, DataConfig(sources=("memory",), **data), rank).steps(planner, stop_step)
 
 
 def read_whole(corpus: Corpus, samples: Sequence[int]) -> tuple[IntArray, IntArray]:
     """Tokens and labels of whole samples."""
-    lengths = corpus.samples.length[corpus.index.rows(np.asarray(samples))]
+    lengths = named(corpus, samples).length
     return read(corpus, samples, np.zeros_like(lengths), lengths)[:2]
 
 
 def texts_of(corpus: Corpus) -> list[str]:
     """The samples of a corpus as text."""
     assert corpus.tokenizer is not None
-    return [corpus.tokenizer.decode(read_whole(corpus, [sample])[0]) for sample in corpus.all_samples.tolist()]
+    return [corpus.tokenizer.decode(read_whole(corpus, [sample])[0]) for sample in corpus.samples.name.tolist()]
 
 
 __all__ = ["config", "memory_corpus", "prepare_corpus", "read", "read_whole", "texts_of", "write_jsonl", "write_pair"]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.data.order.batches import BatchSampler, GlobalBatch
+from bytescale.config import DataConfig
+from bytescale.data.order.batches import BatchSampler, GlobalBatch, make_sampler
 from bytescale.data.order.epoch import epoch_order
 from tests.data.support import memory_corpus
 
@@ -32,7 +33,9 @@ def batches_slowly(lengths: list[int], budget: int, seed: int, count: int) -> li
 
 
 def same(a: GlobalBatch, b: GlobalBatch) -> bool:
-    return (a.step, a.epoch, a.ends_epoch) == (b.step, b.epoch, b.ends_epoch) and np.array_equal(a.samples, b.samples)
+    return (a.step, a.epoch, a.ends_epoch) == (b.step, b.epoch, b.ends_epoch) and np.array_equal(
+        a.samples.name, b.samples.name
+    )
 
 
 @given(lengths=LENGTHS, extra=st.integers(0, 100), seed=st.integers(0, 5))
@@ -40,7 +43,7 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
     budget = max(lengths) + extra
     sampler = BatchSampler(memory_corpus(lengths, 20).index, budget, seed)
     batches = [sampler.next_batch() for _ in range(12)]
-    assert [batch.samples.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
+    assert [batch.samples.name.tolist() for batch in batches] == batches_slowly(lengths, budget, seed, 12)
     for step, batch in enumerate(batches):
         assert batch.step == step
         assert batch.lengths.dtype == np.int64
@@ -52,12 +55,12 @@ def test_batches_are_those_of_the_obvious_way(lengths: list[int], extra: int, se
 def test_every_epoch_consumes_every_sample_exactly_once(lengths: list[int], extra: int) -> None:
     corpus = memory_corpus(lengths, 7)
     sampler = BatchSampler(corpus.index, 7 + extra, shuffle_seed=3)
-    num_samples = corpus.samples.num_samples
+    num_samples = len(corpus.samples)
     stream: list[int] = []
     while len(stream) < 3 * num_samples:
         batch = sampler.next_batch()
         assert batch.epoch == len(stream) // num_samples
-        stream.extend(batch.samples.tolist())
+        stream.extend(batch.samples.name.tolist())
         assert batch.ends_epoch == (len(stream) // num_samples > batch.epoch)
     for epoch in range(3):
         assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
@@ -81,11 +84,11 @@ def test_resuming_at_any_step_gives_what_was_never_stopped(lengths: list[int], s
 def test_resuming_with_another_budget_repeats_and_skips_nothing() -> None:
     corpus = memory_corpus(list(range(1, 30)), 30)
     first = BatchSampler(corpus.index, 40, shuffle_seed=1)
-    seen = [first.next_batch().samples for _ in range(4)]
+    seen = [first.next_batch().samples.name for _ in range(4)]
     second = BatchSampler(corpus.index, 100, shuffle_seed=1)
     second.load_state_dict(first.state_dict())
     while sum(map(len, seen)) < 29:
-        seen.append(second.next_batch().samples)
+        seen.append(second.next_batch().samples.name)
     assert sorted(np.concatenate(seen)[:29].tolist()) == list(range(29))
 
 
@@ -102,24 +105,27 @@ def test_a_million_samples_take_no_loop() -> None:
     sampler = BatchSampler(memory_corpus(lengths, 16).index, 2**20, shuffle_seed=0)
     batches = [sampler.next_batch() for _ in range(7)]
     assert all(2**20 - 16 < batch.num_tokens <= 2**20 for batch in batches)
-    assert len(np.unique(np.concatenate([batch.samples for batch in batches]))) > 900_000
+    assert len(np.unique(np.concatenate([batch.samples.name for batch in batches]))) > 900_000
 
 
 def test_a_corpus_smaller_than_a_batch_is_read_several_times() -> None:
     batch = BatchSampler(memory_corpus([3, 4], 10).index, 15, shuffle_seed=0).next_batch()
     assert batch.num_tokens == 14
-    assert sorted(batch.samples.tolist()) == [0, 0, 1, 1]
+    assert sorted(batch.samples.name.tolist()) == [0, 0, 1, 1]
     assert batch.ends_epoch
 
 
-def test_a_sequence_that_fits_in_no_batch() -> None:
-    with pytest.raises(ConfigError, match=r"Document 1 has a sequence of 9 tokens, more than data.batch_tokens = 8"):
-        BatchSampler(memory_corpus([3, 9, 4], 10).index, 8, shuffle_seed=0)
-
-
-def test_a_negative_seed() -> None:
-    with pytest.raises(ConfigError, match=r"data.shuffle_seed is -1"):
-        BatchSampler(memory_corpus([3], 10).index, 8, shuffle_seed=-1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_tokens": 8}, r"data.batch_tokens = 8 is smaller than data.context_length = 10"),
+        ({"shuffle_seed": -1}, r"data.shuffle_seed is -1"),
+    ],
+)
+def test_settings_by_which_nothing_can_be_drawn(settings: dict, message: str) -> None:
+    config = DataConfig(sources=("memory",), context_length=10, **settings)
+    with pytest.raises(ConfigError, match=message):
+        make_sampler(memory_corpus([3, 9, 4], 10).index, config)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def samples_slowly(lengths: list[int], context_length: int, over_length: str) ->
 @given(lengths=LENGTHS, context_length=st.integers(1, 45), over_length=POLICIES)
 def test_samples_are_those_of_the_obvious_way(lengths: list[int], context_length: int, over_length: OverLength) -> None:
     ends = np.cumsum(lengths)
-    table, counts = make_samples(ends - lengths, np.array(lengths), context_length, over_length)
+    table, counts = make_samples(3, np.concatenate([[0], ends]), context_length, over_length)
+    assert table.part.tolist() == [3] * len(table)
     rows = zip(
         table.document.tolist(), table.start.tolist(), table.length.tolist(), table.num_targets.tolist(), strict=True
     )
@@ -78,19 +79,21 @@ def test_reading_ranges_of_samples(
     corpus = memory_corpus(lengths, context_length, over_length, num_parts=min(parts, len(lengths)))
     table = corpus.samples
     ranges = []
-    for _ in range(data.draw(st.integers(0, 6)) if table.num_samples else 0):
-        sample = data.draw(st.integers(0, table.num_samples - 1))
+    for _ in range(data.draw(st.integers(0, 6))):
+        sample = data.draw(st.integers(0, len(table) - 1))
         start = data.draw(st.integers(0, int(table.length[sample])))
         ranges.append((sample, start, data.draw(st.integers(start, int(table.length[sample])))))
     samples, starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 3).T
-    tokens, labels, _ = read(corpus, corpus.all_samples[samples], starts, stops)
+    tokens, labels, _ = read(corpus, table.name[samples], starts, stops)
     expected_tokens, expected_labels = [], []
     ends = np.cumsum(lengths)
+    cuts = [len(lengths) * part // corpus.index.num_parts for part in range(corpus.index.num_parts)]  # as memory_corpus
     for sample, start, stop in ranges:
-        end = ends[table.document[sample]]
+        document = cuts[table.part[sample]] + table.document[sample]
+        end, before = ends[document], ends[cuts[table.part[sample]]] - lengths[cuts[table.part[sample]]]
         if over_length == "truncate":
-            end = min(end, end - lengths[table.document[sample]] + context_length)
-        for place in range(table.start[sample] + start, table.start[sample] + stop):
+            end = min(end, end - lengths[document] + context_length)
+        for place in range(before + table.start[sample] + start, before + table.start[sample] + stop):
             expected_tokens.append(place)
             expected_labels.append(place + 1 if place + 1 < end else IGNORE_INDEX)
     assert tokens.tolist() == expected_tokens
@@ -106,7 +109,7 @@ def test_text_and_bins_together(tmp_path: Path) -> None:
     assert corpus.metadata.vocab_size == 257
     assert corpus.metadata.counts.num_empty_documents == 1
     assert isinstance(corpus.parts[0].base, np.memmap)
-    tokens, labels, _ = read(corpus, corpus.all_samples[[3, 0]], [0, 1], [2, 4])
+    tokens, labels, _ = read(corpus, corpus.samples.name[[3, 0]], [0, 1], [2, 4])
     assert tokens.tolist() == [99, 256, 98, 99, 256]
     assert labels.tolist() == [256, IGNORE_INDEX, 99, 256, IGNORE_INDEX]
 
@@ -120,7 +123,7 @@ def test_the_second_call_tokenises_nothing(tmp_path: Path) -> None:
     calls.clear()
     second = prepare_corpus(settings, calls.append)
     assert calls == []
-    assert second.fingerprint == first.fingerprint
+    assert second.metadata.fingerprint == first.metadata.fingerprint
     assert second.samples.length.tolist() == first.samples.length.tolist()
     assert second.tokenizer is not None
     assert second.metadata.vocab_size == second.tokenizer.vocab_size <= 270
@@ -132,7 +135,7 @@ def test_a_changed_source_is_tokenised_again(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("newer")
     after = prepare_corpus(config(tmp_path, tmp_path / "a.txt"))
     assert texts_of(after) == ["newer"]
-    assert after.fingerprint != before.fingerprint
+    assert after.metadata.fingerprint != before.metadata.fingerprint
 
 
 def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
@@ -140,12 +143,12 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> N
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("the same text")
-        prints.append(prepare_corpus(config(tmp_path / name, tmp_path / name / "a.txt")).fingerprint)
+        prints.append(prepare_corpus(config(tmp_path / name, tmp_path / name / "a.txt")).metadata.fingerprint)
     assert prints[0] == prints[1]
     source = tmp_path / "here/a.txt"
     others = [
-        prepare_corpus(config(tmp_path, source, context_length=5)).fingerprint,
-        prepare_corpus(config(tmp_path, source, context_length=5, over_length="truncate")).fingerprint,
+        prepare_corpus(config(tmp_path, source, context_length=5)).metadata.fingerprint,
+        prepare_corpus(config(tmp_path, source, context_length=5, over_length="truncate")).metadata.fingerprint,
     ]
     assert len({prints[0], *others}) == 3
 
@@ -153,7 +156,7 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> N
 def _prepare_in_a_process(settings: DataConfig, results: multiprocessing.Queue) -> None:
     calls: list[Progress] = []
     corpus = prepare_corpus(settings, calls.append)
-    results.put((corpus.fingerprint, any(progress.done_bytes for progress in calls)))
+    results.put((corpus.metadata.fingerprint, any(progress.done_bytes for progress in calls)))
 
 
 def test_several_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
@@ -269,7 +272,9 @@ def test_text_is_tokenised_when_it_is_needed(tmp_path: Path, monkeypatch: pytest
     while not (batch := sampler.next_batch()).ends_epoch:
         same = other.next_batch()
         assert sampler.state_dict() == other.state_dict()
-        for mine, theirs in zip(read_whole(later, batch.samples), read_whole(at_once, same.samples), strict=True):
+        for mine, theirs in zip(
+            read_whole(later, batch.samples.name), read_whole(at_once, same.samples.name), strict=True
+        ):
             assert np.array_equal(mine, theirs)
     assert later.metadata == at_once.metadata
 

@@ -18,12 +18,12 @@ from bytescale.common.errors import ConfigError, DataError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus, prepare_corpus
-from bytescale.data.loading.loader import local_steps
-from bytescale.data.order.batches import BatchSampler, batches_once, make_sampler
+from bytescale.data.loading.loader import LocalFeed
+from bytescale.data.order.batches import batches_once
 from bytescale.data.tokens.indexed import IndexedDataset
 from tests.data.chats import chat_folder, conversations
 from tests.data.http_server import http_server
-from tests.data.support import config, read, read_whole, write_jsonl
+from tests.data.support import config, read, read_whole, steps_of, write_jsonl
 from tests.data.test_loader import plan_on_one_rank, random_planner
 
 RECORDS = [
@@ -40,12 +40,10 @@ def tokens_config(tmp_path: Path, *sources: object, **settings: Any) -> DataConf
 
 def weights_by_label(corpus: Corpus) -> list[list[float]]:
     """Of every sample, the weights of its labels."""
-    samples = corpus.all_samples
-    rows = corpus.index.rows(samples)
-    lengths = corpus.samples.length[rows]
-    found = read(corpus, samples, np.zeros_like(lengths), lengths, ["weights"])[2]["weights"]
-    parts = np.split(found, np.cumsum(lengths)[:-1])
-    return [part[:count].tolist() for part, count in zip(parts, corpus.samples.num_targets[rows], strict=True)]
+    samples = corpus.samples
+    found = read(corpus, samples.name, np.zeros_like(samples.length), samples.length, ["weights"])[2]["weights"]
+    parts = np.split(found, np.cumsum(samples.length)[:-1])
+    return [part[:count].tolist() for part, count in zip(parts, samples.num_targets, strict=True)]
 
 
 def pair_of(tmp_path: Path, source: Path) -> Path:
@@ -86,9 +84,8 @@ def test_the_loaders_data_is_that_of_the_records(tmp_path: Path, loss_per: str, 
     corpus = prepare_corpus(tokens_config(tmp_path, source))
     total, labels = 0.0, 0
     for rank in range(3):
-        sampler = BatchSampler(corpus.index, 36, 1)
-        planner: Any = random_planner(3, 5)
-        (step,) = local_steps(corpus, sampler, planner, rank, stop_step=1, loss_per=loss_per)  # type: ignore[arg-type]
+        settings = {"context_length": 36, "batch_tokens": 36, "shuffle_seed": 1, "loss_per": loss_per}
+        (step,) = steps_of(corpus, random_planner(3, 5), rank, stop_step=1, **settings)
         assert (step.num_targets, step.loss_divisor) == (23, divisor)
         for data in step.micro_batches:
             assert data.weights is not None
@@ -112,8 +109,7 @@ def test_pairs_and_records_give_the_same_steps_to_the_last_bit(tmp_path: Path) -
             loss_per="sequence",
         )  # fmt: skip
         corpus = prepare_corpus(settings)
-        sampler = make_sampler(corpus.index, settings)
-        steps.append(list(local_steps(corpus, sampler, plan_on_one_rank, 0, stop_step=4, loss_per="sequence")))
+        steps.append(list(LocalFeed(corpus, settings, 0).steps(plan_on_one_rank, 4)))
     for ours, theirs in zip(*steps, strict=True):
         assert (ours.num_targets, ours.loss_divisor) == (theirs.num_targets, theirs.loss_divisor)
         for a, b in zip(ours.micro_batches, theirs.micro_batches, strict=True):
@@ -127,7 +123,7 @@ def test_prompt_and_completion(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "", "completion": "x"}]
     )
     corpus = prepare_corpus(config(tmp_path, source, content="prompt"))
-    assert [read_whole(corpus, [sample])[0].tolist() for sample in corpus.all_samples.tolist()] == [
+    assert [read_whole(corpus, [sample])[0].tolist() for sample in corpus.samples.name.tolist()] == [
         [*b"1+1=", *b"2", 256],
         [*b"x", 256],
     ]
@@ -146,13 +142,13 @@ def test_labels_that_are_not_the_tokens(tmp_path: Path, kind: str) -> None:
         source = pair_of(tmp_path, source)
         assert np.fromfile(source / "all.labels.bin", "<i4").tolist() == [1, 200, 3, 4, 50, 6, 7, 8]
     corpus = prepare_corpus(tokens_config(tmp_path, source, context_length=3))
-    samples = corpus.all_samples
+    samples = corpus.samples.name
     tokens, labels = read_whole(corpus, samples)
     assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert labels.tolist() == [200, 3, 4, 50, IGNORE_INDEX, 7, 8, IGNORE_INDEX]
     assert weights_by_label(corpus) == [[2, 0, 4], [5], [1, 1]]
     (batch,) = batches_once(corpus.index, 100)
-    assert [document["labels"].tolist() for document in corpus.documents(batch)] == [
+    assert [document["labels"].tolist() for document in corpus.documents(batch.samples)] == [
         [200, 3, 4], [50, IGNORE_INDEX], [7, 8, IGNORE_INDEX],
     ]  # fmt: skip
 
@@ -193,14 +189,14 @@ def test_further_fields_of_pairs_in_a_folder(tmp_path: Path) -> None:
     assert run(["tokenize", str(tmp_path / "pair"), *options, "--output", again]) == 0
     for place in (source, tmp_path / "pair", f"{again}.bin"):
         corpus = prepare_corpus(tokens_config(tmp_path, place, fields=("advantages",)))
-        assert read(corpus, corpus.all_samples, [0, 0], [3, 2], ["advantages"])[2]["advantages"].tolist() == [
+        assert read(corpus, corpus.samples.name, [0, 0], [3, 2], ["advantages"])[2]["advantages"].tolist() == [
             0.5,
             -2,
             0,
             8,
             0,
         ]
-    with pytest.raises(DataError, match="A source does not have the field 'rewards'"):
+    with pytest.raises(DataError, match=r"all\.bin has no field 'rewards', which data\.fields names"):
         run(
             [
                 "tokenize",
@@ -219,12 +215,12 @@ def test_further_fields(tmp_path: Path) -> None:
     records = [{"tokens": [1, 2, 3], "advantages": [0, 0.5, -2]}, {"tokens": [4, 5], "advantages": [7, 8]}]
     settings = tokens_config(tmp_path, write_jsonl(tmp_path / "a.jsonl", records), fields=("advantages",))
     corpus = prepare_corpus(settings)
-    samples = corpus.all_samples
+    samples = corpus.samples.name
     found = read(corpus, samples, [0, 0], [3, 2], ["advantages", "weights"])[2]
     assert found["advantages"].tolist() == [0.5, -2, 0, 8, 0]
     assert found["weights"].tolist() == [1, 1, 0, 1, 0]
     (batch,) = batches_once(corpus.index, 100)
-    documents = corpus.documents(batch, ["weights", "advantages"])
+    documents = corpus.documents(batch.samples, ["weights", "advantages"])
     assert [document["tokens"].tolist() for document in documents] == [[1, 2, 3], [4, 5]]
     assert [document["labels"].tolist() for document in documents] == [[2, 3, IGNORE_INDEX], [5, IGNORE_INDEX]]
     assert [document["advantages"].tolist() for document in documents] == [[0.5, -2, 0], [8, 0]]
@@ -256,7 +252,7 @@ def test_weights_of_a_pair_behind_a_url(tmp_path: Path) -> None:
     with http_server() as served:
         served.contents.update({f"/{path.name}": path.read_bytes() for path in pair.iterdir()})
         there = prepare_corpus(config(tmp_path, f"{served.url}/all.bin", cache_dir=str(tmp_path / "other")))
-        assert there.has_weights
+        assert there.index.has_weights
         assert weights_by_label(there) == here
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.config import DataConfig
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.loading.loader import PrefetchedSteps, Prefetcher, StepData, local_steps
+from bytescale.data.loading.loader import LocalFeed, PrefetchedSteps, StepData
 from bytescale.data.order.batches import BatchSampler
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
-from tests.data.support import memory_corpus
+from tests.data.support import memory_corpus, steps_of
 from tests.helpers.plans import random_plan
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=25)
@@ -38,7 +39,8 @@ def plan_on_one_rank(lengths: IntArray) -> Plan:
 
 
 def loader_of(corpus: Corpus, rank: int = 0, planner: Callable = plan_on_one_rank, **settings: int) -> PrefetchedSteps:
-    return PrefetchedSteps(local_steps(corpus, BatchSampler(corpus.index, 60, 7), planner, rank, **settings), 2, "test")
+    steps = steps_of(corpus, planner, rank, context_length=60, batch_tokens=60, shuffle_seed=7, **settings)
+    return PrefetchedSteps(steps, 2)
 
 
 @given(
@@ -67,9 +69,11 @@ def test_all_ranks_together_read_the_batch_exactly_once(
                     read[data.step].extend(zip(*columns, strict=True))
     for step, batch in batches.items():
         expected = []
-        for sample in corpus.index.rows(batch.samples).tolist():
-            start, length = int(corpus.samples.start[sample]), int(corpus.samples.length[sample])
-            targets = int(corpus.samples.num_targets[sample])
+        first = [int(corpus.parts[part][0:1].sum()) for part in range(corpus.index.num_parts)]  # tokens are places
+        samples = batch.samples
+        columns = samples.part.tolist(), samples.start.tolist(), samples.length.tolist(), samples.num_targets.tolist()
+        for part, place, length, targets in zip(*columns, strict=True):
+            start = first[part] + place
             for place in range(length):
                 label = start + place + 1 if place < targets else IGNORE_INDEX
                 expected.append((start + place, label, place))
@@ -95,7 +99,8 @@ def test_tokens_lie_in_the_order_of_the_segments() -> None:
         groups = [GroupSpec(sequences=[long], ranks=[1, 0]), GroupSpec(sequences=[short], ranks=[0])]
         return Plan.build(lengths=lengths, capacity_tokens=[9, 9], groups=groups, schedule=[[[0, 1]], [[0]]])
 
-    (micro_batch,) = next(local_steps(corpus, BatchSampler(corpus.index, 11, 0), planner, 0)).micro_batches
+    settings = {"context_length": 11, "batch_tokens": 11, "shuffle_seed": 0}
+    (micro_batch,) = next(steps_of(corpus, planner, **settings)).micro_batches
     # Member 1 of 2 holds segments 1 and 2 of the 4 of the long document; then comes the short one, whole.
     assert micro_batch.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
     assert micro_batch.labels.tolist() == [3, 4, 5, 6, 9, 10, IGNORE_INDEX]
@@ -110,10 +115,10 @@ def test_the_state_is_that_of_the_last_consumed_step() -> None:
         for _ in range(3):
             data = next(loader)
         time.sleep(0.05)  # steps 3 and 4 are read ahead by now; they must come again
-    state = data.sampler_state_after
-    sampler = BatchSampler(corpus.index, 60, 7)
-    sampler.load_state_dict(state)
-    resumed = local_steps(corpus, sampler, plan_on_one_rank, 0)
+    settings = {"context_length": 60, "batch_tokens": 60, "shuffle_seed": 7}
+    feed = LocalFeed(corpus, DataConfig(sources=("memory",), **settings), 0)
+    feed.load_state_dict(data.sampler_state_after)
+    resumed = feed.steps(plan_on_one_rank, None)
     for expected in uninterrupted[3:]:
         assert_same_step(next(resumed), expected)
 
@@ -175,18 +180,20 @@ def test_waiting_and_planning_are_measured() -> None:
 def test_prefetching_stays_within_its_depth() -> None:
     made: list[int] = []
 
-    def source() -> Iterator[int]:
-        for i in range(100):
-            made.append(i)
-            yield i
+    def source() -> Iterator[StepData]:
+        for data in steps_of(memory_corpus([5] * 10, 10), plan_on_one_rank, stop_step=100, context_length=10):
+            made.append(data.step)
+            yield data
 
-    prefetcher = Prefetcher(source(), depth=2, name="test")
+    steps = PrefetchedSteps(source(), depth=2)
     deadline = time.monotonic() + 5
     while len(made) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
     assert len(made) == 3  # two wait, one is in the maker's hands
-    assert next(prefetcher) == 0
-    assert list(prefetcher) == list(range(1, 100))
+    first, *rest = steps
+    assert first.times.steps_ready == 2
+    assert [data.step for data in rest] == list(range(1, 100))
+    assert rest[-1].times.steps_ready <= 2
     with pytest.raises(StopIteration):
-        next(prefetcher)
+        next(steps)

@@ -30,13 +30,13 @@ def settings(tmp_path: Path) -> DataConfig:
 def test_shares_follow_the_weights_and_every_epoch_is_its_source_once(settings: DataConfig) -> None:
     corpus = prepare_corpus(settings)
     sampler = make_sampler(corpus.index, settings)
-    of_sample = corpus.index.part_sources[corpus.all_samples >> 32]
+    of_sample = corpus.index.part_sources[corpus.samples.part]
     drawn: list[int] = []
     for step in range(40):
         batch = sampler.next_batch()
         assert batch.step == step
         assert 400 < batch.num_tokens <= 500
-        drawn.extend(corpus.index.rows(batch.samples).tolist())
+        drawn.extend(np.searchsorted(corpus.samples.name, batch.samples.name).tolist())
         tokens = np.bincount(of_sample[drawn], weights=corpus.samples.length[drawn])
         assert abs(tokens[0] - 0.25 * tokens.sum()) <= 2 * 100
     # Each source on its own passes through its epochs in the order of (seed, epoch, source).
@@ -55,10 +55,10 @@ def test_a_mixture_goes_on_from_its_state(settings: DataConfig) -> None:
     for _ in range(7):
         sampler.next_batch()
     state = sampler.state_dict()
-    expected = [sampler.next_batch().samples.tolist() for _ in range(20)]
+    expected = [sampler.next_batch().samples.name.tolist() for _ in range(20)]
     resumed = make_sampler(corpus.index, settings)
     resumed.load_state_dict(state)
-    assert [resumed.next_batch().samples.tolist() for _ in range(20)] == expected
+    assert [resumed.next_batch().samples.name.tolist() for _ in range(20)] == expected
     other = make_sampler(corpus.index, replace(settings, weights=(0.5, 0.5)))
     with pytest.raises(CheckpointError, match=r"data weights \[0.25, 0.75\], this run has \[0.5, 0.5\]"):
         other.load_state_dict(state)
@@ -87,7 +87,7 @@ def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch
     batches: list[list[int]] = []
     states = [sampler.state_dict()]
     while states[-1]["sources"][0]["epoch"] == 0:
-        batches.append(sampler.next_batch().samples.tolist())
+        batches.append(sampler.next_batch().samples.name.tolist())
         states.append(sampler.state_dict())
     drawn = [sample for batch in batches for sample in batch]
     assert {state["sources"][0]["window"] for state in states} == {0, 1}
@@ -95,14 +95,14 @@ def test_a_mixture_of_a_large_source_and_a_small_one(tmp_path: Path, monkeypatch
     assert states[-1]["sources"][1]["epoch"] > 1
     source = corpus.index.part_sources
     for number in (0, 1):
-        own = [sample for sample in corpus.all_samples.tolist() if source[sample >> 32] == number]
+        own = [sample for sample in corpus.samples.name.tolist() if source[sample >> 32] == number]
         passed = [sample for sample in drawn if source[sample >> 32] == number]
         assert len(passed) > len(own)
         for epoch in range(len(passed) // len(own)):
             assert sorted(passed[epoch * len(own) : (epoch + 1) * len(own)]) == own
     middle = len(batches) // 2
     resumed = make_sampler(corpus.index, settings, states[middle])
-    assert [resumed.next_batch().samples.tolist() for _ in batches[middle:]] == batches[middle:]
+    assert [resumed.next_batch().samples.name.tolist() for _ in batches[middle:]] == batches[middle:]
     with pytest.raises(CheckpointError, match="data shuffle_window 1 MiB, this run has everything"):
         make_sampler(corpus.index, replace(settings, shuffle_window_mib=2), states[middle])
 
@@ -131,6 +131,8 @@ def test_length_filters(tmp_path: Path, settings: DataConfig) -> None:
     corpus = prepare_corpus(filtered)
     assert {len(text) for text in texts_of(corpus)} == {6, 9, 12}  # with EOS 7, 10 and 13
     assert corpus.metadata.counts.num_filtered == 12 + 24
-    assert corpus.fingerprint != prepare_corpus(replace(filtered, max_document_tokens=None)).fingerprint
+    assert (
+        corpus.metadata.fingerprint != prepare_corpus(replace(filtered, max_document_tokens=None)).metadata.fingerprint
+    )
     with pytest.raises(DataError, match=r"72 documents are outside data.min_document_tokens and data.max_document_tok"):
         prepare_corpus(replace(filtered, min_document_tokens=1000, max_document_tokens=None))

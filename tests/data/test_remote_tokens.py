@@ -40,14 +40,14 @@ def blocks_of(tmp_path: Path) -> list[int]:
 
 
 def read(corpus: Corpus, row: int) -> list[int]:
-    tokens, labels = read_whole(corpus, corpus.all_samples[[row]])
+    tokens, labels = read_whole(corpus, corpus.samples.name[[row]])
     return [*tokens.tolist(), *labels.tolist()]
 
 
 def test_only_what_is_read_is_fetched(tmp_path: Path, base: str) -> None:
     here = prepare_corpus(config(tmp_path, tmp_path / "pair.bin"))
     there = prepare_corpus(config(tmp_path, f"{base}/pair.bin"))
-    assert there.fingerprint == here.fingerprint
+    assert there.metadata.fingerprint == here.metadata.fingerprint
     assert there.metadata == here.metadata
     assert blocks_of(tmp_path) == []
     assert not list((tmp_path / "cache").rglob("*.bin"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,15 +21,31 @@ from bytescale.common.errors import DataError
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.sources.readers import WorkUnit
 from bytescale.data.sources.records import plan_units, text_kind
+from bytescale.data.tokens import shards, tokenize
 from bytescale.data.tokens.bpe import train_bpe
 from bytescale.data.tokens.indexed import IndexedDataset
-from bytescale.data.tokens.metadata import load_metadata, metadata_of
+from bytescale.data.tokens.metadata import TokenMetadata, load_metadata, metadata_of
 from bytescale.data.tokens.progress import Progress, ignore_progress
-from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes, tokenize_files
-from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
+from bytescale.data.tokens.shards import ShardReader, write_as_pair
+from bytescale.data.tokens.tokenize import UnitEncoder, encode_in_processes
+from bytescale.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from tests.data.support import write_jsonl, write_pair
 
-ENCODE = UnitEncoder(tokenizer=ByteTokenizer())
+
+def tokenised(
+    files: Sequence[SourceFile], prefix: Path, tokenizer: Tokenizer | None = None, **settings: Any
+) -> TokenMetadata:
+    """The files as one pair, as ``bytescale data tokenize`` makes it; the cache lies beside the pair's folder."""
+    encode = UnitEncoder(tokenizer=tokenizer or ByteTokenizer())
+    reader = ShardReader(encode=encode, cache_dir=prefix.parent.with_name("cache"))
+    runs = itertools.groupby(files, key=lambda file: file.format == "bin")
+    return write_as_pair(reader, [shard for _, run in runs for shard in reader.plan(list(run))], prefix, **settings)
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "UNIT_BYTES", 500)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
 
 
 class KilledTokenizer(ByteTokenizer):
@@ -59,11 +77,11 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    metadata = tokenize_files(mixed, ENCODE, tmp_path / "out")
+    metadata = tokenised(mixed, tmp_path / "out" / "pair")
     texts = ["first text <|endoftext|>", *(f"line {i} " * (i % 7) for i in range(50) if i % 7)]
     texts += [f"row {i}" for i in range(20)]
     expected = [[*text.encode(), 256] for text in texts] + [[1, 2, 256], [3, 256], [*b"last", 256]]
-    assert documents(tmp_path / "out") == expected
+    assert documents(tmp_path / "out" / "pair") == expected
     assert metadata.num_documents == len(expected)
     assert metadata.num_tokens == sum(map(len, expected))
     assert metadata.longest_document_tokens == max(map(len, expected))
@@ -72,25 +90,32 @@ def test_every_format_into_one_pair_in_order(tmp_path: Path, mixed: list[SourceF
     assert [Path(path).name for path in metadata.skipped_files] == ["b.png"]
 
 
-def test_the_pair_does_not_depend_on_processes_or_units(tmp_path: Path, mixed: list[SourceFile]) -> None:
+def test_the_pair_does_not_depend_on_processes_units_or_shards(
+    tmp_path: Path, mixed: list[SourceFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = [file for file in mixed if file.format != "bin"]
     tokenizer = JsonTokenizer(train_bpe(text, "text", 280, ignore_progress), name="trained")
     calls: list[Progress] = []
-    reference = tokenize_files(text, UnitEncoder(tokenizer=tokenizer), tmp_path / "one")
-    other = tokenize_files(
-        text, UnitEncoder(tokenizer=tokenizer), tmp_path / "two", num_workers=3, unit_bytes=64, progress=calls.append
-    )
+    reference = tokenised(text, tmp_path / "one" / "pair", tokenizer)
+    monkeypatch.setattr(tokenize, "UNIT_BYTES", 64)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200)
+    monkeypatch.setattr(shards, "_COPY_TOKENS", 20)
+    (tmp_path / "cache").rename(tmp_path / "first")
+    other = tokenised(text, tmp_path / "two" / "pair", tokenizer, num_workers=3, progress=calls.append)
+    assert [stage for stage, _ in itertools.groupby(call.stage for call in calls)] == ["tokenising", "writing pair.bin"]
     assert len(calls) > 10
-    assert calls[-1].done_bytes > calls[0].done_bytes
-    assert reference == other == load_metadata(tmp_path / "one")
+    assert calls[-1].done_bytes == calls[-1].total_bytes
+    assert len(list((tmp_path / "cache").rglob("*.idx"))) > 3
+    assert reference == other == load_metadata(tmp_path / "one" / "pair")
     for ending in (".bin", ".idx", ".meta.json"):
-        assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
+        paths = (tmp_path / folder / f"pair{ending}" for folder in ("one", "two"))
+        assert len({path.read_bytes() for path in paths}) == 1
 
 
 def test_metadata_of_a_pair_from_elsewhere_are_those_written(tmp_path: Path, mixed: list[SourceFile]) -> None:
-    written = tokenize_files(mixed, ENCODE, tmp_path / "out")
-    (tmp_path / "out.meta.json").unlink()
-    (file,) = expand_sources([str(tmp_path / "out.bin")])
+    written = tokenised(mixed, tmp_path / "out" / "pair")
+    (tmp_path / "out" / "pair.meta.json").unlink()
+    (file,) = expand_sources([str(tmp_path / "out" / "pair.bin")])
     calls: list[Progress] = []
     found = [metadata_of(IndexedDataset.open(file.path), file, tmp_path, calls.append) for _ in range(2)]
     assert found[0] == found[1]
@@ -108,14 +133,16 @@ def test_metadata_of_another_pair_are_not_believed(tmp_path: Path) -> None:
     assert metadata_of(IndexedDataset.open(file.path), file, tmp_path, ignore_progress).max_token_id == 9
 
 
-def test_bad_input_in_a_worker_reaches_the_caller_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_units")
+def test_bad_input_in_a_worker_reaches_the_caller_and_leaves_no_pair(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "fine"})] * 200
     lines[150] = "broken"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     files = expand_sources([str(tmp_path / "a.jsonl")])
     with pytest.raises(DataError, match=r"a.jsonl:151 is not JSON"):
-        tokenize_files(files, ENCODE, tmp_path / "out", num_workers=2, unit_bytes=500)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+        tokenised(files, tmp_path / "out" / "pair", num_workers=2)
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
 def test_a_missing_column_is_found_before_any_work(tmp_path: Path) -> None:
@@ -123,67 +150,72 @@ def test_a_missing_column_is_found_before_any_work(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"other": ["a"]}), tmp_path / "b.parquet")
     calls: list[Progress] = []
     with pytest.raises(DataError, match=r"b.parquet has no column 'text'"):
-        tokenize_files(expand_sources([str(tmp_path)]), ENCODE, tmp_path / "out", progress=calls.append)
+        tokenised(expand_sources([str(tmp_path)]), tmp_path / "out" / "pair", progress=calls.append)
     assert calls == []
 
 
 def test_a_bin_with_foreign_ids(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [[1, 300]])
-    with pytest.raises(DataError, match=r"hold id 300, but tokenizer 'bytes' has the ids 0 to 256"):
-        tokenize_files(expand_sources([str(tmp_path / "a.bin")]), ENCODE, tmp_path / "out")
-    assert not (tmp_path / "out.idx").exists()
+    with pytest.raises(DataError, match=r"a.bin holds id 300, but tokenizer 'bytes' has the ids 0 to 256"):
+        tokenised(expand_sources([str(tmp_path / "a.bin")]), tmp_path / "out" / "pair")
+    assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("small_units")
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 100)
-    encode = UnitEncoder(tokenizer=KilledTokenizer())
     with pytest.raises(DataError, match=r"A process that tokenises died.*lower data.num_workers"):
-        tokenize_files(expand_sources([str(path)]), encode, tmp_path / "out", num_workers=2, unit_bytes=1000)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+        tokenised(expand_sources([str(path)]), tmp_path / "out" / "pair", KilledTokenizer(), num_workers=2)
+    assert not (tmp_path / "out").exists()
 
 
 KILLED_PROGRAM = """
 import sys, time
 from pathlib import Path
 from bytescale.data.sources.files import expand_sources
-from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
-from bytescale.data.tokens.tokenizer import ByteTokenizer
+from bytescale.data.tokens import shards, tokenize
+from tests.data.test_tokenize import tokenised
 
 def stop_in_the_middle(progress):
-    if progress.done_bytes > progress.total_bytes / 2:
+    if progress.stage == sys.argv[3] and progress.done_bytes > progress.total_bytes / 2:
         print("in the middle", flush=True)
         time.sleep(60)
 
-files = expand_sources([sys.argv[1]])
-encode = UnitEncoder(tokenizer=ByteTokenizer())
-tokenize_files(files, encode, Path(sys.argv[2]), num_workers=2, unit_bytes=1000, progress=stop_in_the_middle)
+if __name__ == "__main__":
+    tokenize.UNIT_BYTES, shards.SHARD_BYTES, shards._COPY_TOKENS = 500, 2000, 500
+    tokenised(expand_sources([sys.argv[1]]), Path(sys.argv[2]), num_workers=2, progress=stop_in_the_middle)
 """
 
 
-def test_kill_minus_9_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["tokenising", "writing pair.bin"])
+@pytest.mark.usefixtures("small_units")
+def test_kill_minus_9_leaves_nothing_that_looks_finished(tmp_path: Path, stage: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 50}] * 200)
-    output = tmp_path / "out"
-    output.mkdir()
-    command = [sys.executable, "-c", KILLED_PROGRAM, str(path), str(output / "pair")]
+    output = tmp_path / "out" / "pair"
+    command = [sys.executable, "-c", KILLED_PROGRAM, str(path), str(output), stage]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in the middle\n"
         workers = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers) >= 2
+        assert (len(workers) >= 2) == (stage == "tokenising")
         process.kill()
     # 1. Nothing looks finished, and opening it says so.
-    left = [path.name for path in output.iterdir()]
-    assert len(left) == 1
-    assert left[0].startswith(".pair.bin.")
-    assert left[0].endswith(".tmp")
+    left = [path.name for path in (tmp_path / "out").glob(".*")]
+    assert [name.startswith(".pair.bin.") and name.endswith(".tmp") for name in left] == [True] * (
+        stage != "tokenising"
+    )
     with pytest.raises(DataError):
-        IndexedDataset.open(output / "pair")
+        IndexedDataset.open(output)
     # 2. Its workers do not outlive it.
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
-    # 3. The next run removes what is left and finishes.
-    tokenize_files(expand_sources([str(path)]), ENCODE, output / "pair")
-    assert sorted(path.name for path in output.iterdir()) == ["pair.bin", "pair.idx", "pair.meta.json"]
+    # 3. The next run removes what is left, goes on behind the last shard, and finishes.
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.idx")}
+    assert len(made) >= 3
+    tokenised(expand_sources([str(path)]), output)
+    assert sorted(path.name for path in output.parent.iterdir()) == ["pair.bin", "pair.idx", "pair.meta.json"]
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    assert len(list((tmp_path / "cache").rglob("*.tmp"))) == 0
 
 
 def test_killed_between_bin_and_idx_the_old_pair_is_gone_and_the_new_not_there(

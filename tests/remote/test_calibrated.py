@@ -27,7 +27,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
     observe = RunCalibration.observe
 
     def observe_counts(self: RunCalibration, step: int, rank_plan: RankPlan, busy_seconds: float) -> None:
-        row = counts_of(rank_plan).row()
+        row = counts_of(rank_plan, self.planner.calibrator.first).row()
         first = [getattr(self.planner.calibrator.first, name) for name in TERMS]
         busy = float(row @ first) * (3.0 + 0.01 * (step % 3)) / SPEEDS[rank_plan.rank]
         observe(self, step, rank_plan, busy)

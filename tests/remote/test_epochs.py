@@ -46,6 +46,6 @@ def test_an_epoch_through_the_death_of_server_planner_and_rank(tmp_path: Path, k
             steps, state = take_steps(opened, 1, state=state)
             counts += count_tokens(steps)
     samples = prepare_corpus(config).samples
-    begun = epoch_order(samples.num_samples, state["shuffle_seed"], 1)[: state["position"]]
+    begun = epoch_order(len(samples), state["shuffle_seed"], 1)[: state["position"]]
     again = [range(samples.start[sample], samples.start[sample] + samples.length[sample]) for sample in begun]
     assert counts == Counter(range(num_tokens)) + Counter(token for tokens in again for token in tokens)

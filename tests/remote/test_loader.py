@@ -149,7 +149,7 @@ def test_an_epoch_over_4_then_2_then_3_ranks_is_the_corpus_once(
                     break
     # The first epoch is every token once. The last batches went on into the second: as far as the state says.
     samples = prepare_corpus(numbered_config(tmp_path)).samples
-    begun = epoch_order(samples.num_samples, state["shuffle_seed"], 1)[: state["position"]]
+    begun = epoch_order(len(samples), state["shuffle_seed"], 1)[: state["position"]]
     again = [range(samples.start[sample], samples.start[sample] + samples.length[sample]) for sample in begun]
     assert state["epoch"] == 1
     assert counts == Counter(range(corpus)) + Counter(token for tokens in again for token in tokens)

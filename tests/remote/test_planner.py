@@ -134,8 +134,7 @@ def test_what_is_cut_for_ranks_is_the_batch_once(tmp_path: Path, corpus: Corpus,
             seen.append(tokens)
     batch = planned.batch
     wanted = [
-        np.arange(start, start + length)
-        for start, length in zip(corpus.samples.start[batch.samples], batch.lengths, strict=True)
+        np.arange(start, start + length) for start, length in zip(batch.samples.start, batch.lengths, strict=True)
     ]
     assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(np.concatenate(wanted)))
 

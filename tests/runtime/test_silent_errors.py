@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from bytescale.common.errors import ConfigError
 from bytescale.parity.thread_ranks import run_ranks
-from bytescale.runtime import FlatParameters, RankGroup, ShardedOptimizer, linear_cross_entropy
+from bytescale.runtime import FlatParameters, RankGroup, linear_cross_entropy
 from bytescale.runtime.checkpointing import KeptAttention, apply_checkpointing
 from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy
+from bytescale.runtime.take_over import take_over
 
 
 class Layer(nn.Module):
@@ -84,7 +85,7 @@ def test_weights_that_are_loaded_later_become_the_master_weights(num_ranks: int)
 
     def one_rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
         model = nn.Linear(40, 3).bfloat16()
-        optimizer = ShardedOptimizer.take_over(
+        optimizer = take_over(
             list(model.named_parameters()), RankGroup(group, device=torch.device("cpu")), torch.optim.SGD, {"lr": 0.25}
         )
         model.load_state_dict(loaded)

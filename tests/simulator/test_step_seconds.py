@@ -56,7 +56,7 @@ def jobs(draw: st.DrawFn, *, most_stages: int = 1) -> Job:
         latency_seconds=latency * CASE_STUDY.links.latency_seconds,
     )
     heads = replace(CASE_STUDY.architecture, num_kv_heads=int(random.choice([1, 4, 32])))
-    profile = replace(CASE_STUDY.scaled_to(heads, tensor_parallel=1), links=links, rings_only=draw(st.booleans()))
+    profile = replace(CASE_STUDY.scaled_to(heads, tensor_parallel=1), links=links)
     unequal = draw(st.booleans())
     capacity = random.choice([CAPACITY, 2 * CAPACITY], num_ranks) if unequal else np.full(num_ranks, CAPACITY)
     speeds = random.choice([0.5, 1.0, 2.0], num_ranks) if unequal else np.ones(num_ranks)

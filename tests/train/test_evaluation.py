@@ -61,11 +61,12 @@ def test_the_loss_is_that_of_plain_documents(tmp_path: Path, corpora: tuple[Path
     model = build_model(resolve_architecture(config.model, tokenizer_vocab_size=257)).to(torch.float64)
     model.initialise(config.trainer.seed)
     sums, counts = {}, {}
-    for sample in corpus.all_samples:
+    samples = corpus.samples
+    for sample, start, count in zip(
+        samples.name.tolist(), samples.start.tolist(), samples.num_targets.tolist(), strict=True
+    ):
         tokens = read_whole(corpus, [sample])[0]
-        (row,) = corpus.index.rows(np.array([sample]))
-        count = int(corpus.samples.num_targets[row])
-        whole = corpus.parts[0][corpus.samples.start[row] : corpus.samples.start[row] + count + 1].astype(np.int64)
+        whole = corpus.parts[0][start : start + count + 1].astype(np.int64)
         hidden = model(
             torch.as_tensor(tokens), torch.arange(len(tokens)), lambda q, k, v: reference_attention(q, k, v, [len(q)])
         )
@@ -97,9 +98,10 @@ def test_evaluations_of_a_decoder_of_transformers(tmp_path: Path, corpora: tuple
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     corpus = prepare_corpus(replace(config.data, sources=evaluated.eval.sources))
     total = count = 0.0
-    for sample in corpus.all_samples:
-        (row,) = corpus.index.rows(np.array([sample]))
-        start, number = int(corpus.samples.start[row]), int(corpus.samples.num_targets[row])
+    samples = corpus.samples
+    for sample, start, number in zip(
+        samples.name.tolist(), samples.start.tolist(), samples.num_targets.tolist(), strict=True
+    ):
         targets = torch.as_tensor(corpus.parts[0][start + 1 : start + number + 1].astype(np.int64))
         tokens = torch.as_tensor(read_whole(corpus, [sample])[0])
         with torch.no_grad():
@@ -126,7 +128,7 @@ def test_a_run_that_was_killed_evaluates_what_it_repeats_once(tmp_path: Path, co
 def test_every_sample_is_in_one_batch() -> None:
     corpus = memory_corpus([5, 30, 1, 1, 8, 12, 29], 12, num_parts=3)
     batches = list(batches_once(corpus.index, 20))
-    assert np.concatenate([batch.samples for batch in batches]).tolist() == corpus.all_samples.tolist()
+    assert np.concatenate([batch.samples.name for batch in batches]).tolist() == corpus.samples.name.tolist()
     assert all(batch.num_tokens <= 20 for batch in batches)
     assert [batch.ends_epoch for batch in batches] == [False] * (len(batches) - 1) + [True]
 

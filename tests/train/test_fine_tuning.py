@@ -68,7 +68,7 @@ def plain_step(config: Config, examples: list[tuple[list[int], list[float], list
     model.initialise(config.trainer.seed)
     by_tokens = {tuple(tokens): (weights, labels) for tokens, weights, labels in examples}
     sums, weighed = [], []
-    for sample in batch.samples.tolist():
+    for sample in batch.samples.name.tolist():
         tokens = torch.as_tensor(read_whole(corpus, [sample])[0].astype(np.int64))
         found, labels = by_tokens[tuple(tokens.tolist())]
         weights = torch.tensor(found, dtype=torch.float64)[1:]
@@ -167,7 +167,7 @@ def test_a_model_of_transformers_on_conversations(tmp_path: Path, loss_per: str)
 
     corpus = prepare_corpus(config.data)
     batch = make_sampler(corpus.index, config.data).next_batch()
-    drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.tolist()}
+    drawn = {tuple(read_whole(corpus, [sample])[0].tolist()) for sample in batch.samples.name.tolist()}
     tokenizer = TRANSFORMERS.AutoTokenizer.from_pretrained(folder)
     model = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     losses_of = []

@@ -85,7 +85,7 @@ def test_every_token_range_is_counted_through_deaths_and_other_numbers_of_ranks(
         ),
         (
             lambda line: {**line, "segments": [[*line["segments"][0][:3], 7], *line["segments"][1:]]},
-            r"Step 1: tokens \d+ to \d+ of a sample of document \d+ differ",
+            r"Step 1: tokens \d+ to \d+ of a sample of document \d+ of part 0 differ",
         ),
     ],
     ids=["lost line", "lost tokens", "doubled tokens", "other tokens"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ import torch
 
 from bytescale.attach.folder import constants_of, load_model, parameters_of, save_folder, write_folder
 from bytescale.attach.partly_trained import train_a_part
-from bytescale.checkpoint.disk import Disk
-from bytescale.checkpoint.hugging_face import add_companions, appearing
-from bytescale.checkpoint.manifest import RunState
+from bytescale.checkpoint.hugging_face import add_companions, appearing, write_imported
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.writing import Part, write_whole
+from bytescale.checkpoint.writing import Part
 from bytescale.common.errors import CheckpointError
 from bytescale.config import HF_PREFIX, AttachedArchitecture, Config
-from bytescale.models.hf_folder import copy_companions
 from bytescale.runtime import DTYPES
 from bytescale.storage.place import Place
 
@@ -105,13 +101,9 @@ def import_attached(source: Path, target: Path, architecture: AttachedArchitectu
                 shape=tuple(value.shape),
                 offsets=(0,) * value.dim(),
                 sizes=tuple(value.shape),
-                dtype=torch.float32,
-                read=lambda _, value=value: value,  # type: ignore[misc]
+                read=lambda value=value: value,  # type: ignore[misc]
             )
             for name, value in weights.items()
         ]
-        companions = copy_companions(source, hidden)
-        shutil.copyfile(source / "config.json", hidden / "config.json")
-        state = RunState(step=0, sampler={}, architecture=described, mesh={})
-        write_whole(Disk(), hidden, state, ["master"], parts, [*companions, "config.json"])
+        write_imported(hidden, source, described, parts)
     return sum(value.numel() for value in weights.values())

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.head import ModelHead, head_of, hidden_states
+from bytescale.attach.costs import spec_of
+from bytescale.attach.head import ModelHead, causal_model, head_of, hidden_states
 from bytescale.attach.interface import KEYWORD, Attachment
 from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
 from bytescale.attach.probe import ModelFacts, probe
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
+from bytescale.cost.spec import ModelSpec
 from bytescale.runtime.loss import Head
 
 
@@ -90,6 +92,11 @@ class AttachedDecoder(nn.Module):
         return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
 
     @cached_property
+    def spec(self) -> ModelSpec:
+        """Counts of the model, for costs."""
+        return spec_of(self.model, self.facts)
+
+    @cached_property
     def model_head(self) -> ModelHead:
         """From hidden states to logits, by the model's own code."""
         return self._seen_head[1]
@@ -129,8 +136,8 @@ class AttachedDecoder(nn.Module):
             for parameter in layer.parameters():
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         early = {key for key, count in uses.items() if count == 1}
-        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        weight = self.model_head.weight
+        embedding: Any = causal_model(self.model).get_input_embeddings()
+        weight = getattr(causal_model(self.model).get_output_embeddings(), "weight", None)
         if weight is not None and weight is not getattr(embedding, "weight", None):
             early.add(id(weight))
         return {name for name, parameter in self.model.named_parameters() if id(parameter) not in early}

@@ -8,7 +8,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bytescale.attach.costs import counted_profile
 from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.micro_batch import Micro
@@ -19,7 +18,7 @@ from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, s
 from bytescale.common.errors import ConfigError, problem
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
-from bytescale.cost.offload_rule import OffloadRule, measured_rule
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan import MicroBatch
 from bytescale.runtime import Activations, HostPool, RankGroup
 from bytescale.runtime.checkpointing import Checkpointing
@@ -116,19 +115,10 @@ class Engine:
             parameter.grad = gradient
         self._pool.token_bytes = rows.moved_per_token
         kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
+        rows = rows.of_all(lambda values: [-value for value in self.group.max_of([-value for value in values])])
         memory = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.group.size)
-        minus_share, moved, minus_host = self.group.max_of(
-            [-memory.limits().movable_share, rows.moved_per_token, -float(self._host_bytes)]
-        )
-        return measured_rule(
-            counted_profile(
-                self.decoder.model, self.decoder.facts, ASSUMED[kind], bytes_per_element=parameters[0].element_size()
-            ),
-            share=-minus_share,
-            moved_per_token=moved,
-            num_layers=len(self.decoder.layers),
-            host_bytes=-minus_host,
-        )  # fmt: skip
+        times = ASSUMED[kind].profile(self.decoder.spec, bytes_per_element=parameters[0].element_size())
+        return memory.offload_rule(times, -self.group.max_of([-float(self._host_bytes)])[0])
 
     def _kernel(self, dtype: torch.dtype) -> AttentionKernel:
         if dtype not in self._kernels:

@@ -33,6 +33,11 @@ class HandedOut:
         """A micro-batch is handed out."""
         self._batches[batch][1].setdefault(index, []).append(target)
 
+    def passes(self, batch: int | None = None) -> list[MicroBatchPass]:
+        """All of a batch, or of all batches since the last update."""
+        chosen = self._batches.values() if batch is None else [self._batches[batch]]
+        return [target for _, held in chosen for own in held.values() for target in own]
+
     def finish(self) -> None:
         """An update is due: forget all. Raises ``RankFailure`` if gradients would lack tokens."""
         batches, self._batches = self._batches, {}

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.attach.collected import Collected
-from bytescale.attach.costs import count_costs
 from bytescale.attach.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.documents import Batch, Documents
@@ -39,6 +38,7 @@ from bytescale.attach.planned_batch import PlannedBatch, check_plan
 from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import ModelFacts
+from bytescale.attach.promise import Promise
 from bytescale.attach.rank_batch import RankBatch
 from bytescale.attach.second_model import second_model
 from bytescale.attach.updates import Updates
@@ -47,6 +47,8 @@ from bytescale.attach.weight_sums import weight_sums
 from bytescale.common.errors import PlanError, problem
 from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
+from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.memory import DeviceKind
 from bytescale.plan import Plan, RankPlan
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime import RankGroup
@@ -103,6 +105,7 @@ class HDP(Updates):
         super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
+        self.promise = Promise(self)
         self._collected: Collected | None = None
         self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
@@ -123,7 +126,9 @@ class HDP(Updates):
         """Count costs, make the planner, and compare all of it between the ranks."""
         parameter = next(self.model.parameters())
         kind, element = parameter.device.type, parameter.element_size()
-        cost = cost or count_costs(self.model, self.facts, device_type=kind, bytes_per_element=element)
+        if cost is None:
+            device: DeviceKind = "cuda" if kind == "cuda" else "cpu"
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element)
         self.cost = cost.forward_only(element) if forward_only else cost
         self.planner = make_planner(
             num_ranks=self.group.size,
@@ -171,23 +176,28 @@ class HDP(Updates):
         shift_labels: bool = False,
         together: Sequence[Hashable] | None = None,
         capacity_tokens: int | None = None,
+        last: bool = False,
     ) -> PlannedBatch:
         """Plan a global batch. Returns this rank's micro-batches, to be run in order. Every rank calls it.
 
         Args:
             batch: the documents, the same on every rank (``attach.documents``).
-            plan: of these documents, made before or elsewhere; None: it is made here.
+            plan: of these documents; None: it is made here.
             shift_labels: see ``Documents.of``.
             together: a label for each document. Documents of one label come into one micro-batch of one group, for a
                 loss that looks at all of them.
             capacity_tokens: tokens that a micro-batch of a rank may hold in this batch; None: as ``HDP(...)`` was told.
                 Under ``torch.no_grad()``, the plan is then one for forward alone, which holds more.
+            last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
+                still compute (``attach.promise``).
 
         Raises:
+            ConfigError: with ``last``, where nothing can overlap; or before the ``step()`` that was promised.
             DataError: for documents that cannot be used, see ``Documents.of``.
             PlanError: if no plan can be made, or the given plan is of other documents or ranks.
             RankFailure: if ranks have different documents or plans.
         """
+        self.promise.require_none("a batch was planned")
         documents = Documents.of(batch, shift_labels=shift_labels)
         for model in (self.model, *(other.model for other in self.engine.others)):
             require_words(documents.fields, model)
@@ -197,7 +207,7 @@ class HDP(Updates):
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
         self._collected = None
-        return PlannedBatch(self, RankBatch.of(rank_plan, documents))
+        return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
 
     def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
         """The planner for another capacity; of passes without backward, where gradients are disabled."""
@@ -243,28 +253,29 @@ class HDP(Updates):
         """
         return backward_of(self, batch, loss, together=together, values=values, passes=passes, shift=shift_labels)
 
-    def run(self, part: RankBatch) -> PlannedBatch:
-        """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``)."""
+    def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
+        """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
         for rows in part.rows:
             require_words({name: [values] for name, values in rows.items()}, self.model)
         self._collected = None
-        return PlannedBatch(self, part)
+        return PlannedBatch(self, part, last=last)
 
     def batches(
-        self, data: DataConfig, *, state: dict[str, Any] | None = None, stop_step: int | None = None
+        self, data: DataConfig, *, state: dict[str, Any] | None = None, stop_step: int | None = None, last: bool = False
     ) -> AbstractContextManager[LoadedBatches]:
         """Open a loader for a ``with`` block: it iterates over the global batches of a corpus. Every rank calls it.
 
-        Every rank gets its own rows alone, planned and read ahead of the loop. The batches never depend on the ranks.
+        Every rank gets its own rows alone, read ahead of the loop. The batches never depend on the ranks.
 
         Args:
-            data: the ``[data]`` section of a configuration; ``data.loader`` says who reads.
+            data: the ``[data]`` section of a configuration.
             state: where to start, as ``state_dict`` of the opened loader returned it; None: at the first batch.
             stop_step: the iteration ends before the batch of this number, counted from 0; None: it has no end.
+            last: promises that ``step()`` follows the loop over each batch; see ``plan``.
 
         Raises as ``prepare_corpus``; ``ConfigError`` if the model lacks some ids, ``CheckpointError`` for other data.
         """
-        return loaded_batches(self, data, state, stop_step)
+        return loaded_batches(self, data, state, stop_step, last)
 
     # -- results per document --------------------------------------------------------------------------------------
 
@@ -297,6 +308,7 @@ class HDP(Updates):
 
     def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
+        self.promise.require_none("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
         self.require_at_home("weights")
         self.engine.activations.begin_step(part.rank_plan.micro_batches)

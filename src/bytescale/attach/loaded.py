@@ -43,9 +43,9 @@ class LoadedBatch(PlannedBatch):
         loss_divisor: the loss is the sum of weight x loss over all ranks' rows, divided by this (``data.loss_per``).
     """
 
-    def __init__(self, hdp: HDP, data: StepData, fields: Sequence[str]) -> None:
+    def __init__(self, hdp: HDP, data: StepData, fields: Sequence[str], *, last: bool = False) -> None:
         """``fields``: the names of ``data.fields``."""
-        super().__init__(hdp, _rank_batch(data, fields, next(hdp.model.parameters()).dtype))
+        super().__init__(hdp, _rank_batch(data, fields, next(hdp.model.parameters()).dtype), last=last)
         self.step = data.step
         self.num_targets = data.num_targets
         self.loss_divisor = data.loss_divisor
@@ -54,8 +54,11 @@ class LoadedBatch(PlannedBatch):
 class LoadedBatches:
     """Iterates over the global batches of a corpus, on one rank."""
 
-    def __init__(self, hdp: HDP, steps: Iterator[StepData], state: SamplerState, fields: Sequence[str]) -> None:
+    def __init__(
+        self, hdp: HDP, steps: Iterator[StepData], state: SamplerState, fields: Sequence[str], *, last: bool
+    ) -> None:
         self._hdp = hdp
+        self._last = last
         self._steps = steps
         self._state = state
         self._fields = fields
@@ -64,7 +67,7 @@ class LoadedBatches:
         for data in self._steps:
             self._hdp.group.agree(f"the plan of step {data.step}", data.rank_plan.digest)
             self._state = data.sampler_state_after
-            yield LoadedBatch(self._hdp, data, self._fields)
+            yield LoadedBatch(self._hdp, data, self._fields, last=self._last)
 
     def state_dict(self) -> SamplerState:
         """Where the batch behind the last one starts, as plain numbers and texts: ``HDP.batches`` continues there."""
@@ -73,7 +76,7 @@ class LoadedBatches:
 
 @contextmanager
 def loaded_batches(
-    hdp: HDP, data: DataConfig, state: SamplerState | None, stop_step: int | None
+    hdp: HDP, data: DataConfig, state: SamplerState | None, stop_step: int | None, last: bool
 ) -> Iterator[LoadedBatches]:
     """Open the loader of one rank for the time of the block; see ``HDP.batches``."""
     group = hdp.group
@@ -86,7 +89,7 @@ def loaded_batches(
             feed.load_state_dict(state)
         start = feed.state_dict()
         with feed.open(hdp.planner, stop_step) as steps:
-            yield LoadedBatches(hdp, steps, start, data.fields)
+            yield LoadedBatches(hdp, steps, start, data.fields, last=last)
 
 
 def _tell(group: RankGroup, items: list[Any]) -> None:

@@ -103,7 +103,7 @@ def measured_memory(
     parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
     element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
     return MeasuredMemory(
-        states=States(
+        of_weights=States(
             num_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
             element_bytes=element_bytes,
@@ -115,6 +115,7 @@ def measured_memory(
         head_numbers=decoder.hidden_size * vocab_size if weight is None else weight.numel(),
         hidden_size=decoder.hidden_size,
         kind=kind,
+        num_layers=len(decoder.layers),
         plain_head=isinstance(decoder.head, PlainHead),
         kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
         nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
@@ -125,18 +126,24 @@ def ring_widths(
     layers: tuple[LayerAttention, ...], element_bytes: int, ring_gradients: RingGradients
 ) -> tuple[RingWidths, ...]:
     """What a row takes in attention, of the widest layer without a window and of the widest with each window."""
-    gradient_bytes = flops.ring_gradient_bytes(element_bytes, ring_gradients)
-    widest: dict[int | None, RingWidths] = {}
-    for layer in layers:
-        numbers = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
-        before = widest.get(layer.rules.window)
-        widest[layer.rules.window] = RingWidths(
-            query=max(layer.num_heads * max(layer.head_dim, layer.value_dim) * element_bytes, _of(before, "query")),
-            keys=max(numbers * element_bytes, _of(before, "keys")),
-            key_gradients=max(numbers * gradient_bytes, _of(before, "key_gradients")),
-            window=layer.rules.window,
+    travelling = flops.ring_gradient_bytes(element_bytes, ring_gradients)
+    sums, found = max(4, element_bytes), []
+    for window in sorted({layer.rules.window for layer in layers}, key=lambda window: window or 0):
+        own = [layer for layer in layers if layer.rules.window == window]
+        query = max(layer.num_heads * max(layer.head_dim, layer.value_dim) for layer in own)
+        keys = max(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in own)
+        found.append(
+            RingWidths(
+                query=query * element_bytes,
+                keys=keys * element_bytes,
+                key_gradients=keys * travelling,
+                query_gradients=query * travelling,
+                lse=max(layer.num_heads for layer in own) * sums,
+                wide=sums / element_bytes,
+                window=window,
+            )
         )
-    return tuple(widest[key] for key in sorted(widest, key=lambda window: window or 0))
+    return tuple(found)
 
 
 def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str, element_bytes: int) -> float:
@@ -148,7 +155,3 @@ def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str,
         + 2 * layer.num_heads * max(layer.head_dim, layer.value_dim) * element_bytes
         for layer in layers
     )
-
-
-def _of(ring: RingWidths | None, name: str) -> int:
-    return 0 if ring is None else int(getattr(ring, name))

@@ -21,26 +21,30 @@ if TYPE_CHECKING:
 class PlannedBatch:
     """This rank's micro-batches of one global batch; iterating runs through them once, in the plan's order."""
 
-    def __init__(self, hdp: HDP, part: RankBatch) -> None:
+    def __init__(self, hdp: HDP, part: RankBatch, *, last: bool = False) -> None:
         self.hdp = hdp
         self.number = hdp.handed_out.new_number()
         self.rank_plan = part.rank_plan
         self._part = part
         most = part.rank_plan.most_micro_batches
         self._num_passes = most if hdp.equal_counts else len(part.rank_plan.micro_batches)
+        if last:
+            hdp.promise.make(self)
 
     def __len__(self) -> int:
         return self._num_passes
 
     def __iter__(self) -> Iterator[Micro]:
-        self.hdp.begin_batch(self, self._part)
+        hdp = self.hdp
+        hdp.begin_batch(self, self._part)
         buffers = RingBuffers()
         for index in range(self._num_passes):
             if index < len(self._part.rows):
-                micro = self.hdp.engine.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
+                micro = hdp.engine.micro(self.rank_plan.micro_batches[index], self._part.rows[index], buffers)
             else:
-                micro = self.hdp.engine.micro(local_documents(index, []), self._part.no_rows, buffers)
-            self.hdp.handed_out.add(self.number, index, micro.target)
+                micro = hdp.engine.micro(local_documents(index, []), self._part.no_rows, buffers)
+            hdp.promise.before(self, index)
+            hdp.handed_out.add(self.number, index, micro.target)
             note_bypass(micro.target.bypass)
             try:
                 yield micro
@@ -48,6 +52,7 @@ class PlannedBatch:
                 note_bypass(None)
             micro.target.require_finished()
             buffers.release()
+        hdp.promise.end(self)
 
 
 def local_documents(index: int, lengths: list[int]) -> MicroBatch:

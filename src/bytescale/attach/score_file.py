@@ -152,10 +152,10 @@ def score_corpus(
         say(f"continuing after {done} of {len(batches)} batches")
     first = sum(batch.num_sequences for batch in batches[:done])
     for batch in batches[done:]:
-        documents = corpus.documents(batch)
+        documents = corpus.documents(batch.samples)
         scores = [values.cpu().numpy() for values in score_batch(hdp, documents)]
         if hdp.group.rank == 0:
-            output.write(batch.step, _rows(first, documents, scores, corpus.has_weights))
+            output.write(batch.step, _rows(first, documents, scores, corpus.index.has_weights))
             say(f"{batch.step + 1}/{len(batches)} batches, {batch.num_tokens} tokens")
         first += batch.num_sequences
     if hdp.group.rank == 0:
@@ -172,9 +172,10 @@ def check_documents(corpus: Corpus, num_ranks: int, capacity_tokens: int, data: 
             so="the rows of the output would not be those of the input",
             fix="delete them from the sources",
         )
-    longest = int(corpus.samples.length.max())
+    samples = corpus.samples
+    longest, row = int(samples.length.max()), int(samples.length.argmax())
     if longest > num_ranks * capacity_tokens:
-        place = place_of_document(data, int(corpus.samples.document[corpus.samples.length.argmax()]))
+        place = place_of_document(data, int(samples.part[row]), int(samples.document[row]))
         raise DataError(
             f"{place}: the document has {longest} tokens, but {num_ranks} ranks of {capacity_tokens} "
             f"tokens hold {num_ranks * capacity_tokens}",

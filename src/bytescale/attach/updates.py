@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bytescale.attach.engine import Engine
 from bytescale.attach.handed_out import HandedOut
+from bytescale.attach.promise import Promise, layers_of
 from bytescale.attach.saving import Savings
 from bytescale.attach.weight_stream import named_weights
 from bytescale.common.errors import ConfigError, NonFiniteError, problem
 from bytescale.runtime import RankGroup, ShardedOptimizer, Update
 from bytescale.runtime.optimizers import GroupOptions
 from bytescale.runtime.parking import Parking
+from bytescale.runtime.take_over import take_over
 
 
 class Updates:
     """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
+
+    engine: Engine
+    promise: Promise
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self.model, self.group = model, group
@@ -70,13 +76,13 @@ class Updates:
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         named = list(self.model.named_parameters())
-        self._optimizer = ShardedOptimizer.take_over(named, self.group, cls, options, group_options)
+        self._optimizer = take_over(named, self.group, cls, options, group_options, **layers_of(self.engine.decoder))
         self._optimizer.join(self.model)
         return self._optimizer.torch_optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
-        self._sharded().zero_grad()
+        self.sharded().zero_grad()
 
     def step(
         self,
@@ -101,9 +107,10 @@ class Updates:
                 this object was detached, or another one has taken the parameters over; or the optimizer has no betas.
             NonFiniteError: if the gradients' norm is not a number. The weights are as before.
         """
-        sharded = self._sharded()
+        sharded = self.sharded()
         self.require_at_home("weights", "gradients", "states")
         self.handed_out.finish()
+        self.promise.kept()
         sharded.require_parameters_of(self.model)
         options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
         sharded.set_options(options)
@@ -128,7 +135,8 @@ class Updates:
 
         Copies, in fp32 or wider; ``step`` may follow.
         """
-        return self._sharded().whole_gradients()
+        self.promise.require_none("gradients() was called")
+        return self.sharded().whole_gradients()
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state as whole tensors: ``{"num_updates": n, "tensors": {name: {state: tensor}}}``.
@@ -136,14 +144,14 @@ class Updates:
         The states are ``master`` (the weights, in fp32 or wider) and those of the optimizer, such as ``exp_avg``. They
         are in CPU memory, the same on every rank, and fit any number of ranks. Every rank calls it.
         """
-        return self._sharded().state()
+        return self.sharded().state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``, exactly. Every rank calls it, after ``adamw`` or ``optimizer``.
 
         Raises ``CheckpointError`` if it is of other parameters or another optimizer; ``ConfigError`` as ``step``.
         """
-        self._sharded().load_state(state)
+        self.sharded().load_state(state)
 
     def save(self, folder: Path | str, extra: dict[str, Any] | None = None, *, keep: int = 2) -> Path:
         """Write a checkpoint ``folder/step-<updates>`` in the trainer's format. Every rank calls it.
@@ -235,7 +243,8 @@ class Updates:
         """Whether ``adamw`` or ``optimizer`` was called."""
         return self._optimizer is not None
 
-    def _sharded(self) -> ShardedOptimizer:
+    def sharded(self) -> ShardedOptimizer:
+        """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
         if self._optimizer is None:
             raise ConfigError(
                 problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
@@ -244,6 +253,6 @@ class Updates:
         return self._optimizer
 
     def _savings(self) -> Savings:
-        optimizer = self._sharded()
+        optimizer = self.sharded()
         self._saved = self._saved or Savings(self.group, optimizer, self.model)
         return self._saved

@@ -19,9 +19,9 @@ from bytescale.common.units import format_bytes
 _ROOM_FOR_LOGS = 2**20
 
 
-def checksum_of(content: bytes | bytearray | memoryview) -> int:
-    """XXH3 in 64 bits. It finds accidents, not forgeries: a checkpoint of a stranger is safe because nothing runs."""
-    return xxhash.xxh3_64_intdigest(content)
+def checksum_of(content: bytes | bytearray | memoryview) -> str:
+    """XXH3 in 64 bits, as hex digits. It finds accidents, not forgeries: what a stranger wrote runs no code anyway."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 class Disk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bytescale.checkpoint.disk import Disk
 from bytescale.checkpoint.initial_weights import architecture_pieces, folder_of
 from bytescale.checkpoint.manifest import RunState
 from bytescale.checkpoint.model_card import model_card
 from bytescale.checkpoint.reading import CheckpointReader
-from bytescale.checkpoint.writing import Part, write_whole
+from bytescale.checkpoint.writing import Part, write_weights
 from bytescale.common.errors import ConfigError
 from bytescale.config import Architecture, Config
 from bytescale.config.hugging_face import SPECIAL_TOKENS, architecture_of_folder, hf_config_of, read_hf_config
@@ -158,32 +157,28 @@ def import_folder(source: Path, target: Path) -> int:
         architecture = architecture_of_folder(source)
         pieces = architecture_pieces(architecture)
         parts = [_part(piece, file, pieces) for file, own in check_pieces(source, pieces).items() for piece in own]
-        companions = copy_companions(source, hidden)
-        shutil.copyfile(source / "config.json", hidden / "config.json")
-        state = RunState(step=0, sampler={}, architecture=architecture.as_dict(), mesh={})
-        write_whole(Disk(), hidden, state, ["master"], parts, [*companions, "config.json"])
+        write_imported(hidden, source, architecture.as_dict(), parts)
     return sum(torch.Size(piece.shape).numel() for piece in pieces)
 
 
 def _part(piece: HFTensor, file: Path, pieces: list[HFTensor]) -> Part:
     """A tensor of a file, which is a parameter or one expert of it."""
 
-    def read(_: str) -> Tensor:
+    def read() -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(piece.hf_name)
         return finite(tensor, piece.hf_name, file.parent).to(torch.float32)
 
     zeros = (0,) * len(piece.shape)
     if piece.expert is None:
-        return Part(
-            name=piece.name, shape=piece.shape, offsets=zeros, sizes=piece.shape, dtype=torch.float32, read=read
-        )
-    experts = sum(other.name == piece.name for other in pieces)
-    return Part(
-        name=piece.name,
-        shape=(experts, *piece.shape),
-        offsets=(piece.expert, *zeros),
-        sizes=(1, *piece.shape),
-        dtype=torch.float32,
-        read=read,
-    )
+        return Part(name=piece.name, shape=piece.shape, offsets=zeros, sizes=piece.shape, read=read)
+    experts, sizes = sum(other.name == piece.name for other in pieces), (1, *piece.shape)
+    return Part(name=piece.name, shape=(experts, *piece.shape), offsets=(piece.expert, *zeros), sizes=sizes, read=read)
+
+
+def write_imported(folder: Path, source: Path, architecture: dict[str, Any], parts: Sequence[Part]) -> None:
+    """Write a checkpoint of ``parts``, the weights in ``source``, with copies of what else ``source`` holds."""
+    companions = copy_companions(source, folder)
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    state = RunState(step=0, sampler={}, architecture=architecture, mesh={})
+    write_weights(folder, state, parts, [*companions, "config.json"])

@@ -14,13 +14,16 @@ of the file's content, and the manifest ends with its own. So every byte that is
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.layout import Layout, LayoutEntry
@@ -59,7 +62,7 @@ class StoredFile:
 
     num_bytes: int
     header_bytes: int
-    checksum: int  # of the header
+    checksum: str  # of the header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class Manifest:
     """Names of the optimizer's states that are stored: ``master``, ``exp_avg``, ``exp_avg_sq``."""
     layouts: Sequence[Layout]
     files: Sequence[StoredFile]
-    companions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    companions: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Other files, such as a tokenizer's: name to bytes and checksum."""
 
     def entries(self) -> dict[str, LayoutEntry]:
@@ -90,17 +93,13 @@ class Manifest:
         """With its own checksum."""
         content = {
             "format": FORMAT,
-            "step": self.state.step,
-            "sampler": self.state.sampler,
-            "architecture": self.state.architecture,
-            "mesh": self.state.mesh,
-            "best": self.state.best,
+            **asdict(self.state),
             "states": list(self.states),
             "layouts": [layout_to_json(layout) for layout in self.layouts],
-            "files": [[file.num_bytes, file.header_bytes, hex_of(file.checksum)] for file in self.files],
-            "companions": {name: [size, hex_of(sum_)] for name, (size, sum_) in self.companions.items()},
+            "files": [astuple(file) for file in self.files],
+            "companions": self.companions,
         }
-        return json.dumps({**content, "checksum": hex_of(checksum_of(_canonical(content)))}).encode()
+        return json.dumps({**content, "checksum": checksum_of(_canonical(content))}).encode()
 
 
 def file_name(number: int) -> str:
@@ -127,27 +126,23 @@ def read_manifest(folder: Place) -> Manifest:
     """
     content = _content(folder)
     rest = {name: value for name, value in content.items() if name != "checksum"}
-    if content.get("checksum") != hex_of(checksum_of(_canonical(rest))):
+    if content.get("checksum") != checksum_of(_canonical(rest)):
         raise damaged(folder, MANIFEST, "its content has another checksum than when it was written")
     try:
-        state = RunState(
-            step=_count(content["step"]),
-            sampler=_of(dict, content["sampler"]),
-            architecture=_of(dict, content["architecture"]),
-            mesh=_of(dict, content["mesh"]),
-            best=_of(dict, content.get("best", {})),
+        state = typed(
+            RunState, {"best": {}} | {own.name: rest[own.name] for own in fields(RunState) if own.name in rest}
         )
-        files = [_file(item) for item in _of(list, content["files"])]
+        files = typed(list[StoredFile], content["files"])
         manifest = Manifest(
             state=state,
-            states=[_of(str, name) for name in _of(list, content["states"])],
-            layouts=[layout_from_json(item, len(files)) for item in _of(list, content["layouts"])],
+            states=typed(list[str], content["states"]),
+            layouts=[layout_from_json(item, len(files)) for item in typed(list[Any], content["layouts"])],
             files=files,
-            companions={
-                _plain_name(name): (_count(size), int(_of(str, sum_), 16))
-                for name, (size, sum_) in _of(dict, content["companions"]).items()
-            },
+            companions=typed(dict[str, tuple[int, str]], content["companions"]),
         )
+        for name in manifest.companions:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
+                raise ValueError(f"file name {name!r}")
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise damaged(folder, MANIFEST, f"it has no valid {printable(error)}") from error
     name = folder.resolve().name if isinstance(folder, Path) else folder.name
@@ -222,92 +217,73 @@ def printable(text: object) -> str:
     return str(text)[:200].encode("unicode_escape").decode()
 
 
-def hex_of(checksum: int) -> str:
-    """16 characters, so that its place can be reserved in a file."""
-    return f"{checksum:016x}"
-
-
 def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """Plain lists, some 100 bytes a parameter."""
-    return {
-        "first_file": layout.first_file,
-        "stride": layout.stride,
-        "most_elements": layout.most_elements,
-        "num_shards": layout.num_shards,
-        "bounds": list(layout.bounds),
-        "entries": [
-            [entry.name, list(entry.shape), list(entry.offsets), list(entry.sizes), entry.start, entry.written]
-            for entry in layout.entries
-        ],
-    }
+    columns = [spec.name for spec in fields(LayoutEntry)]
+    own = {spec.name: getattr(layout, spec.name) for spec in fields(layout)}
+    return own | {"entries": [[getattr(entry, name) for name in columns] for entry in layout.entries]}
 
 
 def layout_from_json(content: Any, num_files: int) -> Layout:
-    """The inverse of ``layout_to_json``. Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything else."""
-    fields = _of(dict, content)
-    layout = Layout(
-        entries=tuple(_entry(item) for item in _of(list, fields["entries"])),
-        bounds=_counts(fields["bounds"]),
-        num_shards=_count(fields["num_shards"], least=1),
-        first_file=_count(fields["first_file"]),
-        stride=_count(fields["stride"], least=1),
-        most_elements=_count(fields["most_elements"], least=1),
-    )
+    """The inverse of ``layout_to_json``. Raises ``ValueError`` for anything else."""
+    layout = typed(Layout, content)
+    if not (layout.num_shards and layout.stride and layout.most_elements):
+        raise ValueError("number of at least 1")
     if layout.file_of(layout.num_shards - 1) >= num_files:
         raise ValueError("number of files")
     starts = [entry.start for entry in layout.entries]
     if starts != sorted(starts) or len(layout.bounds) < 2 or list(layout.bounds) != sorted(set(layout.bounds)):
         raise ValueError("order of parameters and buckets")
-    if any((b - a) % layout.num_shards for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)):
+    if any((b - a) % layout.num_shards for a, b in itertools.pairwise(layout.bounds)):
         raise ValueError("division of buckets")
     if layout.entries and layout.entries[-1].stop > layout.bounds[-1]:
         raise ValueError("size of buckets")
+    for entry in layout.entries:
+        if any(a + n > whole for a, n, whole in zip(entry.offsets, entry.sizes, entry.shape, strict=True)):
+            raise ValueError(f"part of {entry.name}")
+        if math.prod(entry.shape) > 2**62:
+            raise ValueError(f"shape of {entry.name}")
     return layout
 
 
-def _entry(content: Any) -> LayoutEntry:
-    name, shape, offsets, sizes, start, written = _of(list, content)
-    entry = LayoutEntry(
-        name=_of(str, name),
-        shape=_counts(shape),
-        offsets=_counts(offsets),
-        sizes=_counts(sizes),
-        start=_count(start),
-        written=_of(bool, written),
+def typed(hint: type[Value], value: Any) -> Value:
+    """Return ``value``, which JSON held, as a ``hint``: a dataclass, a list, tuple or dictionary, or a plain type.
+
+    A dataclass is an object with the names of its fields, or a list of their values. Whole numbers are at least 0.
+    Raises ``ValueError`` for anything else.
+    """
+    kind, inner, hints = _taken_apart(cast(Hashable, hint))
+    made: Any = value
+    if hints:
+        content = dict(zip(hints, value, strict=True)) if type(value) is list else value
+        if type(content) is not dict or content.keys() != hints.keys():
+            raise ValueError(f"{kind.__name__} (it has {value!r})")
+        made = kind(**{name: typed(own, content[name]) for name, own in hints.items()})
+    elif kind is not Any and type(value) not in _TYPES_OF_JSON.get(kind, (kind,)):
+        raise ValueError(f"{kind.__name__} (it has {value!r})")
+    elif kind is int and value < 0:
+        raise ValueError(f"number of at least 0 (it has {value})")
+    elif kind is dict and inner:
+        made = {typed(inner[0], key): typed(inner[1], item) for key, item in value.items()}
+    elif kind is list or inner[1:] == (...,):
+        made = kind([typed(inner[0], item) for item in value])
+    elif kind is tuple:
+        made = tuple(typed(own, item) for own, item in zip(inner, value, strict=True))
+    return made
+
+
+_TYPES_OF_JSON: dict[Any, tuple[type, ...]] = {tuple: (list,), float: (int, float)}
+
+
+@cache
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The type itself, the types inside of it, and the types of a dataclass's fields."""
+    return (
+        typing.get_origin(hint) or hint,
+        typing.get_args(hint),
+        typing.get_type_hints(hint) if is_dataclass(hint) else {},
     )
-    if any(a + n > whole for a, n, whole in zip(entry.offsets, entry.sizes, entry.shape, strict=True)):
-        raise ValueError(f"part of {entry.name}")
-    if math.prod(entry.shape) > 2**62:
-        raise ValueError(f"shape of {entry.name}")
-    return entry
-
-
-def _file(content: Any) -> StoredFile:
-    num_bytes, header_bytes, checksum = _of(list, content)
-    return StoredFile(_count(num_bytes), _count(header_bytes, least=8), int(_of(str, checksum), 16))
-
-
-def _plain_name(name: Any) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", _of(str, name)):
-        raise ValueError(f"file name {name!r}")
-    return str(name)
-
-
-def _of(kind: type[Value], value: Any) -> Value:
-    if type(value) is not kind:
-        raise ValueError(f"{kind.__name__} (it has {type(value).__name__})")
-    return value
-
-
-def _count(value: Any, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"number of at least {least} (it has {value!r})")
-    return value
-
-
-def _counts(value: Any) -> tuple[int, ...]:
-    return tuple(map(_count, _of(list, value)))

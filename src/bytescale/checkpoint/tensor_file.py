@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from bytescale.checkpoint.disk import checksum_of
 from bytescale.checkpoint.layout import Box
-from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, hex_of, printable, unreachable
+from bytescale.checkpoint.manifest import CheckpointDamage, StoredFile, damaged, printable, unreachable
 from bytescale.common.parsing import parse_json
 from bytescale.storage.place import Place, read_into
 
@@ -80,7 +80,7 @@ class TensorFile:
         for piece in span:
             stored = self._tensor(piece)
             own = content[stored.offset - low : stored.stop - low]
-            if hex_of(checksum_of(own)) != stored.checksum:
+            if checksum_of(own) != stored.checksum:
                 raise self._damaged(f"{piece} is not what was written: it has another checksum")
             yield piece, own
 

@@ -7,10 +7,10 @@ some 100 bytes a parameter, whatever the number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,13 @@ from torch import Tensor
 
 from bytescale.checkpoint.agree import attempt, settle
 from bytescale.checkpoint.disk import Disk, check_room, checksum_of
-from bytescale.checkpoint.layout import Box, Layout, LayoutEntry, LayoutPiece
+from bytescale.checkpoint.layout import Layout, LayoutEntry, LayoutPiece
 from bytescale.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     RunState,
     StoredFile,
     file_name,
-    hex_of,
     layout_from_json,
     layout_to_json,
 )
@@ -137,7 +136,7 @@ def write_checkpoint(
     total_bytes = torch.tensor([own_bytes])
     dist.all_reduce(total_bytes, group=group)
     error: Exception | None = None
-    written = StoredFile(0, 0, 0)
+    written = StoredFile(0, 0, "0")
     if group.rank() == 0:
         error = attempt(lambda: disk.make_folder(folder))
     settle(error, group)
@@ -173,7 +172,7 @@ def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -
     is_leader = snapshot.shard == 0
     layout = json.dumps(layout_to_json(snapshot.layout)).encode() if is_leader else b""
     number = snapshot.layout.file_of(snapshot.shard)
-    checksum = written.checksum - 2**63  # into the range of int64
+    checksum = int(written.checksum, 16) - 2**63  # into the range of int64
     own = torch.tensor([number, written.num_bytes, written.header_bytes, checksum, len(layout)])
     if group.rank():
         dist.gather(own, None, group=group, group_dst=0)
@@ -193,7 +192,7 @@ def _gather(written: StoredFile, snapshot: Snapshot, group: dist.ProcessGroup) -
             layouts.append(layout_from_json(json.loads(received.numpy().tobytes()), len(rows)))
         elif row[4]:
             layouts.append(snapshot.layout)
-    files = {row[0]: StoredFile(row[1], row[2], row[3] + 2**63) for row in rows}
+    files = {row[0]: StoredFile(row[1], row[2], f"{row[3] + 2**63:016x}") for row in rows}
     return [files[number] for number in range(len(rows))], layouts
 
 
@@ -205,8 +204,8 @@ def write_tensors(
     The header is written twice: first to take up its place, and when all checksums are known. Of ``tensors``, one at a
     time is in use.
     """
-    blank = _header(heads, [0] * len(heads), step)
-    checksums: list[int] = []
+    blank = _header(heads, ["0" * 16] * len(heads), step)
+    checksums: list[str] = []
     with disk.create(path) as file:
         disk.write(file, blank)
         for head, tensor in zip(heads, tensors, strict=True):
@@ -229,8 +228,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def _header(heads: Sequence[TensorHead], checksums: Sequence[int], step: int) -> bytes:
-    sums = {head.name: hex_of(checksum) for head, checksum in zip(heads, checksums, strict=True)}
+def _header(heads: Sequence[TensorHead], checksums: Sequence[str], step: int) -> bytes:
+    sums = {head.name: checksum for head, checksum in zip(heads, checksums, strict=True)}
     content: dict[str, Any] = {"__metadata__": {METADATA: json.dumps({"step": step, "checksums": sums})}}
     end = 0
     for head in heads:
@@ -247,58 +246,52 @@ _FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A parameter, or a rectangle of one; ``read`` gives a state of it when its turn has come."""
+    """A parameter, or a rectangle of one; ``read`` gives it when its turn has come."""
 
     name: str
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[str], Tensor]
+    read: Callable[[], Tensor]
 
 
-def write_whole(
-    disk: Disk, folder: Path, state: RunState, states: Sequence[str], parts: Sequence[Part], companions: Sequence[str]
-) -> None:
-    """Write a checkpoint into ``folder``, which exists and already holds the files ``companions``.
+def write_weights(folder: Path, state: RunState, parts: Sequence[Part], companions: Sequence[str]) -> None:
+    """Write a checkpoint of master weights in fp32, and nothing else, into ``folder``.
 
-    Raises ``OSError``, and ``DiskFullError`` before anything is written.
+    The folder exists and already holds the files ``companions``. Raises ``OSError``, and ``DiskFullError`` before
+    anything is written.
     """
-    check_room(disk, folder, len(states) * sum(_num_bytes(part) for part in parts))
-    layouts: list[Layout] = []
-    files: list[StoredFile] = []
-    for own in _files(parts, len(states)):
+    disk, files, layouts = Disk(), list[StoredFile](), list[Layout]()
+    check_room(disk, folder, sum(map(_num_bytes, parts)))
+    for own in _files(parts):
         layout = _layout(own, len(files))
-        boxes_by_start: dict[int, list[Box]] = defaultdict(list)
-        for piece in layout.pieces(0):
-            boxes_by_start[piece.entry.start].append(piece.box)
-        cut = [boxes_by_start[entry.start] for entry in layout.entries]
         heads = [
-            TensorHead(piece_name(name, part.name, box), part.dtype, box[1])
-            for name in states
-            for part, boxes in zip(own, cut, strict=True)
-            for box in boxes
+            TensorHead(piece_name("master", piece.entry.name, piece.box), torch.float32, piece.box[1])
+            for piece in layout.pieces(0)
         ]
-        tensors = (
-            tensor
-            for name in states
-            for part, boxes in zip(own, cut, strict=True)
-            for tensor in part.read(name).reshape(-1).split([math.prod(sizes) for _, sizes in boxes])
-        )
-        files.append(write_tensors(disk, folder / file_name(len(files)), heads, tensors, step=state.step))
+        files.append(write_tensors(disk, folder / file_name(len(files)), heads, _cut(own, layout), step=state.step))
         layouts.append(layout)
-    known = {name: _size_and_checksum(folder / name) for name in companions}
-    manifest = Manifest(state=state, states=states, layouts=layouts, files=files, companions=known)
+    contents = {name: (folder / name).read_bytes() for name in companions}
+    known = {name: (len(content), checksum_of(content)) for name, content in contents.items()}
+    manifest = Manifest(state=state, states=["master"], layouts=layouts, files=files, companions=known)
     disk.write_file(folder / MANIFEST, manifest.to_json())
     disk.sync_folder(folder)
 
 
-def _files(parts: Sequence[Part], num_states: int) -> Iterator[list[Part]]:
+def _cut(parts: Sequence[Part], layout: Layout) -> Iterator[Tensor]:
+    """The pieces of ``layout``. One part is in memory at a time."""
+    by_part = itertools.groupby(layout.pieces(0), key=lambda piece: piece.entry.start)
+    for part, (start, pieces) in zip(parts, by_part, strict=True):
+        values = part.read().reshape(-1)
+        yield from (values[piece.start - start : piece.stop - start] for piece in pieces)
+
+
+def _files(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Parts of one file each: as many as 4 GiB hold, and at least one."""
     own: list[Part] = []
     for part in parts:
-        if own and num_states * sum(map(_num_bytes, [*own, part])) > _FILE_BYTES:
+        if own and sum(map(_num_bytes, [*own, part])) > _FILE_BYTES:
             yield own
             own = []
         own.append(part)
@@ -319,9 +312,4 @@ def _layout(parts: Sequence[Part], number: int) -> Layout:
 
 
 def _num_bytes(part: Part) -> int:
-    return math.prod(part.sizes) * part.dtype.itemsize
-
-
-def _size_and_checksum(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    return len(content), checksum_of(content)
+    return 4 * math.prod(part.sizes)

@@ -23,9 +23,9 @@ from bytescale.common.limits import limits
 from bytescale.common.units import KIBI, format_bytes, format_si
 from bytescale.config import (
     AUTO_CAPACITY,
-    AUTO_HEAD_GROUPS,
     CHECKPOINT_PREFIX,
     HF_PREFIX,
+    Architecture,
     AttachedArchitecture,
     Config,
     DataConfig,
@@ -37,12 +37,12 @@ from bytescale.config import (
     resolve_model,
 )
 from bytescale.config.attached import check_attached
-from bytescale.config.validate import may_offload
 from bytescale.cost import Cluster, CostModel, Profile, load_profile
 from bytescale.cost.assumed import Rates
 from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
+from bytescale.cost.memory import DeviceKind, DeviceMemory, MemoryModel, fitting_capacity
 from bytescale.cost.profile_file import require_model, warn_of_bad_fits
+from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Planner
 from bytescale.planner import make_planner
 from bytescale.simulator import ClusterConfig, step_seconds
@@ -135,33 +135,19 @@ class Costs:
         return _usable_bytes_here(self.config, self._device[0])
 
     @cached_property
-    def memory(self) -> MemoryModel | MeasuredMemory:
+    def memory(self) -> DeviceMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        trainer, (kind, element_bytes) = self.config.trainer, self._device
+        config, (kind, element_bytes), num_ranks = self.config, self._device, self.cluster.num_ranks
         if self.attached is not None:
-            return self.attached.measured_memory(kind, self.cluster.num_ranks, trainer.ring_gradients)
-        share = ModelShare(
-            architecture=self.profile.architecture,
-            tensor_parallel=self.profile.tensor_parallel,
-            num_stages=self.cluster.pp,
-            virtual_stages=self.cluster.virtual_stages,
-        )
-        model = MemoryModel.on_device(
-            share,
+            return self.attached.memory(kind, num_ranks, config.trainer.ring_gradients)
+        return MemoryModel.of_config(
+            config,
+            self.profile.architecture,
             kind,
             element_bytes=element_bytes,
-            num_ranks=self.cluster.num_ranks,
-            checkpointing=trainer.checkpointing,
-            attention=trainer.attention,
-            ring_gradients=trainer.ring_gradients,
-        )
-        if trainer.head_groups == AUTO_HEAD_GROUPS:
-            tokens = self.config.parallel.capacity_tokens or None
-            offload = may_offload(self.config, kind)
-            model = model.in_head_groups(self.usable_bytes, capacity_tokens=tokens, offload=offload)
-        else:
-            model = replace(model, head_groups=trainer.head_groups)
-        return model.fullest_stage(self.usable_bytes)
+            num_ranks=num_ranks,
+            device_bytes=self.usable_bytes,
+        ).fullest_stage(self.usable_bytes)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -188,10 +174,9 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        memory = None if self.config.trainer.checkpointing == "none" else self.memory
-        if memory is None or isinstance(memory, MeasuredMemory):
-            return self.profile  # rows of attached models are measured under their checkpointing
-        return replace(self.profile, activation_bytes=Curve(0.0, memory.layer_saved_bytes_per_token, 0.0))
+        if self.attached is None and self.config.trainer.checkpointing == "none":
+            return self.profile
+        return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
     @property
     def _device(self) -> tuple[DeviceKind, int]:
@@ -212,30 +197,33 @@ def costs_of(options: CostOptions, cluster: ClusterConfig, *, longest: int, voca
     or if its layers cannot be cut into the stages of ``cluster``.
     """
     attached = _attached_model(options.config, longest)
-    if attached is not None:
-        profile = attached.profile(options.rates, options.config.trainer.ring_gradients)
-    else:
-        profile = _own_profile(options, vocab_size)
+    profile = _profile(options, attached, vocab_size)
     cluster.check_layers(profile.architecture.num_layers)
     return Costs(options=options, cluster=cluster, profile=profile, attached=attached)
 
 
-def _own_profile(options: CostOptions, vocab_size: int | None) -> Profile:
+def _profile(options: CostOptions, attached: HFModel | None, vocab_size: int | None) -> Profile:
     """Return the named profile, or one made from the counted operations of the model.
 
     A profile has a model of its own. If a model is given as well, its layers must have the same shape.
     """
     config, tp = options.config, options.config.parallel.tp
+    model: Architecture | ModelSpec | None = None
+    if attached is not None:
+        model = attached.spec
+    elif config.cost.profile is None or config.data.sources or config.model != DEFAULTS.model:
+        model = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
     if config.cost.profile is None:
-        architecture = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
-        profile = options.rates.profile(architecture, tensor_parallel=tp)
+        assert model is not None, "without a profile there is a model"
+        element_bytes = _kind_and_precision(config, "")[1]
+        profile = options.rates.profile(model, tensor_parallel=tp, bytes_per_element=element_bytes)
     else:
         profile = load_profile(config.cost.profile)
         warn_of_bad_fits(profile)
-        if config.data.sources or config.model != DEFAULTS.model:
-            architecture = resolve_architecture(config.model, tokenizer_vocab_size=vocab_size)
-            require_model(profile, architecture)
-            profile = profile.of_model(architecture)
+        if model is not None:
+            stack = ModelSpec.of(model).stack
+            require_model(profile, stack)
+            profile = profile.of_model(stack)
         if tp != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
     return profile.with_ring_gradients(config.trainer.ring_gradients)

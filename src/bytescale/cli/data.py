@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,25 +20,20 @@ from bytescale.cli.options import parse
 from bytescale.cli.trained_tokens import print_runs, runs_of_documents
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import ConfigError
-from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.limits import limits
 from bytescale.common.text import visible
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
 from bytescale.config import load_config
 from bytescale.config.schema import CorpusConfig, DataConfig
-from bytescale.config.validate import check_content
 from bytescale.data.length_distributions import bucket_edges, token_shares
-from bytescale.data.loading.corpus import Corpus, choose_tokenizer, prepare_corpus
+from bytescale.data.loading.corpus import Corpus, choose_tokenizer, list_sources, prepare_corpus
 from bytescale.data.loading.record import check_record
-from bytescale.data.sources.files import SourceFile, expand_sources
+from bytescale.data.sources.files import SourceFile
 from bytescale.data.stats import BUCKET_EDGES, LengthStats, length_stats
 from bytescale.data.tokens.indexed import pair_paths, read_index
 from bytescale.data.tokens.metadata import TokenMetadata
-from bytescale.data.tokens.open_parts import local_pair
 from bytescale.data.tokens.progress import progress_bar
-from bytescale.data.tokens.shards import example_encoder
-from bytescale.data.tokens.tokenize import UnitEncoder, tokenize_files
-from bytescale.storage.retry import with_retries
+from bytescale.data.tokens.shards import ShardReader, write_as_pair
 
 _SHOWN_SKIPPED = 5
 
@@ -125,13 +120,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def tokenize_command(config: TokenizeConfig) -> int:
-    """Run ``bytescale data tokenize``. Returns the exit code; raises what ``tokenize_files`` raises."""
-    console = Console(soft_wrap=True)
-    check_content(config.data_config())
+    """Run ``bytescale data tokenize``. Returns the exit code; raises what ``write_as_pair`` raises."""
+    console, data = Console(soft_wrap=True), replace(config.data_config(), read_retries=config.read_retries)
     prefix = Path(config.output).expanduser()
     bin_path, idx_path = pair_paths(prefix)
-    listing = partial(expand_sources, config.sources, config.format, config.fields)
-    files = with_retries(listing, config.read_retries)
+    files = list_sources(data)
     _check_output(config, files, bin_path, idx_path)
     total_bytes = sum(file.num_bytes for file in files)
     console.print(f"{len(files)} files, {format_bytes(total_bytes)} -> {bin_path}, {idx_path.name}")
@@ -140,21 +133,11 @@ def tokenize_command(config: TokenizeConfig) -> int:
         return 0
     started = time.perf_counter()
     with progress_bar() as progress:
-        files = [_at_hand(file, config) for file in files]
-        text_files = [file for file in files if file.format != "bin"]
-        tokenizer = choose_tokenizer(config.data_config(), text_files, progress)
+        reader = ShardReader.of(data, choose_tokenizer(data, files, progress))
         tokenizing = time.perf_counter()
-        encode = None
-        if tokenizer is not None:
-            encode = UnitEncoder(
-                tokenizer=tokenizer,
-                text_key=config.text_key,
-                read_retries=config.read_retries,
-                examples=example_encoder(config.data_config(), tokenizer),
-            )
-        metadata = tokenize_files(
-            files, encode, prefix, num_workers=config.num_workers, progress=progress, fields=config.fields
-        )
+        runs = itertools.groupby(files, key=lambda file: file.format == "bin")  # the pair has the order of the files
+        shards = [shard for _, run in runs for shard in reader.plan(list(run))]
+        metadata = write_as_pair(reader, shards, prefix, config.num_workers, progress)
     _print_metadata(
         console, metadata, seconds=time.perf_counter() - started, rate_seconds=time.perf_counter() - tokenizing
     )
@@ -208,16 +191,9 @@ def audit_command(config: AuditConfig) -> int:
 
 def document_lengths(corpus: Corpus) -> IntArray:
     """Return ``[D]`` the tokens of each document of a corpus, whether or not its documents were split into samples."""
-    _, first = np.unique(corpus.samples.document, return_index=True)
-    return np.add.reduceat(corpus.samples.length, first)
-
-
-def _at_hand(file: SourceFile, config: TokenizeConfig) -> SourceFile:
-    """Fetch a remote ``.bin`` into the cache, because it has to be mapped into memory."""
-    if file.format != "bin":
-        return file
-    fields = (*OWN_FIELDS, *config.fields)
-    return with_retries(partial(local_pair, file, Path(config.cache_dir).expanduser(), fields), config.read_retries)
+    samples = corpus.samples
+    begins = (np.diff(samples.part, prepend=-1) != 0) | (np.diff(samples.document, prepend=-1) != 0)
+    return np.add.reduceat(samples.length, np.flatnonzero(begins))
 
 
 def _check_output(config: TokenizeConfig, files: list[SourceFile], bin_path: Path, idx_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.cost import CostModel
-from bytescale.cost.memory import MeasuredMemory, MemoryModel
+from bytescale.cost.memory import DeviceMemory
 from bytescale.plan import Plan
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.summary import shape_histogram, shape_in_words
@@ -95,25 +95,19 @@ def print_details(console: Console, name: str, planned: dict[str, Planned], cost
         console.print("    - " + line)
 
 
-def memory_in_words(plan: Plan, model: MemoryModel | MeasuredMemory, device_bytes: float) -> str:
+def memory_in_words(plan: Plan, model: DeviceMemory, device_bytes: float) -> str:
     """Describe the peak memory of the fullest micro-batch by its parts, and whether a device has as much."""
     tokens, limits = micro_batch_tokens(plan), model.limits()
     peaks = limits.device_peak(tokens.held, tokens.offloaded, tokens.shared, tokens.row)
     worst = int(peaks.argmax())
     held, shared = int(tokens.held[worst]), int(tokens.shared[worst])
-    phase = limits.worst_phase(held, shared)
     too_much = (
         f"\nThat is more than the {format_bytes(device_bytes)} of a device. To fix: use more devices per rank (tp, "
         "pp), a smaller capacity on more ranks, or another device_gib"
     )
     return (
-        f"memory with {model.element_bytes}-byte numbers: {format_bytes(float(peaks[worst]))} per device at the peak "
-        f"of the fullest micro-batch "
-        f"({format_count(held)} tokens): parameters {format_bytes(model.parameter_bytes)}, gradients "
-        f"{format_bytes(model.gradient_bytes)}, optimizer {format_bytes(model.optimizer_bytes)}, activations "
-        f"{format_bytes(float(model.saved_bytes_per_token * held))}, {phase.name} "
-        f"{format_bytes(float(phase.bytes(held, shared)))}"
-        + (f"; attention in {model.head_groups} groups of heads" if model.head_groups > 1 else "")
+        f"memory with {model.states.element_bytes}-byte numbers: {format_bytes(float(peaks[worst]))} per device at the "
+        f"peak of the fullest micro-batch ({format_count(held)} tokens): {model.parts_in_words(held, shared)}"
         + (too_much if peaks[worst] > device_bytes else "")
     )
 

@@ -18,8 +18,9 @@ from bytescale.cli.costs import CostOptions, costs_of, read_cost_options
 from bytescale.cli.plan_report import memory_in_words
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.cost import Profile, flops
+from bytescale.cost import Profile
 from bytescale.cost.model import windowed_squares
+from bytescale.cost.spec import ModelSpec
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
 from bytescale.plan.verify import verify
@@ -100,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
     """Print step time, speed, where the time went, traffic and memory."""
     squares = int(windowed_squares(plan.lengths, profile.windows).sum())
-    done = flops.training_flops(profile.architecture, num_tokens=plan.num_tokens, sum_of_squares=squares)
+    done = ModelSpec.of(profile.architecture).training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
     console.print(
         f"step {format_seconds(step.step_seconds)}, {format_si(step.tokens_per_second)} tokens/s, "

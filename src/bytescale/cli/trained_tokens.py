@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescale.data.loading.corpus import Corpus
-from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.tokens.fields import WEIGHTS
 
 _SHOWN_CHARACTERS = 240
@@ -36,8 +35,8 @@ class TokenRun:
 
 def runs_of_documents(corpus: Corpus, most_documents: int) -> list[TokenRun]:
     """Return the runs of the first documents. The first token of a document, which nothing predicts, has weight 0."""
-    shown = GlobalBatch.of(corpus.index, corpus.all_samples[:most_documents], step=0, epoch=0, ends_epoch=False)
-    return [run for number, one in enumerate(corpus.documents(shown)) for run in _runs(corpus, number, one)]
+    shown = corpus.documents(corpus.samples[:most_documents])
+    return [run for number, one in enumerate(shown) for run in _runs(corpus, number, one)]
 
 
 def _runs(corpus: Corpus, number: int, document: Mapping[str, NDArray]) -> Iterator[TokenRun]:

@@ -92,8 +92,6 @@ def check_attached(config: Config, shape: AttachedArchitecture) -> None:
         ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
         ("trainer.compile", "true", trainer.compile, "false"),
         ("trainer.head_groups", trainer.head_groups, trainer.head_groups > 1, '"auto"'),
-        ("trainer.trace_steps", list(trainer.trace_steps), bool(trainer.trace_steps), "[]"),
-        ("cost.profile", f'"{config.cost.profile}"', config.cost.profile is not None, "nothing"),
     )
     for name, value, is_set, good in ours:
         if is_set:

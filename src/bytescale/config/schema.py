@@ -130,7 +130,7 @@ class DataConfig(CorpusConfig):
     """What happens to documents longer than context_length."""
     batch_tokens: int = field(default=32768, metadata=limits(least=2))
     """Size of a global batch: whole sequences are drawn until the next one would exceed it."""
-    shuffle_seed: int = 1234
+    shuffle_seed: int = field(default=1234, metadata=limits(least=0))
     """Seed of the order of documents. The order depends on this seed and the epoch, never on the number of ranks."""
     shuffle_window_mib: int = field(default=256, metadata=limits(least=1))
     """MiB of text that are shuffled together. A larger corpus is shuffled in random parts of this size, one after the

@@ -51,12 +51,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
                                   fix="name the documents to evaluate on in eval.sources")  # fmt: skip
     check_content(data)
     _check_weights(data)
-    if data.batch_tokens < data.context_length:
-        raise ConfigError(
-            f"data.batch_tokens = {data.batch_tokens} is smaller than data.context_length = {data.context_length}",
-            so="a document of full length would fit in no global batch",
-            fix=f"raise data.batch_tokens to at least {data.context_length} or shorten the context",
-        )
+    check_batches(data)
     if planner.static_cp is not None and (planner.static_cp < 1 or ranks % planner.static_cp):
         raise ConfigError(
             f"planner.static_cp = {planner.static_cp} does not divide the {ranks} {kind}",
@@ -66,6 +61,17 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     _check_attention(config.trainer)
     _check_trace_steps(config.trainer)
     _check_run_folder(config.trainer)
+
+
+def check_batches(data: DataConfig) -> None:
+    """Raise ``ConfigError`` for a number outside of its limits, or if a sequence could be larger than a batch."""
+    check_limits(data, "data.")
+    if data.batch_tokens < data.context_length:
+        raise ConfigError(
+            f"data.batch_tokens = {data.batch_tokens} is smaller than data.context_length = {data.context_length}",
+            so="a document of full length would fit in no global batch",
+            fix=f"raise data.batch_tokens to at least {data.context_length} or shorten the context",
+        )
 
 
 def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:

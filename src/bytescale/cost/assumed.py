@@ -15,6 +15,7 @@ from bytescale.config import Architecture, RingGradients
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile
+from bytescale.cost.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,12 @@ class Rates:
             host_to_device_bytes_per_second=self.host_bytes_per_second,
         )
 
-    def profile(self, architecture: Architecture, *, tensor_parallel: int = 1, bytes_per_element: int = 2) -> Profile:
-        """The profile of ``architecture`` by counted operations."""
+    def profile(
+        self, model: Architecture | ModelSpec, *, tensor_parallel: int = 1, bytes_per_element: int = 2
+    ) -> Profile:
+        """The profile of a model by counted operations."""
         return Profile.from_flops(
-            architecture,
+            model,
             flops_per_second=self.flops_per_second,
             attention_flops_per_second=self.attention_flops_per_second,
             launch_seconds=self.launch_seconds,
@@ -88,13 +91,13 @@ ASSUMED_MICRO_BATCH_SECONDS = {"cpu": 3e-3, "cuda": 2e-3}
 
 
 def assumed_cost(
-    architecture: Architecture,
+    model: Architecture | ModelSpec,
     *,
     device: Literal["cpu", "cuda"],
     bytes_per_element: int,
     ring_gradients: RingGradients = "wide",
 ) -> CostModel:
-    """The cost model of ``architecture`` on a device of ``ASSUMED``, without any measurement."""
-    profile = ASSUMED[device].profile(architecture, bytes_per_element=bytes_per_element)
+    """The cost model of a model on a device of ``ASSUMED``, without any measurement."""
+    profile = ASSUMED[device].profile(model, bytes_per_element=bytes_per_element)
     cost = profile.with_ring_gradients(ring_gradients).cost_model()
     return replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[device])

@@ -6,7 +6,7 @@ Planning, simulation and MFU use the same conventions:
 * Causal attention of a sequence of ``s`` tokens counts as ``s^2 / 2`` pairs. The exact number is ``s (s + 1) / 2``; the
   field leaves out the half of the diagonal. A pack costs the sum of ``s_i^2`` over its documents, never the square of
   its own length.
-* ``training_flops`` counts the *model's* operations, from which MFU follows: backward has twice the operations of
+* ``ModelSpec.training_flops`` counts the *model's* operations, from which MFU follows: backward has twice those of
   forward. The hardware runs more: flash attention computes the scores again in backward, so it has 5 matrix products
   there and 2 in forward. ``BACKWARD_ATTENTION_RATIO`` covers this. It counts in times, not in MFU.
 """
@@ -104,31 +104,6 @@ def layer_attention_flops_per_square(architecture: Architecture) -> int:
     return 2 * architecture.num_heads * architecture.head_dim
 
 
-def head_flops_per_token(architecture: Architecture) -> int:
-    """Forward operations per token of the output projection."""
-    return 2 * head_parameters(architecture)
-
-
-def forward_flops(architecture: Architecture, *, num_tokens: int, sum_of_squares: int) -> int:
-    """Operations of one forward pass of the whole model.
-
-    Args:
-        architecture: the model.
-        num_tokens: tokens of all sequences, sum of ``s_i``.
-        sum_of_squares: sum of ``s_i^2`` over the sequences. These are documents, not packs.
-    """
-    per_token = architecture.num_layers * layer_linear_flops_per_token(architecture) + head_flops_per_token(
-        architecture
-    )
-    per_square = architecture.num_layers * layer_attention_flops_per_square(architecture)
-    return per_token * num_tokens + per_square * sum_of_squares
-
-
-def training_flops(architecture: Architecture, *, num_tokens: int, sum_of_squares: int) -> int:
-    """Operations of the model's forward and backward, which is three times forward. The numerator of MFU."""
-    return 3 * forward_flops(architecture, num_tokens=num_tokens, sum_of_squares=sum_of_squares)
-
-
 def kv_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
     """Bytes of the keys and values of one token in one layer, which a ring step moves."""
     return 2 * architecture.num_kv_heads * architecture.head_dim * bytes_per_element
@@ -198,8 +173,3 @@ def feed_forward_saved_bytes_per_token(architecture: Architecture, *, bytes_per_
     rows = chosen * (2 * architecture.hidden_size + 4 * architecture.ffn_hidden_size)
     router = 2 * architecture.num_experts + 2 * chosen + 1
     return rows * bytes_per_element + router * wide + 3 * chosen * 8
-
-
-def activation_bytes_per_token(architecture: Architecture, *, bytes_per_element: int = 2) -> int:
-    """``layer_activation_bytes_per_token`` of all layers. It leaves out the logits, which are computed in chunks."""
-    return architecture.num_layers * layer_activation_bytes_per_token(architecture, bytes_per_element=bytes_per_element)

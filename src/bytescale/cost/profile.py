@@ -17,6 +17,7 @@ from bytescale.cost import flops
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.model import CostModel, Pass
+from bytescale.cost.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +70,19 @@ class Profile:
     points: tuple[Point, ...] = ()
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows, as in ``CostModel.windows``. The curves of attention are those of short sequences."""
-    rings_only: bool = False
-    """Whether planners make no grids. ``architecture`` is then a stack of equal layers in the place of the model's."""
 
     @property
     def row_bytes_per_token(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """``flops.row_bytes_per_token`` per device, with the dtypes that the ring's bytes tell."""
-        numbers = flops.kv_bytes_per_token(self.architecture, bytes_per_element=1) / self.tensor_parallel
-        element = round(self.ring_forward_bytes_per_token / numbers)
-        sums = round((self.ring_backward_bytes_per_token - self.ring_forward_bytes_per_token) / numbers)
+        """``flops.row_bytes_per_token`` per device, of the layers whose keys travel around rings."""
+        element, ring = self.parameter_bytes, self.ring_forward_bytes_per_token
+        sums = self.ring_backward_bytes_per_token / ring - 1.0 if ring else 0.0  # over the bytes of an element
         forward, backward = flops.row_bytes_per_token(
-            self.architecture, bytes_per_element=element, ring_gradients="bf16" if sums < max(4, element) else "wide"
+            self.architecture,
+            bytes_per_element=element,
+            ring_gradients="bf16" if sums * element < max(4, element) - 0.5 else "wide",
         )
-        tp = self.tensor_parallel
+        whole = flops.kv_bytes_per_token(self.architecture, bytes_per_element=element)
+        tp = self.tensor_parallel / round(ring * self.tensor_parallel / whole, 9) if ring else math.inf
         return (forward[0] / tp, forward[1] / tp), (backward[0] / tp, backward[1] / tp)
 
     @property
@@ -91,7 +92,7 @@ class Profile:
 
     @staticmethod
     def from_flops(
-        architecture: Architecture,
+        model: Architecture | ModelSpec,
         *,
         flops_per_second: float,
         attention_flops_per_second: float | None = None,
@@ -103,7 +104,7 @@ class Profile:
         """Make a profile by counting operations.
 
         Args:
-            architecture: the model.
+            model: its shape, or its counts.
             flops_per_second: the rate of one device for matrix products.
             attention_flops_per_second: the rate of one device for attention; None: the same rate.
             launch_seconds: a fixed time that attention and the rest of a layer each take, in each direction.
@@ -116,29 +117,31 @@ class Profile:
         """
         if not flops_per_second > 0 or not (attention_flops_per_second or flops_per_second) > 0:
             raise ConfigError(f"flops_per_second is {flops_per_second}", fix="use a rate above 0")
-        attention_rate = tensor_parallel * (attention_flops_per_second or flops_per_second)
-        attention = flops.layer_attention_flops_per_square(architecture) / attention_rate
-        rest = flops.layer_linear_flops_per_token(architecture) / (tensor_parallel * flops_per_second)
-        head = flops.head_flops_per_token(architecture) / (tensor_parallel * flops_per_second)
-        ring = flops.ring_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
-        kept = flops.layer_activation_bytes_per_token(architecture, bytes_per_element=bytes_per_element)
+        spec, rate = ModelSpec.of(model), tensor_parallel * flops_per_second
+        attention = spec.pair_numbers / (tensor_parallel * (attention_flops_per_second or flops_per_second))
+        rest, rest_backward = 2 * spec.active / rate, 2 * (spec.active + spec.trained) / rate
+        head, head_backward = 2 * spec.head / rate, 2 * (spec.head + spec.head_trained) / rate
+        kept = flops.layer_activation_bytes_per_token(spec.stack, bytes_per_element=bytes_per_element)
+        keys = spec.key_numbers * bytes_per_element
+        gradients = spec.key_numbers * flops.ring_gradient_bytes(bytes_per_element, "wide")
         return Profile(
             name="flops",
-            architecture=architecture,
+            architecture=spec.stack,
             tensor_parallel=tensor_parallel,
             source=f"counted operations at {flops_per_second:.3g} FLOP/s a device",
             attention_forward=Curve(attention, 0.0, launch_seconds),
             attention_backward=Curve(flops.BACKWARD_ATTENTION_RATIO * attention, 0.0, launch_seconds),
             rest_forward=Curve(0.0, rest, launch_seconds),
-            rest_backward=Curve(0.0, flops.BACKWARD_LINEAR_RATIO * rest, launch_seconds),
+            rest_backward=Curve(0.0, rest_backward, launch_seconds),
             head_forward=Curve(0.0, head, 0.0),
-            head_backward=Curve(0.0, flops.BACKWARD_LINEAR_RATIO * head, 0.0),
+            head_backward=Curve(0.0, head_backward, 0.0),
             activation_bytes=Curve(0.0, kept / tensor_parallel, 0.0),
-            ring_forward_bytes_per_token=ring[0] / tensor_parallel,
-            ring_backward_bytes_per_token=ring[1] / tensor_parallel,
+            ring_forward_bytes_per_token=keys / tensor_parallel,
+            ring_backward_bytes_per_token=(keys + gradients) / tensor_parallel,
             links=links or Links(),
-            layer_parameters=flops.layer_parameters(architecture),
+            layer_parameters=spec.parameters,
             parameter_bytes=bytes_per_element,
+            windows=spec.windows,
         )
 
     def of_model(self, architecture: Architecture) -> Profile:
@@ -156,10 +159,9 @@ class Profile:
 
     def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
         """This profile with another ``trainer.ring_gradients``, which changes only the bytes of a ring's backward."""
-        numbers = flops.kv_bytes_per_token(self.architecture, bytes_per_element=1) / self.tensor_parallel
-        forward = self.ring_forward_bytes_per_token
-        gradient_bytes = flops.ring_gradient_bytes(round(forward / numbers), ring_gradients)
-        return replace(self, ring_backward_bytes_per_token=forward + numbers * gradient_bytes)
+        forward, element = self.ring_forward_bytes_per_token, self.parameter_bytes
+        gradients = forward / element * flops.ring_gradient_bytes(element, ring_gradients)
+        return replace(self, ring_backward_bytes_per_token=forward + gradients)
 
     def scaled_to(
         self, architecture: Architecture, *, tensor_parallel: int, layer_parameters: int | None = None
@@ -174,7 +176,7 @@ class Profile:
         old, new, tp = self.architecture, architecture, tensor_parallel / self.tensor_parallel
         attention = flops.layer_attention_flops_per_square(new) / flops.layer_attention_flops_per_square(old) / tp
         rest = flops.layer_linear_flops_per_token(new) / flops.layer_linear_flops_per_token(old) / tp
-        head = flops.head_flops_per_token(new) / flops.head_flops_per_token(old) / tp
+        head = flops.head_parameters(new) / flops.head_parameters(old) / tp
         kept = flops.layer_activation_bytes_per_token(new) / flops.layer_activation_bytes_per_token(old) / tp
         ring = flops.kv_bytes_per_token(new) / flops.kv_bytes_per_token(old) / tp
         return replace(
@@ -213,7 +215,7 @@ class Profile:
             + sum(curve.constant for curve in heads) / pipeline_parallel,
             attention_block_seconds=layers * (self.sequence_forward_seconds + self.sequence_backward_seconds),
             ring_bytes_per_token=layers * (self.ring_forward_bytes_per_token + self.ring_backward_bytes_per_token),
-            row_bytes_per_token=None if self.rings_only else layers * sum(map(sum, self.row_bytes_per_token)),
+            row_bytes_per_token=layers * sum(map(sum, self.row_bytes_per_token)),
             ring_step_seconds=2 * layers * self.links.ring_latency_seconds(False),
             inter_node_ring_step_seconds=2 * layers * self.links.ring_latency_seconds(True),
             ring_message_seconds=2 * layers * self.links.message_seconds,
@@ -229,7 +231,7 @@ class Profile:
         attention = (self.attention_forward.quadratic, self.attention_backward.quadratic)
         keys = (self.ring_forward_bytes_per_token, self.ring_backward_bytes_per_token)
         rows = self.row_bytes_per_token
-        of_rows = sum(map(sum, rows))
+        of_rows = sum(map(sum, rows)) or 1.0
         return tuple(
             Pass(
                 attention=attention[place] / (sum(attention) or 1.0),
@@ -284,17 +286,6 @@ class Profile:
             changed = {f"{parts[0]}_{direction}": seconds / (2 * layers) for direction in ("forward", "backward")}
         values: dict[str, Any] = {name: replace(curves[name], **{term: value}) for name, value in changed.items()}
         return replace(self, **values)
-
-    def capacity_tokens(self, *, device_bytes: float, pipeline_parallel: int = 1) -> int:
-        """Tokens that one micro-batch may hold if ``device_bytes`` are free for activations on every device.
-
-        The first stage of a pipeline keeps ``pp`` micro-batches, each with ``1 / pp`` of the layers. A rank without a
-        pipeline keeps as much for one micro-batch. So a pipeline changes the result only if its stages are uneven.
-        """
-        layers = math.ceil(self.architecture.num_layers / pipeline_parallel) * pipeline_parallel
-        per_token = layers * self.activation_bytes.linear
-        fixed = layers * self.activation_bytes.constant
-        return max(0, int((device_bytes - fixed) / per_token)) if per_token else 0
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:

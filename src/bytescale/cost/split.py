@@ -20,7 +20,7 @@ def split_layers(architecture: Architecture, num_parts: int) -> list[range]:
     if not 1 <= num_parts <= num_layers:
         raise ValueError(f"{num_layers} layers cannot be split into {num_parts} parts")
     load = [0.0] * num_parts
-    load[-1] = flops.head_flops_per_token(architecture) / flops.layer_linear_flops_per_token(architecture)
+    load[-1] = 2 * flops.head_parameters(architecture) / flops.layer_linear_flops_per_token(architecture)
     counts = [1] * num_parts
     for _ in range(num_layers - num_parts):
         least = min(range(num_parts), key=lambda part: (load[part] + counts[part], -part))

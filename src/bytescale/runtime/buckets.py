@@ -22,12 +22,15 @@ that nothing hangs. Therefore:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from bytescale.common.errors import RankFailure
 from bytescale.plan import RankPlan
 from bytescale.plan.last_message import last_backward_is_silent
 from bytescale.runtime.flat import Bucket, FlatParameters
@@ -51,6 +54,15 @@ class BucketCollectives:
             bucket = self._to_reduce.pop()
             pending = self.group.start_reduce_scatter(bucket.of(self.parameters.gradients))
             self._reducing.append((bucket, pending))
+
+    @property
+    def reducing_from(self) -> float:
+        """Where the gradients begin whose reduction has started in this step."""
+        return (
+            math.inf
+            if len(self._to_reduce) == len(self.parameters.buckets)
+            else (self._to_reduce[-1].stop if self._to_reduce else 0)
+        )
 
     def reduced(self) -> Iterator[Bucket]:
         """Start the remaining reductions, then wait for and yield one bucket after another. Ends the step."""
@@ -82,30 +94,66 @@ Each layer is given the hidden states (``runtime.layers``). All other modules ru
 class Overlap:
     """Hooks on a model's layers that start reductions during backward and make forward wait for parameters."""
 
-    def __init__(self, collectives: BucketCollectives, chunks: Sequence[Chunk], *, stage: int, late_stop: int) -> None:
-        """``chunks``: those of this stage, in order. ``late_stop``: gradients before it are complete only at the end.
+    def __init__(
+        self,
+        collectives: BucketCollectives,
+        chunks: Sequence[Chunk],
+        *,
+        stage: int,
+        late_stop: int,
+        in_steps: bool = True,
+    ) -> None:
+        """Hook the layers.
 
-        The end is that of the step: these gradients change after the last backward (``FlatParameters.late_stop``).
+        Args:
+            chunks: those of this stage, in order.
+            late_stop: gradients before it are complete only at the end of the step: they change after the last backward
+                (``FlatParameters.late_stop``).
+            in_steps: whether ``begin_step`` comes before every step, and parameters are gathered during forward.
+                Otherwise ``expect_last_backward`` comes before the last micro-batch, and nothing waits in forward.
         """
         self.collectives = collectives
         self.stage = stage
         self.late_stop = late_stop
+        self.gathers = in_steps
         self._num_micro_batches = 0
         self._num_forwards = 0  # of the first chunk, in this step
         self._silent = False
-        for model, layers in chunks:
-            self._hook_parameters(model, layers)
-        self._hook_gradients(*chunks[0])
+        self._is_last = False
+        """Whether the backward of the forward that runs now is the step's last one, and sends nothing."""
+        self._hooks: list[RemovableHandle] = []
+        model, layers = chunks[0]  # when its last backward begins, all other chunks have finished theirs
+        if in_steps:
+            for chunk in chunks:
+                self._hook_parameters(*chunk)
+            self._hooks.append(model.register_forward_pre_hook(self._count))
+        else:
+            self._refuse_late_gradients()
+        for layer in layers:
+            place = collectives.parameters.extent(layer)
+            if place is not None:
+                hook = self._finishing_hook(place[0])
+                self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def begin_step(self, rank_plan: RankPlan) -> None:
         """Prepare for a step. Called before the step's first forward."""
         self._num_micro_batches = len(rank_plan.micro_batches)
         self._num_forwards = 0
-        self._silent = last_backward_is_silent(rank_plan, self.stage)
+        self._silent, self._is_last = last_backward_is_silent(rank_plan, self.stage), False
+
+    def expect_last_backward(self, silent: bool) -> None:
+        """The forwards that follow are those of the step's last micro-batch, whose backward sends nothing if silent."""
+        self._is_last = silent
 
     def after_last_message(self) -> None:
         """Called when all backwards are done, before the collectives at the end of the step."""
+        self._is_last = False
         self.collectives.reduce_from(self.late_stop)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _hook_parameters(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         extent = self.collectives.parameters.extent
@@ -113,23 +161,16 @@ class Overlap:
         whole = extent(model)
         # The late parameters come first in the buffer, then those of the chunk's modules that run before its layers.
         in_front = min([place[0] for place in of_layers if place] or [whole[1] if whole else 1])
-        model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1)))
+        self._hooks.append(model.register_forward_pre_hook(self._waiting_hook(max(in_front, 1))))
         for layer, place in zip(layers, of_layers, strict=True):
             if place is not None:
-                layer.register_forward_pre_hook(self._waiting_hook(place[1]))
+                self._hooks.append(layer.register_forward_pre_hook(self._waiting_hook(place[1])))
         if layers and whole is not None:
-            layers[-1].register_forward_hook(self._waiting_hook(whole[1]))
-
-    def _hook_gradients(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Only the first chunk gets hooks: when its last backward begins, all other chunks have finished theirs."""
-        model.register_forward_pre_hook(self._count)
-        for layer in layers:
-            place = self.collectives.parameters.extent(layer)
-            if place is not None:
-                layer.register_forward_pre_hook(self._finishing_hook(place[0]), with_kwargs=True)
+            self._hooks.append(layers[-1].register_forward_hook(self._waiting_hook(whole[1])))
 
     def _count(self, *_: object) -> None:
         self._num_forwards += 1
+        self._is_last = self._silent and self._num_forwards == self._num_micro_batches
 
     def _waiting_hook(self, stop: int) -> Callable[..., None]:
         """A hook that waits for parameters; it fits before and after a module's forward."""
@@ -143,9 +184,25 @@ class Overlap:
         """
 
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._silent and self._num_forwards == self._num_micro_batches:
+            if self._is_last:
                 stream = layer_input(args, kwargs)
                 if stream.requires_grad:
                     stream.register_hook(lambda _: self.collectives.reduce_from(start))
 
         return forward
+
+    def _refuse_late_gradients(self) -> None:
+        """Raise from a backward that adds to a gradient whose reduction has begun."""
+        parameters = self.collectives.parameters
+        for parameter, entry in zip(parameters.parameters, parameters.entries, strict=True):
+
+            def refuse(_: object, name: str = entry.name, stop: int = entry.stop) -> None:
+                if stop > self.collectives.reducing_from:
+                    raise RankFailure(
+                        f"parameter {name} got a gradient after its reduction had begun",
+                        so="the sum over ranks would lack it",
+                        fix="run the model once, forward and backward, in the last micro-batch of a batch that is "
+                        "planned with last=True, or leave last=True out",
+                    )
+
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))

@@ -133,19 +133,15 @@ class Executor:
         if len(micro_batches) != count:
             raise ValueError(f"tokens of {len(micro_batches)} micro-batches, the plan has {count}")
         run = _Run(self, rank_plan.micro_batches, micro_batches, num_global_targets, RingBuffers(self.ring_gradients))
-        model = self.parts[0].module
-        dtype = next(iter(model.parameters())).dtype
-        links = StageLinks(self.mesh, rank_plan, len(self.parts), model.hidden_size, dtype)
         for part in self.parts:
             part.activations.begin_step(rank_plan.micro_batches)
             begin_batch_loss(part.module)
-        links.exchange(0)
-        for place, action in enumerate(links.actions):
-            received = links.receive(place)
+
+        def step(action: Action, received: Tensor | None) -> Tensor | None:
             with around(action):
-                made = run.backward(action, received) if action[0] else run.forward(action, received)
-            links.exchange(place + 1, made)
-        links.finish()
+                return run.backward(action, received) if action[0] else run.forward(action, received)
+
+        self._walk(rank_plan, step)
         after_last_message()
         return run.result()
 
@@ -157,27 +153,34 @@ class Executor:
         is empty. The order is that of a training step, which cannot hang; messages of backward carry zeros.
         """
         run = _Run(self, rank_plan.micro_batches, micro_batches, 1.0, RingBuffers(self.ring_gradients))
-        model = self.parts[0].module
-        dtype = next(iter(model.parameters())).dtype
-        links = StageLinks(self.mesh, rank_plan, len(self.parts), model.hidden_size, dtype)
         losses: dict[int, Tensor] = {}
         inputs: dict[tuple[int, int], Tensor | None] = {}
-        links.exchange(0)
-        for place, (backward, chunk, index) in enumerate(links.actions):
-            received = links.receive(place)
+
+        def step(action: Action, received: Tensor | None) -> Tensor | None:
+            backward, chunk, index = action
             if backward:
                 given = inputs.pop((chunk, index))
-                links.exchange(place + 1, None if given is None else torch.zeros_like(given))
-                continue
+                return None if given is None else torch.zeros_like(given)
             inputs[chunk, index] = received
             output = run.output(self.parts[chunk], index, received)
-            made = None if run.is_last(chunk) else output
-            if made is None:
-                labels = torch.as_tensor(micro_batches[index].labels)
-                losses[index] = token_losses(self.head_of(self.parts[chunk]), output, labels)
-            links.exchange(place + 1, made)
-        links.finish()
+            if not run.is_last(chunk):
+                return output
+            labels = torch.as_tensor(micro_batches[index].labels)
+            losses[index] = token_losses(self.head_of(self.parts[chunk]), output, labels)
+            return None
+
+        self._walk(rank_plan, step)
         return [losses[index] for index in sorted(losses)]
+
+    def _walk(self, rank_plan: RankPlan, step: Callable[[Action, Tensor | None], Tensor | None]) -> None:
+        """Run ``step`` for every forward and backward, from what it receives to what it sends to the next stage."""
+        module = self.parts[0].module
+        dtype = next(iter(module.parameters())).dtype
+        links = StageLinks(self.mesh, rank_plan, len(self.parts), module.hidden_size, dtype)
+        links.exchange(0)
+        for place, action in enumerate(links.actions):
+            links.exchange(place + 1, step(action, links.receive(place)))
+        links.finish()
 
     def head_of(self, part: Decoder) -> Head:
         """The head of the last part."""

@@ -7,6 +7,7 @@ at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,7 @@ from bytescale.common.errors import CheckpointError, ConfigError, problem
 from bytescale.config import OptimizerConfig
 from bytescale.plan import RankPlan
 from bytescale.runtime.buckets import Chunk
-from bytescale.runtime.elementwise import require_elementwise
 from bytescale.runtime.flat import FlatParameters, Range, values_of
-from bytescale.runtime.group import RankGroup
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.optimizers import LR_RATIO, GroupOptions, named_optimizer
 from bytescale.runtime.replicas import TiedHead
@@ -74,38 +73,6 @@ class ShardedOptimizer:
         self._has_left = False
 
     @staticmethod
-    def take_over(
-        named_parameters: Sequence[tuple[str, nn.Parameter]],
-        group: RankGroup,
-        cls: type[torch.optim.Optimizer],
-        options: dict[str, Any],
-        group_options: GroupOptions | None = None,
-    ) -> ShardedOptimizer:
-        """Move all parameters that require a gradient into flat memory, one buffer for each dtype.
-
-        Args:
-            named_parameters: in the order in which a forward needs them.
-            group: the ranks that share the states.
-            cls, options, group_options: as in ``__init__``.
-
-        Raises:
-            ConfigError: if nothing is trainable, or the optimizer is not elementwise.
-        """
-        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-        if not trainable:
-            raise ConfigError(
-                problem("no parameter of the model requires a gradient", so="there is nothing to train",
-                        fix="set requires_grad on the parameters that shall be trained, before this call")
-            )  # fmt: skip
-        require_elementwise(cls, options)
-        mesh = Mesh.of_hdp(group)
-        dtypes = sorted({p.dtype for _, p in trainable}, key=str)
-        buffers = [
-            FlatParameters([item for item in trainable if item[1].dtype == dtype], group.size) for dtype in dtypes
-        ]
-        return ShardedOptimizer([ZeroShards(flat, mesh) for flat in buffers], cls, options, group_options)
-
-    @staticmethod
     def of_config(
         parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
     ) -> ShardedOptimizer:
@@ -127,6 +94,17 @@ class ShardedOptimizer:
         """Reduce during backward and gather during forward (``ZeroShards.overlap_with``)."""
         for zero in self.zeros:
             zero.overlap_with(chunks)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether reductions may begin during backward."""
+        return all(zero.overlap is not None for zero in self.zeros)
+
+    def expect_last_backward(self, silent: bool) -> None:
+        """See ``buckets.Overlap``; for a model that was taken over."""
+        for zero in self.zeros:
+            assert zero.overlap is not None, "overlaps"
+            zero.overlap.expect_last_backward(silent)
 
     def begin_step(self, rank_plan: RankPlan) -> None:
         """Set the gradients to zero. Called before the first forward of a step whose plan is known."""
@@ -196,10 +174,18 @@ class ShardedOptimizer:
             del model.zero_grad
         for zero in self.zeros:
             zero.parameters.release()
+            if zero.overlap is not None:
+                zero.overlap.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients since the last update, whatever ``set_to_none`` is."""
         for zero in self.zeros:
+            if zero.collectives.reducing_from < math.inf:
+                raise ConfigError(
+                    "gradients were set to zero while ranks reduce them",
+                    so="the sums would be wrong",
+                    fix="call hdp.step() after a batch that was planned with last=True",
+                )
             zero.parameters.zero_gradients()
 
     def reduce_gradients(self) -> float:

@@ -75,25 +75,25 @@ class ZeroShards:
         self.hdp = mesh.hdp
         self.tied_head = tied_head
         self.collectives = BucketCollectives(parameters, mesh.gradients)
-        self._overlap: Overlap | None = None
+        self.overlap: Overlap | None = None
         self.shards = [OptimizerShard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
         self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))
 
-    def overlap_with(self, chunks: Sequence[Chunk]) -> None:
-        """Begin to reduce during backward and to gather during forward. ``chunks`` are the parts of the model."""
+    def overlap_with(self, chunks: Sequence[Chunk], *, in_steps: bool = True) -> None:
+        """Begin to reduce during backward and, ``in_steps``, to gather during forward (``buckets.Overlap``)."""
         late_stop = self.parameters.late_stop
-        self._overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop)
+        self.overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop, in_steps=in_steps)
 
     def begin_step(self, rank_plan: RankPlan) -> None:
         """Set the gradients to zero. Called before the step's first forward."""
         self.parameters.zero_gradients()
-        if self._overlap is not None:
-            self._overlap.begin_step(rank_plan)
+        if self.overlap is not None:
+            self.overlap.begin_step(rank_plan)
 
     def after_last_message(self) -> None:
         """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
-        if self._overlap is not None:
-            self._overlap.after_last_message()
+        if self.overlap is not None:
+            self.overlap.after_last_message()
 
     def reduce_gradients(self) -> float:
         """Sum gradients over ranks. Returns this rank's share of the squared norm.
@@ -138,7 +138,7 @@ class ZeroShards:
             if shard.value.data_ptr() != shard.master.data_ptr():
                 shard.value.copy_(shard.master)
         self.collectives.gather()
-        if self._overlap is None:
+        if self.overlap is None or not self.overlap.gathers:
             self.collectives.wait_for_parameters()
         if self.tied_head is not None:
             self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter

@@ -18,9 +18,11 @@ from bytescale.cost.memory.device_kernels import (
     is_row_wise,
     loss_chunk_tokens,
 )
-from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows, RingWidths
+from bytescale.cost.memory.device_memory import DeviceMemory
+from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.memory.model import Checkpointing, MemoryModel
 from bytescale.cost.memory.nccl import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
+from bytescale.cost.memory.ring_widths import RingWidths
 from bytescale.cost.memory.share import ModelShare
 from bytescale.cost.memory.states import States
 
@@ -31,6 +33,7 @@ __all__ = [
     "ROWS_PER_CHUNK",
     "Checkpointing",
     "DeviceKind",
+    "DeviceMemory",
     "KernelMemory",
     "MeasuredMemory",
     "MeasuredRows",

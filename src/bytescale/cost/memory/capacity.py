@@ -5,11 +5,10 @@ from __future__ import annotations
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes
 from bytescale.config import AUTO_CAPACITY
-from bytescale.cost.memory.measured import MeasuredMemory
-from bytescale.cost.memory.model import MemoryModel
+from bytescale.cost.memory.device_memory import DeviceMemory
 
 
-def fitting_capacity(model: MemoryModel | MeasuredMemory, wanted: int, usable_bytes: float, who: str = "a rank") -> int:
+def fitting_capacity(model: DeviceMemory, wanted: int, usable_bytes: float, who: str = "a rank") -> int:
     """Return ``wanted`` tokens a micro-batch, or as many as fit if ``wanted`` is ``AUTO_CAPACITY``.
 
     Args:

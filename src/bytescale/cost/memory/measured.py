@@ -7,10 +7,15 @@ keep of a token, and what their backward needs beside it, is measured at two num
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
+from bytescale.cost.memory.device_memory import DeviceMemory
+from bytescale.cost.memory.ring_widths import RingWidths
 from bytescale.cost.memory.states import States
+from bytescale.cost.offload_rule import OffloadRule, measured_rule
+from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits, Phase
 
 
@@ -32,29 +37,21 @@ class MeasuredRows:
     movable_per_token: float = 0.0
     moved_per_token: float = 0.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingWidths:
-    """Bytes of one row in attention, of the widest layer of a kind; 0 where the model has none.
-
-    Attributes:
-        query: of the queries and of the output, whichever is wider.
-        keys: of keys and values together.
-        key_gradients: the same, in the dtype in which gradients travel.
-        window: keys that a query sees; None: all of them.
-    """
-
-    query: int
-    keys: int
-    key_gradients: int
-    window: int | None = None
+    def of_all(self, smallest: Callable[[Sequence[float]], Sequence[float]]) -> MeasuredRows:
+        """What holds on all ranks. ``smallest``: the minimum over ranks of each of these numbers."""
+        most = [self.saved_per_token, self.peak_per_token, self.fixed, self.moved_per_token]
+        found = smallest([*(-value for value in most), self.movable_per_token])
+        saved, peak, fixed, moved = (-value for value in found[:4])
+        return MeasuredRows(
+            saved_per_token=saved, peak_per_token=peak, fixed=fixed, movable_per_token=found[4], moved_per_token=moved
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredMemory:
+class MeasuredMemory(DeviceMemory):
     """The same for a measured model as ``MemoryModel`` is for ours, on one device that has the whole model."""
 
-    states: States
+    of_weights: States
     rows: MeasuredRows
     rings: tuple[RingWidths, ...]
     """Of the layers without a window, and of those of each window."""
@@ -69,38 +66,27 @@ class MeasuredMemory:
     """What CUDA's attention kernel allocates in backward, which is not seen when rows are measured."""
     nccl_bytes: int = 0
 
+    num_layers: int = 1
     head_groups: int = 1
-    most_head_groups: int = 1
+
+    def fullest_stage(self, device_bytes: float) -> MeasuredMemory:
+        """The model itself: it has no stages."""
+        return self
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return self.states.element_bytes
-
-    @property
-    def parameter_bytes(self) -> int:
-        """The weights that compute."""
-        return self.states.parameter_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Gradient sums of all weights, in fp32 or wider."""
-        return self.states.gradient_bytes
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """This rank's shard of master weights and moments."""
-        return self.states.optimizer_bytes
-
-    @property
-    def states_bytes(self) -> int:
-        """What also exists between micro-batches."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+    def states(self) -> States:
+        """As ``DeviceMemory``."""
+        return self.of_weights
 
     @property
     def saved_bytes_per_token(self) -> float:
         """What all layers keep of a token, from forward to backward."""
         return self.rows.saved_per_token
+
+    @property
+    def layer_saved_bytes_per_token(self) -> float:
+        """The same of one layer, on average."""
+        return self.rows.saved_per_token / self.num_layers
 
     @property
     def movable_bytes_per_token(self) -> float:
@@ -114,19 +100,19 @@ class MeasuredMemory:
         return (self._loss(), layers, *(self._ring(ring, beside) for ring in self.rings))
 
     def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
-        """The same as plain numbers, for ``plan.verify``."""
-        return MemoryLimits(
-            states_bytes=self.states_bytes + self.nccl_bytes,
-            saved_bytes_per_token=self.saved_bytes_per_token,
-            movable_bytes_per_token=self.movable_bytes_per_token,
-            phases=self.phases(),
-            device_bytes=device_bytes,
+        """As ``DeviceMemory``. What else keeps moved bytes alive takes host memory in addition."""
+        freed = self.movable_bytes_per_token / (self.rows.moved_per_token or math.inf)
+        return DeviceMemory.limits(self, device_bytes=device_bytes, host_bytes=host_bytes * freed)
+
+    def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
+        """What a micro-batch may offload into ``host_bytes`` of a rank. Raises as ``measured_rule``."""
+        return measured_rule(
+            times,
+            share=self.limits().movable_share,
+            moved_per_token=self.rows.moved_per_token,
+            num_layers=self.num_layers,
             host_bytes=host_bytes,
         )
-
-    def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
-        """The tokens that one micro-batch may hold if all of them are slices of a shared group (0: none)."""
-        return self.limits().most_tokens(device_bytes, moved_share)
 
     def _loss(self) -> Phase:
         """Chunks of logits, the gradient of hidden states, and the head's in fp32 or wider."""
@@ -150,13 +136,19 @@ class MeasuredMemory:
         sequence, and those that two other members reach.
         """
         messages = 2 * (ring.keys + ring.key_gradients)
-        if ring.window is None:
-            shared, fixed = messages + 2 * ring.query + ring.keys, 0.0
-        else:
-            shared, fixed = 2 * ring.query + ring.keys, 2.0 * (ring.window - 1) * messages
-        return Phase(
-            name="ring" if ring.window is None else f"ring of a window of {ring.window}",
-            fixed_bytes=self.rows.fixed + fixed,
-            bytes_per_token=beside,
-            bytes_per_shared_token=shared,
+        phase = Phase(name="ring", fixed_bytes=self.rows.fixed, bytes_per_token=beside)
+        if ring.window is not None:
+            return replace(
+                phase,
+                name=f"ring of a window of {ring.window}",
+                fixed_bytes=self.rows.fixed + 2.0 * (ring.window - 1) * messages,
+                bytes_per_shared_token=2 * ring.query + ring.keys,
+            )
+        wide = ring.wide
+        return replace(
+            phase,
+            bytes_per_shared_token=messages + 2 * ring.query + ring.keys,
+            # As in ``Phases``: sums of the own keys' gradients, an output of the row's, and sums of its queries'.
+            bytes_per_grid_token=ring.own_message + 2 * ring.keys * wide,
+            bytes_per_row_token=ring.row_buffers + ring.query * (1 + wide),
         )

@@ -1,30 +1,33 @@
-"""What one device of a rank holds at the peak of a micro-batch, and how many tokens fit."""
+"""The memory of our own models, counted from their shape."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
-from bytescale.config import RingGradients
+from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config, RingGradients
+from bytescale.config.validate import may_offload
+from bytescale.cost.curve import Curve
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory
+from bytescale.cost.memory.device_memory import DeviceMemory
 from bytescale.cost.memory.nccl import nccl_reserve_bytes
 from bytescale.cost.memory.phases import Phases
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
 from bytescale.cost.memory.states import States
+from bytescale.cost.offload_rule import OffloadRule
+from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers
-from bytescale.plan.limits import MemoryLimits, Phase
+from bytescale.plan.limits import Phase
 
 _ABOUT_AS_MANY = 0.95  # each group more costs a pass over a layer's input; it should be worth it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryModel:
+class MemoryModel(DeviceMemory):
     """The memory of one device. By default, a rank is one device that holds the whole model. All results are in bytes.
 
-    At any moment the device holds its states (parameters, gradient sums, its shard of the optimizer) and what the
-    layers have saved for backward. A pipeline stage holds this for all micro-batches in flight, each of which is taken
-    to be as large as the one that is asked about. One of the phases comes on top (``cost.memory.phases``).
+    A pipeline stage holds what layers save for all micro-batches in flight, each of which is taken to be as large as
+    the one that is asked about. ``cost.memory.phases`` has the phases.
     """
 
     share: ModelShare
@@ -73,6 +76,37 @@ class MemoryModel:
             nccl_bytes=nccl_reserve_bytes(num_ranks, tensor_parallel, share.num_stages) if kind == "cuda" else 0,
         )
 
+    @staticmethod
+    def of_config(
+        config: Config,
+        architecture: Architecture,
+        kind: DeviceKind,
+        *,
+        element_bytes: int,
+        num_ranks: int,
+        device_bytes: float,
+    ) -> MemoryModel:
+        """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
+        parallel, trainer = config.parallel, config.trainer
+        whole = MemoryModel.on_device(
+            ModelShare(
+                architecture=architecture,
+                tensor_parallel=parallel.tp,
+                num_stages=parallel.pp,
+                virtual_stages=parallel.virtual_stages,
+            ),
+            kind,
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+            checkpointing=trainer.checkpointing,
+            attention=trainer.attention,
+            ring_gradients=trainer.ring_gradients,
+        )
+        if trainer.head_groups != AUTO_HEAD_GROUPS:
+            return replace(whole, head_groups=trainer.head_groups)
+        tokens = parallel.capacity_tokens or None
+        return whole.in_head_groups(device_bytes, capacity_tokens=tokens, offload=may_offload(config, kind))
+
     # What is chosen
 
     def in_head_groups(self, device_bytes: float, *, capacity_tokens: int | None, offload: bool) -> MemoryModel:
@@ -105,30 +139,7 @@ class MemoryModel:
     # States
 
     @property
-    def parameter_bytes(self) -> int:
-        """The weights that compute."""
-        return self._states.parameter_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Gradient sums of all weights, in fp32 or wider."""
-        return self._states.gradient_bytes
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """This rank's shard: two moments, and master weights where parameters are narrower.
-
-        Gradients are reduced in place.
-        """
-        return self._states.optimizer_bytes
-
-    @property
-    def states_bytes(self) -> int:
-        """What also exists between micro-batches."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-    @property
-    def _states(self) -> States:
+    def states(self) -> States:
         return States(
             num_parameters=self.share.num_parameters, element_bytes=self.element_bytes, num_ranks=self.num_ranks
         )
@@ -169,23 +180,12 @@ class MemoryModel:
             ring_gradients=self.ring_gradients,
         ).all()
 
-    # What fits
-
-    def limits(self, *, device_bytes: float = math.inf, host_bytes: float = math.inf) -> MemoryLimits:
-        """Return the same as plain numbers, for ``plan.verify``."""
-        return MemoryLimits(
-            states_bytes=self.states_bytes + self.nccl_bytes,
-            saved_bytes_per_token=self.saved_bytes_per_token,
-            movable_bytes_per_token=self.movable_bytes_per_token,
-            phases=self.phases(),
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
+    def offload_rule(self, times: Profile, host_bytes: float) -> OffloadRule:
+        """What a micro-batch may offload into ``host_bytes`` of a rank, by what each of its layers saves."""
+        kept = Curve(0.0, self.layer_saved_bytes_per_token, 0.0)
+        return OffloadRule(
+            profile=replace(times, activation_bytes=kept, points=()),
+            num_layers=self.share.num_layers,
+            movable_share=self.limits().movable_share,
+            host_bytes=host_bytes / self.share.num_in_flight,
         )
-
-    def capacity_tokens(self, device_bytes: float, moved_share: float = 0.0) -> int:
-        """Return the tokens that one micro-batch may hold if all of them are slices of a shared group (0: none).
-
-        ``moved_share`` of them are offloaded. This is for this stage alone: a pipeline's capacity is the least of all
-        its ``stages()``.
-        """
-        return self.limits().most_tokens(device_bytes, moved_share)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from bytescale.config import RingGradients
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import KernelMemory
+from bytescale.cost.memory.ring_widths import RingWidths
 from bytescale.cost.memory.rows import Checkpointing, RowBytes
 from bytescale.cost.memory.share import ModelShare
 from bytescale.plan.limits import Phase
@@ -74,8 +75,8 @@ class Phases:
             name="layer",
             fixed_bytes=max(1, shape.num_experts) * matrix,
             bytes_per_shared_token=self._ring_buffers_beside_feed_forward,
-            bytes_per_grid_token=self._own_message,
-            bytes_per_row_token=self._row_buffers,
+            bytes_per_grid_token=self._rings.own_message,
+            bytes_per_row_token=self._rings.row_buffers,
             chunk_tokens=self.kernels.feed_forward_rows,
         )
         if self.checkpointing == "none":
@@ -113,7 +114,7 @@ class Phases:
             held += rows.hidden * (1 if parts == 1 else 2)
         # A ring has sums of the query gradients, where those are narrower. A block is of all queries and half of the
         # keys, or the other way round.
-        buffers = self._ring_buffers
+        buffers = self._rings.ring_buffers
         wide = self._wide / self.element_bytes
         sums = query * wide if wide > 1 else 0
         of_query, of_key = query + per_query_row, kv + per_key_row
@@ -123,46 +124,33 @@ class Phases:
                 name="attention",
                 bytes_per_token=held + (inside + per_query_row + per_key_row) / groups,
                 bytes_per_shared_token=buffers,
-                bytes_per_grid_token=self._own_message,
-                bytes_per_row_token=self._row_buffers,
+                bytes_per_grid_token=self._rings.own_message,
+                bytes_per_row_token=self._rings.row_buffers,
             ),
             Phase(
                 name="ring",
                 bytes_per_token=held + inside / groups,
                 bytes_per_shared_token=buffers + (sums + block) / groups,
                 # Gradients of the own keys, and of those that are here, are summed over the row's queries.
-                bytes_per_grid_token=self._own_message + 2 * kv * wide / groups,
+                bytes_per_grid_token=self._rings.own_message + 2 * kv * wide / groups,
                 # An output that has the same delta, and sums of the query gradients.
-                bytes_per_row_token=self._row_buffers + query * (1 + wide) / groups,
+                bytes_per_row_token=self._rings.row_buffers + query * (1 + wide) / groups,
             ),
         )
 
     @property
-    def _own_message(self) -> float:
-        """The message with a slice's queries, of one group of heads."""
-        return (2 * self.rows.query + 2 * self._lse) / self.head_groups
-
-    @property
-    def _row_buffers(self) -> float:
-        """Messages of a grid's row, per token of other columns: their queries, and results that go and that come.
-
-        A buffer of results holds those of forward or of backward, whichever is larger.
-        """
-        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
-        home = max(self.rows.query * gradient_bytes / self.element_bytes, self.rows.query + self._lse)
-        return self._own_message + 2 * home / self.head_groups
-
-    @property
-    def _lse(self) -> float:
-        """A number per head, in the dtype of sums."""
-        return self.rows.query / (self.share.architecture.head_dim * self.element_bytes) * self._wide
-
-    @property
-    def _ring_buffers(self) -> float:
-        """Two messages of keys and values and two of their gradients, of one group of heads."""
-        kv = 2 * self.rows.key
-        gradient_bytes = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients)
-        return (2 * kv + 2 * kv * gradient_bytes / self.element_bytes) / self.head_groups
+    def _rings(self) -> RingWidths:
+        """What a row of one group of heads takes in attention over a shared group."""
+        query, keys, wide = self.rows.query / self.head_groups, 2 * self.rows.key / self.head_groups, self._wide
+        travelling = flops.ring_gradient_bytes(self.element_bytes, self.ring_gradients) / self.element_bytes
+        return RingWidths(
+            query=query,
+            keys=keys,
+            key_gradients=keys * travelling,
+            query_gradients=query * travelling,
+            lse=query / (self.share.architecture.head_dim * self.element_bytes) * wide,
+            wide=wide / self.element_bytes,
+        )
 
     @property
     def _ring_buffers_beside_feed_forward(self) -> float:
@@ -172,4 +160,4 @@ class Phases:
         last layer's saved activations are gone by then.
         """
         recomputed = 4 * self.rows.key / self.head_groups if self.checkpointing == "full" else 0.0
-        return max(recomputed, self._ring_buffers - self.rows.kept)
+        return max(recomputed, self._rings.ring_buffers - self.rows.kept)

@@ -17,6 +17,7 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.config.schema import LossPer
 from bytescale.data.order.batches import GlobalBatch
+from bytescale.data.order.samples import PART_SHIFT, Samples
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.open_parts import Slice
 from bytescale.plan.rank_plan import RankPlan
@@ -29,7 +30,7 @@ class MicroBatchData:
     tokens: IntArray  # [T] token ids
     labels: IntArray  # [T] next token of the same document, or what its record names; or IGNORE_INDEX
     position_ids: IntArray  # [T] place inside the sequence
-    segment_samples: IntArray  # [P] name of the sample that each segment is cut from (CorpusIndex.samples_of)
+    segment_samples: IntArray  # [P] name of the sample that each segment is cut from (data.order.samples)
     weights: NDArray[np.float64] | None = None  # [T] of each label's loss, scaled as data.loss_per says; None: all 1
     fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """``[T]`` by name, those of ``data.fields``: the number of the token that each label stands for, 0 without one."""
@@ -40,11 +41,15 @@ class Segments:
     """Where the tokens of segments lie in the corpus."""
 
     samples: IntArray  # [P] name of the sample that the segment is cut from
-    parts: IntArray  # [P] part of the corpus that holds it
     places: IntArray  # [P] its first token inside the part
     counts: IntArray  # [P] its number of tokens
     num_labels: IntArray  # [P] its tokens that have a label, which are the first ones
     scales: NDArray[np.float64]  # [P] factor of the weights of its labels (data.loss_per)
+
+    @property
+    def parts(self) -> IntArray:
+        """``[P]`` part of the corpus that holds each segment."""
+        return self.samples >> PART_SHIFT
 
     @staticmethod
     def of(batch: GlobalBatch, rank_plan: RankPlan, loss_per: LossPer) -> Segments:
@@ -54,25 +59,24 @@ class Segments:
         sequences = np.concatenate([m.segment_sequences for m in micro_batches] or none)
         starts = np.concatenate([m.segment_starts for m in micro_batches] or none)
         stops = np.concatenate([m.segment_stops for m in micro_batches] or none)
-        return Segments.cut(batch, sequences, starts, stops, batch.scaling(loss_per).scales[sequences])
+        return Segments.cut(batch.samples, sequences, starts, stops, batch.scaling(loss_per).scales[sequences])
 
     @staticmethod
-    def whole(batch: GlobalBatch) -> Segments:
-        """Return the sequences of ``batch`` themselves, in their order."""
-        none = np.zeros_like(batch.lengths)
-        return Segments.cut(batch, np.arange(len(none)), none, batch.lengths, np.ones(len(none)))
+    def whole(samples: Samples) -> Segments:
+        """Return ``samples`` themselves, in their order."""
+        none = np.zeros_like(samples.length)
+        return Segments.cut(samples, np.arange(len(none)), none, samples.length, np.ones(len(none)))
 
     @staticmethod
     def cut(
-        batch: GlobalBatch, sequences: IntArray, starts: IntArray, stops: IntArray, scales: NDArray[np.float64]
+        samples: Samples, sequences: IntArray, starts: IntArray, stops: IntArray, scales: NDArray[np.float64]
     ) -> Segments:
-        """Return tokens ``starts[i]`` to ``stops[i] - 1`` of ``sequences[i]`` of ``batch``."""
+        """Return tokens ``starts[i]`` to ``stops[i] - 1`` of row ``sequences[i]`` of ``samples``."""
         return Segments(
-            samples=batch.samples[sequences],
-            parts=batch.parts[sequences],
-            places=batch.places[sequences] + starts,
+            samples=samples.name[sequences],
+            places=samples.start[sequences] + starts,
             counts=stops - starts,
-            num_labels=np.clip(batch.num_targets[sequences] - starts, 0, stops - starts),
+            num_labels=np.clip(samples.num_targets[sequences] - starts, 0, stops - starts),
             scales=scales,
         )
 

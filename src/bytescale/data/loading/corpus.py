@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +17,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import DataConfig
 from bytescale.config.validate import check_content
 from bytescale.data.loading.assemble import MicroBatchData, Segments, assemble, labelled
-from bytescale.data.order.batches import GlobalBatch
 from bytescale.data.order.index import CorpusIndex, CorpusMetadata, PartContent
-from bytescale.data.order.samples import SampleTable
+from bytescale.data.order.samples import Samples
 from bytescale.data.sources.files import SourceFile, expand_sources
 from bytescale.data.tokens.bpe import cached_bpe
 from bytescale.data.tokens.fields import WEIGHTS
@@ -52,49 +50,34 @@ class Corpus:
     """Ends the threads that tokenise in the background."""
 
     @property
-    def samples(self) -> SampleTable:
-        """The samples of the parts read so far, in the order of reading."""
-        return self.index.samples
-
-    @property
     def metadata(self) -> CorpusMetadata:
         """Summary of the parts read so far."""
         return self.index.metadata
 
     @property
-    def has_weights(self) -> bool:
-        """Whether some of the parts read so far have weights."""
-        return self.index.has_weights
-
-    @property
-    def fingerprint(self) -> str:
-        """See ``CorpusIndex.fingerprint``."""
-        return self.index.fingerprint
+    def samples(self) -> Samples:
+        """All samples, ordered by the number of their part."""
+        return self.index.load(range(self.index.num_parts))
 
     def micro_batches(self, rank_plan: RankPlan, segments: Segments) -> tuple[MicroBatchData, ...]:
         """Read the ``segments`` of ``rank_plan``. Nothing else is read."""
         return assemble(rank_plan, segments, self._slices(segments), self.further_fields)
 
-    def documents(self, batch: GlobalBatch, fields: Sequence[str] = (WEIGHTS,)) -> list[dict[str, NDArray]]:
-        """Return the sequences of a batch as ``bytescale.HDP.plan`` takes them.
+    def documents(self, samples: Samples, fields: Sequence[str] = (WEIGHTS,)) -> list[dict[str, NDArray]]:
+        """Return samples as ``bytescale.HDP.plan`` takes documents.
 
         Each has ``tokens`` and ``labels`` (int64 ``[length]``) and the named ``fields`` (fp32 ``[length]``), as
         ``assemble.labelled`` returns them.
         """
-        segments = Segments.whole(batch)
+        segments = Segments.whole(samples)
         tokens, labels, found = labelled(segments, self._slices(segments), fields)
         columns: dict[str, NDArray] = {"tokens": tokens, "labels": labels, **found}
-        bounds = np.cumsum(batch.lengths)[:-1]
+        bounds = np.cumsum(samples.length)[:-1]
         parts = {name: np.split(values, bounds) for name, values in columns.items()}
-        return [{name: own[number] for name, own in parts.items()} for number in range(batch.num_sequences)]
+        return [{name: own[number] for name, own in parts.items()} for number in range(len(samples))]
 
     def _slices(self, segments: Segments) -> list[Slice]:
         return self.parts.slices(segments.parts, segments.places, segments.ranges)
-
-    @property
-    def all_samples(self) -> IntArray:
-        """``[P]`` names of all samples, ordered by the number of their part."""
-        return self.index.samples_of(range(self.index.num_parts))
 
 
 def prepare_corpus(
@@ -107,7 +90,7 @@ def prepare_corpus(
        stay as they are.
     3. Split, truncate or drop the documents that are longer than the context.
 
-    With ``text_later``, a part of the text is tokenised only when it is first required (``CorpusIndex.require``). With
+    With ``text_later``, a part of the text is tokenised only when it is first needed (``CorpusIndex.load``). With
     ``ahead``, threads in the background also tokenise the parts that are expected, until ``Corpus.close``.
 
     The cache key is made of the files' paths, sizes and times, the text key and the tokenizer. Several processes may
@@ -121,33 +104,24 @@ def prepare_corpus(
     finder = TokeniseHere(shards, reader, config.num_workers, progress, ahead=ahead)
     return Corpus(
         parts=OpenParts(lambda part: reader.open_part(shards[part]), remote_parts(shards)),
-        index=CorpusIndex(config, shards, reader.tokenizer, finder, text_later=text_later),
+        index=CorpusIndex(config, shards, reader.encode, finder, text_later=text_later),
         further_fields=config.fields,
         tokenizer=reader.tokenizer,
         close=finder.close,
     )
 
 
-def place_of_document(config: DataConfig, number: int) -> str:
-    """Return where document ``number`` of a corpus is, counted from 0 over all parts: its file, and line or row.
+def place_of_document(config: DataConfig, part: int, number: int) -> str:
+    """Return where document ``number`` of a part of a corpus is, counted from 0: its file, and line or row.
 
-    The sources are read again up to there, so this is for error messages. It fits corpora from which no document was
-    left out.
+    The part's source is read again up to there, so this is for error messages. It fits corpora from which no document
+    was left out.
     """
     shards, reader = plan_shards(config)
-    seen = 0
-    for shard in shards:
-        if shard.file is not None:
-            count = reader.open(shard).dataset.index.num_documents
-            if number < seen + count:
-                return f"{shard.file.path}, document {number - seen}"
-            seen += count
-            continue
-        for place in itertools.chain.from_iterable(map(reader.places, shard.units)):
-            if seen == number:
-                return place()
-            seen += 1
-    raise AssertionError(f"the corpus has {seen} documents, and {number} was asked for")
+    if (file := shards[part].file) is not None:
+        return f"{file.path}, document {number}"
+    places = itertools.chain.from_iterable(map(reader.places, shards[part].units))
+    return next(itertools.islice(places, number, None))()
 
 
 class TokeniseHere:
@@ -185,9 +159,9 @@ class TokeniseHere:
         self._threads.append(threading.Thread(target=ahead, name="bytescale-tokeniser", daemon=True))
         self._threads[-1].start()
 
-    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+    def find(self, parts: Sequence[int]) -> list[PartContent]:
         self._prepare(parts, self._progress)
-        return {part: self._reader.open(self._shards[part], self._progress).content for part in parts}
+        return [self._reader.open(self._shards[part], self._progress).content for part in parts]
 
     def close(self) -> None:
         """End the threads. Each ends after the unit of text (``data.sources.readers``) that it works on."""
@@ -216,21 +190,26 @@ def plan_shards(config: DataConfig, progress: ProgressCallback = ignore_progress
 
     Returns the shards, and the reader that opens them.
     """
-    check_content(config)
-    files = with_retries(partial(expand_sources, config.sources, config.format, config.fields), config.read_retries)
-    tokenizer = choose_tokenizer(config, [file for file in files if file.format != "bin"], progress)
-    reader = ShardReader.of(config, tokenizer)
+    files = list_sources(config)
+    reader = ShardReader.of(config, choose_tokenizer(config, files, progress))
     return reader.plan(files), reader
 
 
+def list_sources(config: DataConfig) -> list[SourceFile]:
+    """List the files of the corpus. Raises as ``expand_sources``, and for contents that do not fit."""
+    check_content(config)
+    return with_retries(partial(expand_sources, config.sources, config.format, config.fields), config.read_retries)
+
+
 def choose_tokenizer(
-    config: DataConfig, text_files: Sequence[SourceFile], progress: ProgressCallback = ignore_progress
+    config: DataConfig, files: Sequence[SourceFile], progress: ProgressCallback = ignore_progress
 ) -> Tokenizer | None:
     """Return the tokenizer of ``config``, or None if there is no text and ``config`` names no tokenizer by its path.
 
     Raises:
         ConfigError: there is no such tokenizer, or ``bpe`` is to be trained without text.
     """
+    text_files = [file for file in files if file.format != "bin"]
     if config.tokenizer == "bpe":
         if not text_files:
             raise ConfigError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from bytescale.config.schema import DataConfig, LossPer
 from bytescale.data.loading.assemble import MicroBatchData, Segments
@@ -19,73 +19,6 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.plan import Plan, Planner, costs_of_step, plan_with_costs
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
-
-Item = TypeVar("Item")
-
-
-class Prefetcher(Generic[Item]):
-    """Yields the items of ``source``. Up to ``depth`` finished items wait while the thread makes the next one.
-
-    If ``source`` raises an exception, the consumer gets the items before it, and then the exception with its own
-    traceback. ``close`` ends the thread after the item that it is making. Without ``close``, the thread ends with the
-    process.
-    """
-
-    def __init__(self, source: Iterator[Item], depth: int, name: str) -> None:
-        assert depth >= 1, f"prefetching {depth} items is not prefetching"
-        self._depth = depth
-        self._ready: deque[Item] = deque()
-        self._error: BaseException | None = None
-        self._ended = False
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._produce, args=(source,), name=name, daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
-            if self._closed:
-                raise StopIteration
-            if self._ready:
-                item = self._ready.popleft()
-                self._changed.notify_all()
-                return item
-        if self._error is not None:
-            raise self._error
-        raise StopIteration
-
-    @property
-    def num_ready(self) -> int:
-        """Number of finished items that wait."""
-        return len(self._ready)
-
-    def close(self) -> None:
-        """Drop what is ready and wait for the thread to end. May be called twice."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _produce(self, source: Iterator[Item]) -> None:
-        try:
-            for item in source:
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
-                    if self._closed:
-                        return
-                    self._ready.append(item)
-                    self._changed.notify_all()
-        except BaseException as error:  # handed to the consumer, whatever it is
-            self._error = error
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,31 +125,62 @@ class PlannedStep:
         return data, Segments.of(self.batch, rank_plan, self.loss_per)
 
 
-class PrefetchedSteps(Prefetcher[StepData]):
+class PrefetchedSteps(Iterator[StepData]):
     """Iterates over the steps of one rank. A thread makes them ahead of training. Use it in a ``with`` block.
 
-    Steps that were made ahead and are dropped lose nothing: no state counts them.
+    Steps that were made ahead and are dropped lose nothing: no state counts them. An error of the thread is raised when
+    the turn of its step comes, with its own traceback.
     """
 
-    def __init__(
-        self,
-        steps: Iterator[StepData],
-        depth: int,
-        name: str,
-        write: Callable[[StepData], None] | None = None,
-    ) -> None:
-        """Start the thread ``name``. ``write`` is called with every step that is handed out, before that."""
-        super().__init__(steps, depth, name)
+    def __init__(self, steps: Iterator[StepData], depth: int, write: Callable[[StepData], None] | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            steps: makes the steps.
+            depth: finished steps that may wait while the thread makes the next one, at least 1.
+            write: called with every step before it is handed out.
+        """
+        assert depth >= 1, f"prefetching {depth} steps is not prefetching"
         self._write = write
+        self._room = threading.Semaphore(depth)
+        self._ready: SimpleQueue[StepData | BaseException] = SimpleQueue()  # the end is an exception, too
+        self._has_ended = self._is_closed = False
+        self._thread = threading.Thread(target=self._make, args=(steps,), name="bytescale-loader", daemon=True)
+        self._thread.start()
 
     def __next__(self) -> StepData:
-        """Return the next step. An error of the thread is raised when the turn of its step comes."""
-        started, ready = time.perf_counter(), self.num_ready
-        data = super().__next__()
+        started, ready = time.perf_counter(), self._ready.qsize() - self._has_ended
+        data = self._ready.get()
+        if isinstance(data, BaseException):
+            self._ready.put(data)  # for whoever asks again
+            raise data
         waited = time.perf_counter() - started
+        self._room.release()
         if self._write is not None:
             self._write(data)
         return replace(data, times=replace(data.times, wait_seconds=waited, steps_ready=ready))
+
+    def close(self) -> None:
+        """Drop what is ready, and wait until the thread has made what it is making. May be called twice."""
+        self._is_closed = True
+        self._room.release()
+        self._thread.join()
+        while not self._ready.empty():
+            self._ready.get()
+        self._ready.put(StopIteration())
+
+    def _make(self, steps: Iterator[StepData]) -> None:
+        end: BaseException = StopIteration()
+        try:
+            for data in steps:
+                self._room.acquire()
+                if self._is_closed:
+                    return
+                self._ready.put(data)
+        except BaseException as error:  # handed to the consumer, whatever it is
+            end = error
+        self._has_ended = True
+        self._ready.put(end)
 
     def __enter__(self) -> Self:
         return self
@@ -252,20 +216,21 @@ class Feed(ABC):
 
     @abstractmethod
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
-        """Make steps from the current position on, up to the one before ``stop_step``; None: without an end."""
+        """Yield steps from the current position on, up to the one before ``stop_step``; None: without an end."""
 
     @abstractmethod
     def close(self) -> None:
         """End the threads or actors that the feed started."""
 
     def open(self, planner: Planner, stop_step: int | None) -> PrefetchedSteps:
-        """Load the ``steps`` in a thread, ahead of training."""
+        """Load the ``steps`` in a thread, ahead of training. Raises as ``load_state_dict``."""
+        self.state_dict()  # what the first step needs is read now
         write = None if self.record is None else self.record()
-        return PrefetchedSteps(self.steps(planner, stop_step), self._prefetch_steps, "bytescale-loader", write)
+        return PrefetchedSteps(self.steps(planner, stop_step), self._prefetch_steps, write)
 
 
 class LocalFeed(Feed):
-    """Reads the corpus in this process."""
+    """Reads the corpus in this process. Every rank draws and plans the same batches, and reads its own slices."""
 
     def __init__(self, corpus: Corpus, config: DataConfig, rank: int) -> None:
         """Start at the first batch."""
@@ -286,9 +251,19 @@ class LocalFeed(Feed):
         self._sampler = make_sampler(self._corpus.index, self._config, state)
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
-        return local_steps(
-            self._corpus, self._started(), planner, self._rank, stop_step=stop_step, loss_per=self._config.loss_per
-        )
+        sampler, token_bytes = self._started(), self._corpus.index.token_bytes
+        while stop_step is None or sampler.next_step < stop_step:
+            costs = costs_of_step(planner, sampler.next_step)
+            planned = PlannedStep.draw(sampler, planner, costs, self._config.loss_per)
+            started = time.perf_counter()
+            data, segments = planned.part_of(self._rank)
+            micro_batches = self._corpus.micro_batches(data.rank_plan, segments)
+            times = replace(
+                data.times,
+                reading_seconds=time.perf_counter() - started,
+                bytes_read=int(segments.counts.sum()) * token_bytes,
+            )
+            yield replace(data, micro_batches=micro_batches, times=times)
 
     def _started(self) -> BatchSampler:
         """Return the sampler, made now if this is the first call. Raises as ``make_sampler``."""
@@ -298,36 +273,3 @@ class LocalFeed(Feed):
     def close(self) -> None:
         """End the threads that tokenise in the background."""
         self._corpus.close()
-
-
-def local_steps(
-    corpus: Corpus,
-    sampler: BatchSampler,
-    planner: Planner,
-    rank: int,
-    *,
-    stop_step: int | None = None,
-    loss_per: LossPer = "token",
-) -> Iterator[StepData]:
-    """Yield the steps of one rank. Every rank draws and plans the same batches, and reads its own slices.
-
-    Args:
-        corpus: the corpus that the sampler draws from.
-        sampler: the sampler, positioned at the first step wanted. Nobody else may use it.
-        planner: the same on every rank.
-        rank: HDP rank whose slices are read.
-        stop_step: the iteration ends before the step of this number; None: it has no end.
-        loss_per: see ``data.loss_per``.
-    """
-    token_bytes = corpus.index.token_bytes
-    while stop_step is None or sampler.next_step < stop_step:
-        planned = PlannedStep.draw(sampler, planner, costs_of_step(planner, sampler.next_step), loss_per)
-        started = time.perf_counter()
-        data, segments = planned.part_of(rank)
-        micro_batches = corpus.micro_batches(data.rank_plan, segments)
-        times = replace(
-            data.times,
-            reading_seconds=time.perf_counter() - started,
-            bytes_read=int(segments.counts.sum()) * token_bytes,
-        )
-        yield replace(data, micro_batches=micro_batches, times=times)

@@ -25,10 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytescale.common.arrays import IntArray
-from bytescale.common.errors import CheckpointError, ConfigError
+from bytescale.common.errors import CheckpointError
 from bytescale.config.schema import DataConfig, LossPer
+from bytescale.config.validate import check_batches
 from bytescale.data.order.epoch import EVERYTHING, SampleStream
 from bytescale.data.order.index import CorpusIndex
+from bytescale.data.order.samples import Samples
 
 SamplerState = dict[str, Any]
 
@@ -49,33 +51,14 @@ class GlobalBatch:
     """Number of the batch, from 0."""
     epoch: int
     """Epoch of the first sequence."""
-    samples: IntArray  # [S] names of the samples in the corpus (CorpusIndex.samples_of)
-    parts: IntArray  # [S] part of the corpus that holds each
-    places: IntArray  # [S] its first token inside the part
-    lengths: IntArray  # [S] tokens
-    num_targets: IntArray  # [S] tokens with a label
+    samples: Samples  # S of them
     ends_epoch: bool
     """Whether the batch holds the last sample of an epoch."""
-    num_trained: IntArray  # [S] labels with a weight other than 0
-    weight_sums: NDArray[np.float64]  # [S] sums of the absolute weights of labels
 
-    @staticmethod
-    def of(index: CorpusIndex, samples: IntArray, *, step: int, epoch: int, ends_epoch: bool) -> GlobalBatch:
-        """Return the batch of ``samples``, whose parts must have been read."""
-        rows = index.rows(samples)
-        parts, places = index.locate(samples)
-        return GlobalBatch(
-            step=step,
-            epoch=epoch,
-            samples=samples,
-            parts=parts,
-            places=places,
-            lengths=index.samples.length[rows],
-            num_targets=index.samples.num_targets[rows],
-            ends_epoch=ends_epoch,
-            num_trained=index.samples.num_trained[rows],
-            weight_sums=index.samples.weight_sums[rows],
-        )
+    @property
+    def lengths(self) -> IntArray:
+        """``[S]`` tokens of each sequence."""
+        return self.samples.length
 
     @property
     def num_sequences(self) -> int:
@@ -83,44 +66,25 @@ class GlobalBatch:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return self.samples.num_tokens
 
     @property
     def total_targets(self) -> int:
         """Labels with a weight other than 0: those that are trained on."""
-        return int(self.num_trained.sum())
+        return int(self.samples.num_trained.sum())
 
     def scaling(self, loss_per: LossPer) -> LossScaling:
         """How the weighted losses of the batch become its loss (``data.loss_per``)."""
-        ones = np.ones(len(self.lengths))
+        ones, sums = np.ones(len(self.samples)), self.samples.weight_sums
         match loss_per:
             case "token":
                 return LossScaling(ones, max(1.0, float(self.total_targets)))
             case "weight":
-                return LossScaling(ones, float(self.weight_sums.sum()) or 1.0)
+                return LossScaling(ones, float(sums.sum()) or 1.0)
             case _:
-                counted = self.num_trained > 0
-                scales = np.divide(1.0, self.weight_sums, out=np.zeros_like(ones), where=counted)
+                counted = self.samples.num_trained > 0
+                scales = np.divide(1.0, sums, out=np.zeros_like(ones), where=counted)
                 return LossScaling(scales, max(1.0, float(counted.sum())))
-
-
-def check_drawable(index: CorpusIndex, batch_tokens: int, shuffle_seed: int) -> None:
-    """Raise ``ConfigError`` if a known sample is longer than ``batch_tokens``, or if the seed is negative.
-
-    Samples of parts that have not been read yet need no check here: no sample is longer than the context, and the
-    validation of the configuration has compared the context with the budget.
-    """
-    longest = int(index.samples.length.max(initial=0))
-    if longest > batch_tokens:
-        sample = int(index.samples.length.argmax())
-        raise ConfigError(
-            f"document {index.samples.document[sample]} has a sequence of {longest} tokens, more than "
-            f"data.batch_tokens = {batch_tokens}",
-            so="it would fit in no global batch",
-            fix=f"raise data.batch_tokens to at least {longest}, or lower data.context_length",
-        )
-    if shuffle_seed < 0:
-        raise ConfigError(f"data.shuffle_seed is {shuffle_seed}", fix="use 0 or more")
 
 
 def check_same(key: str, state: SamplerState, ours: object, settings: str) -> None:
@@ -145,10 +109,11 @@ def make_sampler(index: CorpusIndex, config: DataConfig, state: SamplerState | N
         state: where to start; None starts at the first batch.
 
     Raises:
-        ConfigError: the longest sequence exceeds ``data.batch_tokens``, or the seed is negative.
+        ConfigError: as ``check_batches``.
         CheckpointError: ``state`` belongs to other data.
         DataError: a source with a weight has nothing to draw from, or a part that has to be read first is broken.
     """
+    check_batches(config)
     return BatchSampler(
         index,
         config.batch_tokens,
@@ -184,22 +149,23 @@ class _Source:
         """Tokens drawn, divided by the weight. The source with the least progress is next; on a tie, the first one."""
         return self._num_tokens / self._weight
 
-    def draw(self, budget: int, at_most: int) -> tuple[IntArray, int, bool]:
+    def draw(self, budget: int, at_most: int) -> tuple[Samples, IntArray, int, bool]:
         """Take the next samples: as many as fit in ``budget`` tokens, lie in this window, and are not over ``at_most``.
 
-        Returns the samples, their tokens, and whether an epoch ended. No samples: the next one exceeds the budget.
+        Returns a table, rows of it, their tokens, and whether an epoch ended. No row: the next one exceeds the budget.
         """
         stream = self.stream
-        first = stream.position
-        if at_most == 1:  # of a mixture; a search for it takes twice as long
-            count = int(stream.lengths[first] <= budget)
-        else:
-            tokens_before = stream.tokens_before[first : first + at_most + 1]
+        first, before = stream.position, stream.tokens_before
+        count = 1
+        if at_most > 1:  # a search for a single sample takes twice as long
+            tokens_before = before[first : first + at_most + 1]
             count = int(np.searchsorted(tokens_before, tokens_before[0] + budget, side="right")) - 1
-        samples = stream.samples[first : first + count]
-        num_tokens = int(stream.tokens_before[first + count] - stream.tokens_before[first])
+        num_tokens = int(before[first + count] - before[first])
+        if num_tokens > budget:
+            count = num_tokens = 0
+        samples, rows = stream.samples, stream.order[first : first + count]
         self._num_tokens += num_tokens
-        return samples, num_tokens, stream.take(first + count)
+        return samples, rows, num_tokens, stream.take(first + count)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.stream.state_dict(), "tokens": self._num_tokens}
@@ -236,11 +202,9 @@ class BatchSampler:
             state: a state as ``state_dict`` returns it; None starts at the first batch.
 
         Raises:
-            ConfigError: the longest sample exceeds ``batch_tokens``, or the seed is negative.
             CheckpointError: as ``load_state_dict``.
             DataError: a part that the first batch needs cannot be read.
         """
-        check_drawable(index, batch_tokens, shuffle_seed)
         self._index = index
         self._batch_tokens = batch_tokens
         self._seed = shuffle_seed
@@ -252,7 +216,7 @@ class BatchSampler:
             streams = [SampleStream(index, np.arange(index.num_parts), window_mib, shuffle_seed)]
         self._sources = [_Source(*pair) for pair in zip(streams, self._weights or [1.0], strict=True)]
         if state is None:
-            self._require_first([None] * len(streams))
+            self._load_first([None] * len(streams))
             for stream in streams:
                 stream.enter(0)
         else:
@@ -267,19 +231,18 @@ class BatchSampler:
         """Draw the next global batch, which holds at least one sequence. Raises as ``SampleStream.enter``."""
         first_epoch = min(source.stream.epoch for source in self._sources)
         at_most = 1 if len(self._sources) > 1 else self._batch_tokens  # after each sample, another source may be behind
-        drawn: list[IntArray] = []
+        drawn: list[tuple[Samples, IntArray]] = []
         budget, ends_epoch = self._batch_tokens, False
         while True:
             source = min(self._sources, key=_PROGRESS)
-            samples, num_tokens, epoch_ended = source.draw(budget, at_most)
-            if not len(samples):
+            samples, rows, num_tokens, epoch_ended = source.draw(budget, at_most)
+            if not len(rows):
                 break
-            drawn.append(samples)
+            drawn.append((samples, rows))
             budget -= num_tokens
             ends_epoch |= epoch_ended
         self._step += 1
-        samples = np.concatenate(drawn)
-        return GlobalBatch.of(self._index, samples, step=self._step - 1, epoch=first_epoch, ends_epoch=ends_epoch)
+        return GlobalBatch(step=self._step - 1, epoch=first_epoch, samples=_picked(drawn), ends_epoch=ends_epoch)
 
     def state_dict(self) -> SamplerState:
         """Return where the next batch starts in every source, as plain numbers and strings for a checkpoint."""
@@ -307,15 +270,16 @@ class BatchSampler:
         check_same("weights", state, self._weights, "weights")
         check_same("shuffle_window", state, self._window, "shuffle_window_mib")
         places = [{**state, "tokens": 0}] if self._weights is None else state["sources"]
-        self._require_first(places)
+        self._load_first(places)
         for source, place in zip(self._sources, places, strict=True):
             source.load_state_dict(place)
         self._step = state["step"]
 
-    def _require_first(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Require what every source starts with, all at the same time and before any part is expected."""
-        parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
-        self._index.require(part for own in parts for part in own)
+    def _load_first(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Load what all sources of a mixture start with at the same time, before any part is expected."""
+        if len(self._sources) > 1:
+            parts = [source.stream.first_parts(state) for source, state in zip(self._sources, states, strict=True)]
+            self._index.load([part for own in parts for part in own])
 
     @property
     def _window(self) -> str:
@@ -327,19 +291,29 @@ class BatchSampler:
 _PROGRESS = operator.attrgetter("progress")
 
 
+def _picked(drawn: Sequence[tuple[Samples, IntArray]]) -> Samples:
+    """Return rows of tables, in the order in which they were drawn. Each table is looked at once."""
+    tables = {id(samples): samples for samples, _ in drawn}
+    numbers = {key: number for number, key in enumerate(tables)}
+    rows = np.concatenate([own for _, own in drawn])
+    if len(tables) == 1:
+        return drawn[0][0][rows]
+    table = np.repeat([numbers[id(samples)] for samples, _ in drawn], [len(own) for _, own in drawn])
+    joined = Samples.joined([samples[rows[table == number]] for number, samples in enumerate(tables.values())])
+    return joined[np.argsort(np.argsort(table, kind="stable"))]
+
+
 def batches_once(index: CorpusIndex, batch_tokens: int) -> Iterator[GlobalBatch]:
     """Yield the samples in the order of the sources, in batches of at most ``batch_tokens`` tokens.
 
-    A longer sample is a batch of its own. All parts of ``index`` must have been read. The batches depend on nothing
-    else, so all ranks get the same.
+    A longer sample is a batch of its own. The batches depend on nothing else, so all ranks get the same.
     """
     # The index lists .bin files of all sources behind the text of all sources.
-    parts = np.argsort(index.part_sources, kind="stable")
-    samples = index.samples_of(parts.tolist())
-    before = np.concatenate([[0], np.cumsum(index.samples.length[index.rows(samples)])])
+    samples = index.load(np.argsort(index.part_sources, kind="stable").tolist())
+    before = np.concatenate([[0], np.cumsum(samples.length)])
     start = step = 0
     while start < len(samples):
         stop = int(np.searchsorted(before, before[start] + batch_tokens, side="right")) - 1
         stop = max(stop, start + 1)
-        yield GlobalBatch.of(index, samples[start:stop], step=step, epoch=0, ends_epoch=stop == len(samples))
+        yield GlobalBatch(step=step, epoch=0, samples=samples[start:stop], ends_epoch=stop == len(samples))
         start, step = stop, step + 1

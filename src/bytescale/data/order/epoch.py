@@ -22,6 +22,7 @@ import numpy as np
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import CheckpointError
 from bytescale.data.order.index import CorpusIndex
+from bytescale.data.order.samples import NO_SAMPLES, Samples
 
 MIB = 1024**2
 EVERYTHING = "everything"
@@ -47,8 +48,8 @@ class SampleStream:
         """Prepare the stream. It has no position before ``enter`` or ``load_state_dict`` is called.
 
         Args:
-            index: the index of the corpus. The stream requires parts of text from it window by window, and expects
-                those of the next window.
+            index: the index of the corpus. The stream loads parts of text from it window by window, and expects those
+                of the next window.
             parts: numbers of the parts to draw from, ascending.
             window_mib: MiB of text that are shuffled together.
             seed: the seed of the shuffle.
@@ -63,10 +64,12 @@ class SampleStream:
         self._bins = parts[~index.is_text[parts]]
         self._window_bytes = window_mib * MIB
         self.epoch = self.window = self.position = 0
-        self.samples = self.lengths = np.zeros(0, dtype=np.int64)  # [W] names and lengths of the window's samples
-        self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each sample
+        self.samples = NO_SAMPLES
+        """Samples of the window, and of one that is not windowed, of all epochs."""
+        self.order = np.zeros(0, dtype=np.int64)  # [W] rows of ``samples`` in the order of the window
+        self.tokens_before = np.zeros(1, dtype=np.int64)  # [W + 1] tokens of the window before each of ``order``
         self._content = ""
-        self._bins_shuffled = (-1, self.samples)  # an epoch, and all samples of .bin files in the order of that epoch
+        self._bins_shuffled = -1, NO_SAMPLES  # an epoch, and all samples of .bin files in the order of that epoch
 
     @property
     def is_windowed(self) -> bool:
@@ -94,14 +97,14 @@ class SampleStream:
         """Go to the first sample of a window. If the window has no sample, go to the next window that has one.
 
         Raises:
-            DataError: as ``CorpusIndex.require``; or the parts hold no sample at all.
+            DataError: as ``CorpusIndex.load``; or the parts hold no sample at all.
         """
         last_epoch = epoch + 1  # at the end of the next epoch, every part has been looked at
         while True:
             windows = self.windows(epoch)
             self._load(epoch, window, windows)
             self._expect(windows[window + 1 :], epoch + 1)
-            if len(self.samples):
+            if len(self.order):
                 return
             epoch, window = (epoch, window + 1) if window + 1 < len(windows) else (epoch + 1, 0)
             if epoch > last_epoch:
@@ -119,7 +122,7 @@ class SampleStream:
         Returns whether this ended the epoch.
         """
         self.position = stop
-        if stop < len(self.samples):
+        if stop < len(self.order):
             return False
         before = self.epoch
         last = self.window + 1 == len(self.windows(before))
@@ -135,7 +138,7 @@ class SampleStream:
 
         Raises:
             CheckpointError: the texts of the window have changed, or the corpus has no such window or position.
-            DataError: as ``CorpusIndex.require``.
+            DataError: as ``CorpusIndex.load``.
         """
         epoch, window, position = state["epoch"], state["window"], state["position"]
         windows = self.windows(epoch)
@@ -149,8 +152,8 @@ class SampleStream:
                 so="sequences would be repeated or skipped",
                 fix="restore the files that data.sources had then, or start a new run",
             )
-        if not 0 <= position < len(self.samples):
-            raise _outside(f"position {position}", f"{len(self.samples)} sequences")
+        if not 0 <= position < len(self.order):
+            raise _outside(f"position {position}", f"{len(self.order)} sequences")
         self.position = position
 
     def _expect(self, windows: list[IntArray], next_epoch: int) -> None:
@@ -165,24 +168,22 @@ class SampleStream:
                 return
 
     def _load(self, epoch: int, window: int, windows: list[IntArray]) -> None:
-        parts = windows[window].tolist()
-        self._index.require(parts)
+        parts, stream = windows[window].tolist(), self._stream
         if self.is_windowed:
-            stream = (*self._stream, _DRAW_OF_WINDOW, window)
-            together = np.concatenate([self._index.samples_of(parts), self._share_of_bins(epoch, window, windows)])
-        else:
-            stream = self._stream
-            together = self._index.samples_of(sorted((*parts, *self._bins.tolist())))  # in corpus order
+            stream = (*stream, _DRAW_OF_WINDOW, window)
+            share = self._share_of_bins(epoch, window, windows)
+            self.samples = Samples.joined([self._index.load(parts), share])
+        elif not len(self.samples):
+            self.samples = self._index.load(sorted((*parts, *self._bins.tolist())))  # in corpus order
         self.epoch, self.window, self.position = epoch, window, 0
-        self.samples = together[epoch_order(len(together), self._seed, epoch, *stream)]
-        self.lengths = self._index.samples.length[self._index.rows(self.samples)]
-        self.tokens_before = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.order = epoch_order(len(self.samples), self._seed, epoch, *stream)
+        self.tokens_before = np.concatenate([[0], np.cumsum(self.samples.length[self.order])])
         self._content = self._index.content_hash(parts)
 
-    def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> IntArray:
+    def _share_of_bins(self, epoch: int, window: int, windows: list[IntArray]) -> Samples:
         """Return the samples of ``.bin`` files that a window gets: in proportion to its bytes of text."""
         if self._bins_shuffled[0] != epoch:
-            of_bins = self._index.samples_of(self._bins.tolist())
+            of_bins = self._index.load(self._bins.tolist())
             order = epoch_order(len(of_bins), self._seed, epoch, *self._stream, _DRAW_OF_BINS)
             self._bins_shuffled = (epoch, of_bins[order])
         shuffled = self._bins_shuffled[1]

@@ -2,30 +2,27 @@
 
 A corpus is a list of parts (``data.tokens.shards``). The list is known as soon as the files are listed. The samples
 of a part are known later: a ``.bin`` file has an index of its own, which is read at once, but text has to be
-tokenised first. So the corpus index grows. Whoever needs the samples of a part calls ``require``, and may announce it
-earlier with ``expect``.
+tokenised first. Whoever needs the samples of some parts calls ``load``, and may announce it earlier with ``expect``.
+The index keeps the samples that it was made with. Those that are loaded later belong to the caller, so that a corpus
+of any size takes the memory of a window (``data.order.epoch``).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.config.schema import DataConfig
-from bytescale.data.order.samples import GrowingSamples, SampleCounts, SampleTable, make_samples
+from bytescale.data.order.samples import SampleCounts, Samples, make_samples
 from bytescale.data.tokens.metadata import TokenMetadata
-from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records, example_encoder
-from bytescale.data.tokens.tokenizer import Tokenizer
-
-_PART_SHIFT = 32
-"""The name of a sample is ``(number of its part << _PART_SHIFT) + number of the sample in that part``."""
+from bytescale.data.tokens.shards import PartContent, Shard, check_corrupt_records
+from bytescale.data.tokens.tokenize import UnitEncoder
 
 
 class PartFinder(Protocol):
@@ -38,7 +35,7 @@ class PartFinder(Protocol):
         """Start to read ``parts``, which will be wanted soon, and return at once."""
         ...
 
-    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+    def find(self, parts: Sequence[int]) -> list[PartContent]:
         """Return the content of each of ``parts``. Raises ``DataError`` if one cannot be read."""
         ...
 
@@ -76,7 +73,7 @@ class CorpusIndex:
         self,
         config: DataConfig,
         shards: Sequence[Shard],
-        tokenizer: Tokenizer | None,
+        encode: UnitEncoder | None,
         finder: PartFinder,
         *,
         text_later: bool = False,
@@ -84,17 +81,14 @@ class CorpusIndex:
         """Read all parts; with ``text_later``, read only the parts that are tokens already.
 
         Raises:
-            DataError: as ``require``.
+            DataError: as ``load``.
         """
         self._config = config
         self._shards = shards
-        self._tokenizer = tokenizer
+        self._encode = encode  # None: all parts are .bin files, and no tokenizer is known
         self._finder = finder
-        self._known: dict[int, TokenMetadata] = {}  # metadata of the parts read so far, in the order of reading
-        self._first_token = np.zeros(len(shards), dtype=np.int64)  # of each part read, counted over all parts read
-        self._first_row = np.zeros(len(shards), dtype=np.int64)
-        self._num_samples = np.zeros(len(shards), dtype=np.int64)
-        self._num_tokens = self._num_documents = 0  # of all parts read, before any document was left out
+        self._known: dict[int, TokenMetadata] = {}  # metadata of the parts read so far
+        self._num_samples = self._num_tokens = 0  # of all samples of these parts
         self._counts = SampleCounts()
         self.part_sources = np.array([shard.source for shard in shards], dtype=np.int64)
         """``[number of parts]`` place of each part's source in ``data.sources``."""
@@ -104,17 +98,10 @@ class CorpusIndex:
         """``[number of parts]`` bytes of the files that belong to each part."""
         self.has_weights = False
         """Whether some of the parts read so far have weights. Without any, every label has weight 1."""
-        self.has_labels = False
-        """Whether some of the parts read so far have labels of their own (``data.tokens.fields``)."""
-        self._samples = GrowingSamples()
         self.metadata: CorpusMetadata
         """Summary of the parts read so far. It is replaced and never changed, because other threads may read it."""
-        self._read([part for part in range(len(shards)) if not (text_later and self.is_text[part])])
-
-    @property
-    def samples(self) -> SampleTable:
-        """Samples of the parts read so far, in the order of reading. ``start`` and ``document`` count in that order."""
-        return self._samples.table
+        first = [part for part in range(len(shards)) if not (text_later and self.is_text[part])]
+        self._at_hand = dict(zip(first, self._read(first), strict=True))
 
     @property
     def num_parts(self) -> int:
@@ -130,10 +117,7 @@ class CorpusIndex:
         """
         config = self._config
         cut = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
-        made_by: tuple[str, ...] = ()
-        if self._tokenizer and self.is_text.any():
-            examples = example_encoder(config, self._tokenizer)
-            made_by = (examples.fingerprint if examples else config.text_key, self._tokenizer.fingerprint)
+        made_by = (self._encode.fingerprint,) if self._encode and self.is_text.any() else ()
         parts = [
             f"text {[unit.num_bytes for unit in shard.units]}" if shard.file is None else self._known[part].content_hash
             for part, shard in enumerate(self._shards)
@@ -156,54 +140,39 @@ class CorpusIndex:
         return self._finder.parts_ahead
 
     def expect(self, parts: Sequence[int]) -> int:
-        """Announce that ``parts`` will be required soon. Returns the number of ``parts``."""
-        if missing := [part for part in parts if part not in self._known]:
+        """Announce that ``parts`` will be loaded soon. Returns the number of ``parts``."""
+        if missing := [part for part in parts if part not in self._at_hand]:
             self._finder.expect(missing)
         return len(parts)
 
-    def require(self, parts: Iterable[int]) -> None:
-        """Wait until the samples of ``parts`` are known.
+    def load(self, parts: Sequence[int]) -> Samples:
+        """Return all samples of ``parts``, in their order. Waits until text among them is tokenised.
 
         Raises:
             DataError: a part cannot be read, has too many corrupt records or was made with another tokenizer; or all
                 parts of the corpus have been read and hold nothing to train on.
         """
-        if missing := [part for part in parts if part not in self._known]:
-            self._read(missing)
+        missing = [part for part in parts if part not in self._at_hand]
+        found = self._at_hand | dict(zip(missing, self._read(missing) if missing else (), strict=True))
+        return Samples.joined([found[part] for part in parts])
 
-    def _read(self, parts: Sequence[int]) -> None:
-        found = self._finder.find(parts)
-        known = [*self._known.values(), *(found[part].metadata for part in parts)]
-        check_one_tokenizer(known)
-        if any(found[part].metadata.corrupt_records for part in parts):
-            check_corrupt_records(known, self._config.max_corrupt_records)
-        for part in parts:
-            table, counts = self._cut(found[part])
-            self._known[part] = found[part].metadata
-            self._first_token[part] = self._num_tokens
-            self._first_row[part] = self._samples.num_samples
-            self._num_samples[part] = table.num_samples
-            self._samples.append(table)
-            self._counts += counts
-            self._num_tokens += int(found[part].document_offsets[-1])
-            self._num_documents += len(found[part].document_offsets) - 1
+    def _read(self, parts: Sequence[int]) -> list[Samples]:
+        contents = self._finder.find(parts)
+        known = self._known | dict(zip(parts, (content.metadata for content in contents), strict=True))
+        check_one_tokenizer(list(known.values()))
+        if any(content.metadata.corrupt_records for content in contents):
+            check_corrupt_records(known.values(), self._config.max_corrupt_records)
+        cut = [self._cut(part, content) for part, content in zip(parts, contents, strict=True)]
+        for part, (samples, counts) in zip(parts, cut, strict=True):
+            if part not in self._known:
+                self._counts += counts
+                self._num_samples += len(samples)
+                self._num_tokens += samples.num_tokens
+        self._known = known
         self.metadata = self._metadata()
-        if self.is_complete and not self.samples.num_samples:
+        if self.is_complete and not self._num_samples:
             raise self.nothing_to_draw()
-
-    def samples_of(self, parts: Iterable[int]) -> IntArray:
-        """``[P]`` names of all samples of ``parts``, in the order of ``parts``, which must have been read."""
-        names = [(part << _PART_SHIFT) + np.arange(self._num_samples[part]) for part in parts]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *names])
-
-    def rows(self, samples: IntArray) -> IntArray:
-        """``[P]`` row in ``self.samples`` of each of the samples named ``samples``."""
-        return self._first_row[samples >> _PART_SHIFT] + (samples & ((1 << _PART_SHIFT) - 1))
-
-    def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the part that holds each of ``samples``, and the place of its first token there; int64 ``[P]``."""
-        part = samples >> _PART_SHIFT
-        return part, self.samples.start[self.rows(samples)] - self._first_token[part]
+        return [samples for samples, _ in cut]
 
     def content_hash(self, parts: Iterable[int]) -> str:
         """16 hex digits, the hash of the tokens of ``parts``, which must have been read."""
@@ -217,10 +186,10 @@ class CorpusIndex:
             num_parts=self.num_parts,
             num_parts_read=len(known),
             counts=replace(self._counts, num_empty_documents=num_empty),
-            num_samples=self.samples.num_samples,
-            num_tokens=self.samples.num_tokens,
-            vocab_size=max(vocabularies, default=0) if self._tokenizer is None else self._tokenizer.vocab_size,
-            tokenizer=self._tokenizer.name if self._tokenizer else None,
+            num_samples=self._num_samples,
+            num_tokens=self._num_tokens,
+            vocab_size=self._encode.tokenizer.vocab_size if self._encode else max(vocabularies, default=0),
+            tokenizer=self._encode.tokenizer.name if self._encode else None,
             skipped_files=tuple(path for metadata in known for path in metadata.skipped_files),
             fingerprint=self.fingerprint,
         )
@@ -247,23 +216,16 @@ class CorpusIndex:
             fix="check data.sources, data.text_key and data.over_length",
         )
 
-    def _cut(self, content: PartContent) -> tuple[SampleTable, SampleCounts]:
-        """Cut a part into samples, numbered behind those of the parts that were read before."""
-        table, counts = make_samples(
-            content.document_offsets[:-1] + self._num_tokens,
-            np.diff(content.document_offsets),
-            self._config.context_length,
-            self._config.over_length,
-            self._config.min_document_tokens,
-            self._config.max_document_tokens,
-        )
-        self.has_labels |= content.has_labels
+    def _cut(self, part: int, content: PartContent) -> tuple[Samples, SampleCounts]:
+        config = self._config
+        policy = (config.context_length, config.over_length, config.min_document_tokens, config.max_document_tokens)
+        samples, counts = make_samples(part, content.document_offsets, *policy)
         if content.weights is not None:
             self.has_weights = True
-            first = table.start - self._num_tokens + 1  # the label of a token is the next one
-            num_trained, weight_sums = content.weights.sums(first, first + table.num_targets)
-            table = replace(table, num_trained=num_trained, weight_sums=weight_sums)
-        return replace(table, document=table.document + self._num_documents), counts
+            first = samples.start + 1  # the label of a token is the next one
+            num_trained, weight_sums = content.weights.sums(first, first + samples.num_targets)
+            samples = replace(samples, num_trained=num_trained, weight_sums=weight_sums)
+        return samples, counts
 
 
 def check_one_tokenizer(metadata: Sequence[TokenMetadata]) -> None:

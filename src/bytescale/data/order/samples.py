@@ -10,8 +10,9 @@ is input exactly once, and every token except the first of each document is a ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,21 +23,27 @@ from bytescale.plan.rank_plan import concatenated_ranges
 OverLength = Literal["split", "truncate", "drop"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleTable:
-    """A table of samples, ordered by the part of the corpus that they lie in. Shape letter: P samples."""
+PART_SHIFT = 32
+"""The name of a sample is ``(number of its part << PART_SHIFT) + number of the sample in that part``."""
 
-    document: IntArray  # [P] number of the document among the documents of all parts in the table
-    start: IntArray  # [P] first token, counted from the first token of the first part in the table
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Samples in some order. Shape letter: P samples."""
+
+    name: IntArray  # [P] see ``PART_SHIFT``
+    document: IntArray  # [P] number of the document in its part
+    start: IntArray  # [P] first token, counted from the first token of the part
     length: IntArray  # [P] tokens, 1 to context_length
     num_targets: IntArray  # [P] tokens that have a label: the first num_targets tokens of the sample
     num_trained: IntArray  # [P] how many of these labels have a weight other than 0
     weight_sums: NDArray[np.float64]  # [P] sum of the absolute weights of these labels
 
     @staticmethod
-    def unweighted(*, document: IntArray, start: IntArray, length: IntArray, num_targets: IntArray) -> SampleTable:
-        """Return the table of samples in which every label has weight 1."""
-        return SampleTable(
+    def unweighted(part: int, document: IntArray, start: IntArray, length: IntArray, num_targets: IntArray) -> Samples:
+        """Return all samples of a part in which every label has weight 1."""
+        return Samples(
+            name=(part << PART_SHIFT) + np.arange(len(length)),
             document=document,
             start=start,
             length=length,
@@ -45,40 +52,31 @@ class SampleTable:
             weight_sums=num_targets.astype(np.float64),
         )
 
-    @property
-    def num_samples(self) -> int:
+    @staticmethod
+    def joined(tables: Sequence[Samples]) -> Samples:
+        """Return the samples of ``tables``, one table behind the other."""
+        tables = [NO_SAMPLES, *tables] if len(tables) != 1 else tables
+        names = [spec.name for spec in fields(Samples)]
+        return Samples(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
+
+    def __getitem__(self, rows: IntArray | slice) -> Samples:
+        """Return the samples of some rows."""
+        return Samples(**{spec.name: getattr(self, spec.name)[rows] for spec in fields(Samples)})
+
+    def __len__(self) -> int:
         return len(self.length)
+
+    @property
+    def part(self) -> IntArray:
+        """``[P]`` number of the part of the corpus that each lies in."""
+        return self.name >> PART_SHIFT
 
     @property
     def num_tokens(self) -> int:
         return int(self.length.sum())
 
 
-class GrowingSamples:
-    """A ``SampleTable`` that grows. Its arrays double when they are full, so a row is copied about twice on average."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        kinds: dict[str, type] = {"weight_sums": np.float64}
-        self._columns: dict[str, Any] = {
-            spec.name: np.zeros(0, kinds.get(spec.name, np.int64)) for spec in fields(SampleTable)
-        }
-
-    def append(self, table: SampleTable) -> None:
-        """Add the samples of ``table`` at the end."""
-        stop = self.num_samples + table.num_samples
-        for name, column in self._columns.items():
-            if stop > len(column):
-                column = np.zeros(max(stop, 2 * len(column)), dtype=column.dtype)
-                column[: self.num_samples] = self._columns[name][: self.num_samples]
-                self._columns[name] = column
-            column[self.num_samples : stop] = getattr(table, name)
-        self.num_samples = stop
-
-    @property
-    def table(self) -> SampleTable:
-        """The table of all samples so far. Its arrays are views that a later ``append`` does not change."""
-        return SampleTable(**{name: column[: self.num_samples] for name, column in self._columns.items()})
+NO_SAMPLES = Samples.unweighted(0, *(np.zeros(0, dtype=np.int64) for _ in range(4)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +106,18 @@ class SampleCounts:
 
 
 def make_samples(
-    starts: IntArray,
-    lengths: IntArray,
+    part: int,
+    offsets: IntArray,
     context_length: int,
     over_length: OverLength,
     least: int = 1,
     most: int | None = None,
-) -> tuple[SampleTable, SampleCounts]:
-    """Apply the length filters, then the over-length policy. Returns the samples and the counts.
+) -> tuple[Samples, SampleCounts]:
+    """Apply the length filters, then the over-length policy, to a part. Returns its samples and the counts.
 
     Args:
-        starts: ``[D]`` first token of each document, counted from the first token of the corpus.
-        lengths: ``[D]`` tokens of each document, 0 or more.
+        part: its number.
+        offsets: ``[D + 1]`` first token of each of its documents, then the number of its tokens.
         context_length: longest sample in tokens, at least 1.
         over_length: what happens to a document longer than the context. ``split`` cuts it into samples of
             ``context_length`` tokens and a rest, ``truncate`` keeps its first ``context_length`` tokens, and ``drop``
@@ -127,17 +125,18 @@ def make_samples(
         least: documents of fewer tokens are left out, whatever the policy.
         most: documents of more tokens are left out, whatever the policy. None sets no limit.
     """
-    num_empty, num_tokens = int((lengths == 0).sum()), int(lengths.sum())
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    num_empty = int((lengths == 0).sum())
     filtered = (lengths > 0) & ((lengths < least) | (lengths > (np.inf if most is None else most)))
     too_long = (lengths > context_length) & ~filtered
     kept = (lengths > 0) & ~filtered & ~(too_long if over_length == "drop" else np.zeros_like(too_long))
     document = np.flatnonzero(kept)
     starts, lengths, cut = starts[kept], lengths[kept], too_long[kept]
     if over_length == "split":
-        table = _split(document, starts, lengths, context_length)
+        samples = _split(part, document, starts, lengths, context_length)
     else:
         length = np.minimum(lengths, context_length)
-        table = SampleTable.unweighted(document=document, start=starts, length=length, num_targets=length - 1)
+        samples = Samples.unweighted(part, document, starts, length, length - 1)
     counts = SampleCounts(
         num_documents=len(too_long) - num_empty,
         num_empty_documents=num_empty,
@@ -145,20 +144,16 @@ def make_samples(
         num_truncated=int(cut.sum()) if over_length == "truncate" else 0,
         num_dropped=int(too_long.sum()) if over_length == "drop" else 0,
         num_filtered=int(filtered.sum()),
-        num_lost_tokens=num_tokens - table.num_tokens,
+        num_lost_tokens=int(offsets[-1]) - samples.num_tokens,
     )
-    return table, counts
+    return samples, counts
 
 
-def _split(document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> SampleTable:
+def _split(part: int, document: IntArray, starts: IntArray, lengths: IntArray, context_length: int) -> Samples:
     num_samples = -(-lengths // context_length)
     place = concatenated_ranges(np.zeros_like(num_samples), num_samples)  # number of a sample inside its document
     offset = place * context_length
     length = np.minimum(np.repeat(lengths, num_samples) - offset, context_length)
     is_last = place == np.repeat(num_samples, num_samples) - 1
-    return SampleTable.unweighted(
-        document=np.repeat(document, num_samples),
-        start=np.repeat(starts, num_samples) + offset,
-        length=length,
-        num_targets=length - is_last,
-    )
+    start = np.repeat(starts, num_samples) + offset
+    return Samples.unweighted(part, np.repeat(document, num_samples), start, length, length - is_last)

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -134,7 +134,7 @@ class PlannerActor:
     def _index(self) -> CorpusIndex:
         """Return the index, made now if this is the first call. For the planning thread."""
         if self._made_index is None:
-            made = CorpusIndex(self._config, self._shards, self._reader.tokenizer, self._finder, text_later=True)
+            made = CorpusIndex(self._config, self._shards, self._reader.encode, self._finder, text_later=True)
             self._made_index = made
         return self._made_index
 
@@ -190,7 +190,7 @@ class AskServers:
             if part not in self._asked:
                 self._asked[part] = self._ask(part)
 
-    def find(self, parts: Sequence[int]) -> Mapping[int, PartContent]:
+    def find(self, parts: Sequence[int]) -> list[PartContent]:
         """Return the content of ``parts``. Waits as long as the servers live, because tokenising may take long.
 
         Raises the first error of a server.
@@ -216,7 +216,7 @@ class AskServers:
                         pending[self._ask(part)] = part
         finally:
             self.num_waiting = 0
-        return found
+        return [found[part] for part in parts]
 
     def _ask(self, part: int) -> Any:
         return self._servers[self._owners.server_of(part)].content.remote(part)

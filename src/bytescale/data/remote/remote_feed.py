@@ -113,9 +113,7 @@ class RemoteFeed(Feed):
         self._state = self._checked(state)
 
     def steps(self, planner: Planner, stop_step: int | None) -> Iterator[StepData]:
-        return self._steps(planner, stop_step, self.state_dict())
-
-    def _steps(self, planner: Planner, stop_step: int | None, state: SamplerState) -> Iterator[StepData]:
+        state = self.state_dict()
         how: HowToPlan = Shared((planner, stop_step))
 
         def wants(state: SamplerState) -> bool:

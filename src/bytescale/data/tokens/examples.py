@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.data.sources.records import Record, RecordKind
-from bytescale.data.tokens.chat import ChatTemplate, texts_of_message
+from bytescale.config.schema import DataConfig
+from bytescale.data.sources.records import Record, RecordKind, kind_of
+from bytescale.data.tokens.chat import ChatTemplate, load_template, texts_of_message
 from bytescale.data.tokens.fields import LABELS, WEIGHTS, field_dtype
 from bytescale.data.tokens.tokenizer import Tokenizer
 
@@ -52,6 +53,23 @@ class ExampleEncoder:
     """Further fields of records of tokens."""
     template: ChatTemplate | None = None
     """For conversations."""
+
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
+        """Return what turns records into examples, or None if the documents of ``config`` are texts.
+
+        Raises:
+            ConfigError: ``data.content`` is ``messages``, and there is no chat template.
+            DataError: the template is not one.
+        """
+        if config.content == "text":
+            return None
+        return ExampleEncoder(
+            tokenizer=tokenizer,
+            kind=kind_of(config.content, config.fields),
+            fields=config.fields,
+            template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
+        )
 
     @property
     def field_names(self) -> tuple[str, ...]:

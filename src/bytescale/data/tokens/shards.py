@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from bytescale.common.arrays import IntArray
 from bytescale.common.atomic import file_lock
 from bytescale.common.errors import DataError
@@ -24,15 +26,13 @@ from bytescale.common.labels import OWN_FIELDS
 from bytescale.config.schema import DataConfig
 from bytescale.data.sources.files import SourceFile, local_path
 from bytescale.data.sources.readers import ReadCounts, WorkUnit, too_many_corrupt_records
-from bytescale.data.sources.records import iter_records, kind_of
-from bytescale.data.tokens.chat import load_template
-from bytescale.data.tokens.examples import ExampleEncoder
-from bytescale.data.tokens.fields import LABELS, WEIGHTS, WeightRuns, field_prefix
+from bytescale.data.sources.records import iter_records
+from bytescale.data.tokens.fields import WEIGHTS, WeightRuns, field_prefix
 from bytescale.data.tokens.indexed import IndexedDataset, Tokens, check_size, map_tokens, pair_paths, read_index
 from bytescale.data.tokens.metadata import TokenMetadata, is_as_written, load_metadata, metadata_of
 from bytescale.data.tokens.open_parts import RemoteTokens, local_index, local_pair
 from bytescale.data.tokens.progress import ProgressCallback, ignore_progress
-from bytescale.data.tokens.tokenize import UnitEncoder, encode_units, foreign_tokens, report_progress, write_units
+from bytescale.data.tokens.tokenize import EncodedUnit, UnitEncoder, encode_units, report_progress, write_units
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.place import Url
 from bytescale.storage.retry import unreadable, with_retries
@@ -44,6 +44,7 @@ SHARD_BYTES = 16 * 1024**2
 MAX_SHARDS = 32768
 """About the most shards of text. Above half a TiB of text the shards grow, so that the cache has not too many files."""
 _CACHE_VERSION = 2
+_COPY_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,6 @@ class PartContent:
     metadata: TokenMetadata
     weights: WeightRuns | None = None
     """None: every token has weight 1."""
-    has_labels: bool = False
-    """False: the label of every token is the token behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,6 @@ class OpenShard:
             document_offsets=self.dataset.index.document_offsets,
             metadata=self.metadata,
             weights=None if weights is None else WeightRuns.of(weights[:], f"{self.dataset.prefix}.{WEIGHTS}.bin"),
-            has_labels=LABELS in self.dataset.fields,
         )
 
 
@@ -97,15 +95,12 @@ class OpenShard:
 class ShardReader:
     """Tokenises and opens shards. It can be sent to other processes."""
 
-    tokenizer: Tokenizer | None
-    text_key: str
+    encode: UnitEncoder | None
+    """None where all sources are ``.bin`` files and no tokenizer is set."""
     cache_dir: Path
-    max_corrupt_records: int = 0
     read_retries: int = 0
     verify: bool = False
     """Whether every pair is read through and compared with its hash before it is used for the first time."""
-    examples: ExampleEncoder | None = None
-    """Reads records of fine-tuning data; None: documents are texts."""
     fields: tuple[str, ...] = ()
     """Fields that the corpus has beside ``OWN_FIELDS`` (``data.fields``)."""
     verified: set[str] = field(default_factory=set, compare=False)
@@ -113,17 +108,19 @@ class ShardReader:
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Tokenizer | None) -> ShardReader:
-        """Return the reader with the settings of ``config``. Raises as ``example_encoder``."""
+        """Return the reader with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
         return ShardReader(
-            tokenizer=tokenizer,
-            text_key=config.text_key,
+            encode=None if tokenizer is None else UnitEncoder.of(config, tokenizer),
             cache_dir=Path(config.cache_dir).expanduser(),
-            max_corrupt_records=config.max_corrupt_records,
             read_retries=config.read_retries,
             verify=config.verify,
-            examples=None if tokenizer is None else example_encoder(config, tokenizer),
             fields=config.fields,
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What made the tokens, if that is known."""
+        return None if self.encode is None else self.encode.tokenizer
 
     def plan(self, files: Sequence[SourceFile]) -> list[Shard]:
         """Cut ``files`` into shards: text in corpus order, then the ``.bin`` files. Raises as ``plan_units``."""
@@ -132,7 +129,7 @@ class ShardReader:
         shards: list[Shard] = []
         for source in sorted({file.source for file in text}):
             own = [file for file in text if file.source == source]
-            units = with_retries(partial(self._encoder().plan, own), self.read_retries)
+            units = with_retries(partial(self._encode.plan, own), self.read_retries)
             shards.extend(self._shard(source, run) for run in _runs(units, least_bytes))
         return shards + [Shard(source=file.source, file=file) for file in files if file.format == "bin"]
 
@@ -147,15 +144,15 @@ class ShardReader:
         missing = self.missing(shards)
         if not missing:
             return
-        encode = self._encoder()
+        encode = self._encode
         total_bytes = sum(shard.num_bytes for shard in missing)
         units = [unit for shard in missing for unit in shard.units]
-        encoded = report_progress(encode_units(units, encode, num_workers), total_bytes, progress)
+        encoded = report_progress(encode_units(units, encode, num_workers), "tokenising", total_bytes, progress)
         for shard in missing:
             own = itertools.islice(encoded, len(shard.units))
             with file_lock(self._prefix(shard).with_suffix(".lock")):
                 if not self._is_prepared(shard):
-                    metadata = write_units(own, self._prefix(shard), self.tokenizer, fields=encode.field_names)
+                    metadata = write_units(own, self._prefix(shard), encode.tokenizer, encode.dtype, encode.field_names)
                     _log_metadata(metadata, self._prefix(shard))
                 elif shard is not missing[-1]:  # another process has done this shard: skip its units
                     deque(own, maxlen=0)
@@ -207,23 +204,18 @@ class ShardReader:
 
     def places(self, unit: WorkUnit) -> Iterator[Callable[[], str]]:
         """Yield a function for each document of a unit, which returns the document's place."""
-        counts = ReadCounts(max_corrupt=self.max_corrupt_records)
-        yield from (lambda record=record: record.place for record in iter_records(unit, self._encoder().kind, counts))
+        counts = ReadCounts(max_corrupt=self._encode.max_corrupt_records)
+        yield from (lambda record=record: record.place for record in iter_records(unit, self._encode.kind, counts))
+
+    @property
+    def _encode(self) -> UnitEncoder:
+        assert self.encode is not None, "text needs a tokenizer"
+        return self.encode
 
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields that the corpus may have."""
         return (*OWN_FIELDS, *self.fields)
-
-    def _encoder(self) -> UnitEncoder:
-        assert self.tokenizer is not None, "text needs a tokenizer"
-        return UnitEncoder(
-            tokenizer=self.tokenizer,
-            text_key=self.text_key,
-            max_corrupt_records=self.max_corrupt_records,
-            read_retries=self.read_retries,
-            examples=self.examples,
-        )
 
     def _in_place(self, file: SourceFile) -> OpenShard | None:
         """Open a remote ``.bin`` by copying only its index. Its tokens are fetched when they are read.
@@ -284,32 +276,12 @@ class ShardReader:
         return self.cache_dir / "tokens" / shard.name[:2] / shard.name
 
     def _shard(self, source: int, units: Sequence[WorkUnit]) -> Shard:
-        assert self.tokenizer is not None, "text needs a tokenizer"
-        settings = hashlib.blake2b(digest_size=8)
-        how = self.text_key if self.examples is None else self.examples.fingerprint
-        settings.update(f"{_CACHE_VERSION} {how} {self.tokenizer.fingerprint}".encode())
+        settings = hashlib.blake2b(f"{_CACHE_VERSION} {self._encode.fingerprint}".encode(), digest_size=8)
         for unit in units:
             for file in unit.files:
                 line = f"{file.path}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\0{unit.start}\0{unit.stop}\n"
                 settings.update(line.encode(errors="surrogateescape"))
         return Shard(source=source, units=tuple(units), name=settings.hexdigest())
-
-
-def example_encoder(config: DataConfig, tokenizer: Tokenizer) -> ExampleEncoder | None:
-    """Return what turns records into examples, or None if the documents of ``config`` are texts.
-
-    Raises:
-        ConfigError: ``data.content`` is ``messages``, and there is no chat template.
-        DataError: the template is not one.
-    """
-    if config.content == "text":
-        return None
-    return ExampleEncoder(
-        tokenizer=tokenizer,
-        kind=kind_of(config.content, config.fields),
-        fields=config.fields,
-        template=load_template(config.chat_template, config.tokenizer) if config.content == "messages" else None,
-    )
 
 
 def remote_parts(shards: Sequence[Shard]) -> list[int]:
@@ -320,6 +292,66 @@ def remote_parts(shards: Sequence[Shard]) -> list[int]:
 def fingerprint_shards(shards: Iterable[Shard]) -> str:
     """Return 16 hex digits, the hash of the names of ``shards``."""
     return hashlib.blake2b(" ".join(shard.name for shard in shards).encode(), digest_size=8).hexdigest()
+
+
+def write_as_pair(
+    reader: ShardReader,
+    shards: Sequence[Shard],
+    prefix: Path,
+    num_workers: int = 1,
+    progress: ProgressCallback = ignore_progress,
+) -> TokenMetadata:
+    """Write all documents of ``shards``, in order, to ``prefix.bin/.idx``, which is replaced if it exists.
+
+    Text is tokenised into the cache first, shard by shard: a process that was killed goes on behind the last one.
+    Documents of ``.bin`` files are copied as they are, with whatever token ends them, and empty ones are left out.
+
+    Raises:
+        DataError: as ``ShardReader.prepare`` and ``ShardReader.open``; or the disk is full.
+    """
+    of_bins = [reader.open(shard, progress).metadata for shard in shards if shard.file]  # errors come before the work
+    reader.prepare(shards, num_workers, progress)
+    known = of_bins + [reader.open(shard).metadata for shard in shards if shard.file is None]
+    total_bytes = sum(metadata.num_tokens * np.dtype(metadata.dtype).itemsize for metadata in known)
+    of_text = [reader.encode.dtype] if reader.encode is not None else []
+    copied = itertools.chain.from_iterable(_documents_of(reader.open(shard)) for shard in shards)
+    return write_units(
+        report_progress(copied, f"writing {prefix.name}.bin", total_bytes, progress),
+        prefix,
+        reader.tokenizer,
+        np.result_type(*of_text, *(metadata.dtype for metadata in known)),
+        sorted(set(reader.field_names) & {name for metadata in known for name in metadata.fields}),
+    )
+
+
+def _documents_of(opened: OpenShard) -> Iterator[EncodedUnit]:
+    """Yield the documents of a shard, about ``_COPY_TOKENS`` at a time, and what was left out when it was tokenised."""
+    dataset, made, offsets = opened.dataset, opened.metadata, opened.dataset.index.document_offsets
+    bounds = [0]
+    while bounds[-1] < dataset.index.num_documents:
+        stop = int(np.searchsorted(offsets, offsets[bounds[-1]] + _COPY_TOKENS, side="right")) - 1
+        bounds.append(max(bounds[-1] + 1, stop))
+    for first, stop in itertools.pairwise([0, *bounds]):  # the first range is empty
+        lengths = np.diff(offsets[first : stop + 1])
+        tokens = dataset.tokens[offsets[first] : offsets[stop]]
+        yield EncodedUnit(
+            tokens=tokens,
+            lengths=lengths[lengths > 0],
+            num_bytes=tokens.nbytes,
+            num_empty=int((lengths == 0).sum()) + (0 if stop else made.num_empty_documents),
+            skipped_files=() if stop else made.skipped_files,
+            corrupt_records=() if stop else made.corrupt_records,
+            fields={name: values[offsets[first] : offsets[stop]] for name, values in dataset.fields.items()},
+        )
+
+
+def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
+    """Return the error for tokens that another tokenizer made."""
+    return DataError(
+        f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
+        so="the same id would stand for different tokens",
+        fix="set data.tokenizer to the one that made them",
+    )
 
 
 def check_same_tokenizer(place: str, metadata: TokenMetadata, tokenizer: Tokenizer | None) -> None:

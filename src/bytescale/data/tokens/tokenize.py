@@ -1,14 +1,12 @@
-"""Tokenises any list of source files into one ``.bin/.idx`` pair, with several processes.
+"""Encodes units of text (``data.sources.readers``), with several processes, and writes what was encoded as a pair.
 
-1. Files of text are cut into units of work (``data.sources.readers``). ``.bin`` files are copied as they are.
-2. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
-3. The results are written in the order of the units, so the pair does not depend on the number of processes.
-4. The pair appears under its name when all of it is on disk (``data.tokens.indexed``).
+1. Processes read and encode the units. Each document gets its EOS. At most two units per process are under way.
+2. The results are written in the order of the units, so the pair does not depend on the number of processes.
+3. The pair appears under its name when all of it is on disk (``data.tokens.indexed``).
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import threading
@@ -27,20 +25,20 @@ from bytescale.common.arrays import IntArray
 from bytescale.common.errors import DataError
 from bytescale.common.labels import OWN_FIELDS
 from bytescale.common.units import format_count
-from bytescale.data.sources.files import SourceFile, local_path
+from bytescale.config.schema import DataConfig
+from bytescale.data.sources.files import SourceFile
 from bytescale.data.sources.readers import UNIT_BYTES, ReadCounts, WorkUnit
 from bytescale.data.sources.records import RecordKind, iter_records, plan_units, text_kind
 from bytescale.data.tokens.examples import Example, ExampleEncoder, concatenated
 from bytescale.data.tokens.fields import LABELS, field_dtype, field_prefix, without_field
-from bytescale.data.tokens.indexed import IndexedDataset, IndexedWriter, pair_paths, token_dtype
+from bytescale.data.tokens.indexed import IndexedWriter, pair_paths, token_dtype
 from bytescale.data.tokens.metadata import MetadataGatherer, TokenMetadata
-from bytescale.data.tokens.progress import Progress, ProgressCallback, ignore_progress
+from bytescale.data.tokens.progress import Progress, ProgressCallback
 from bytescale.data.tokens.tokenizer import Tokenizer
 from bytescale.storage.retry import with_retries
 
 _BATCH_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once. The tokenizer's results take some 100 bytes a token until they are arrays."""
-_COPY_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +66,27 @@ class UnitEncoder:
     examples: ExampleEncoder | None = None
     """For records of fine-tuning data; None: each document is one text."""
 
+    @staticmethod
+    def of(config: DataConfig, tokenizer: Tokenizer) -> UnitEncoder:
+        """Return the encoder with the settings of ``config``. Raises as ``ExampleEncoder.of``."""
+        return UnitEncoder(
+            tokenizer=tokenizer,
+            text_key=config.text_key,
+            max_corrupt_records=config.max_corrupt_records,
+            read_retries=config.read_retries,
+            examples=ExampleEncoder.of(config, tokenizer),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes with the tokens that the same files give."""
+        return f"{self.text_key if self.examples is None else self.examples.fingerprint} {self.tokenizer.fingerprint}"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The integer type of the tokens."""
+        return token_dtype(self.tokenizer.vocab_size)
+
     @property
     def field_names(self) -> tuple[str, ...]:
         """The fields of every document."""
@@ -78,9 +97,9 @@ class UnitEncoder:
         """The kind of the records."""
         return text_kind(self.text_key) if self.examples is None else self.examples.kind
 
-    def plan(self, files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
+    def plan(self, files: Sequence[SourceFile]) -> list[WorkUnit]:
         """Cut files into units. Raises as ``plan_units``."""
-        return plan_units(files, self.kind, unit_bytes)
+        return plan_units(files, self.kind, UNIT_BYTES)
 
     def __call__(self, unit: WorkUnit) -> EncodedUnit:
         """Encode a unit. A read that may succeed later is tried ``read_retries`` times more.
@@ -100,9 +119,9 @@ class UnitEncoder:
                 examples.append(encoder.encode(record))
             except DataError as error:
                 counts.leave_out(error)
-        dtype = token_dtype(self.tokenizer.vocab_size)
+        tokens = [np.zeros(0, self.dtype), *(example.tokens.astype(self.dtype) for example in examples)]
         return EncodedUnit(
-            tokens=np.concatenate([np.zeros(0, dtype), *(example.tokens.astype(dtype) for example in examples)]),
+            tokens=np.concatenate(tokens),
             lengths=np.array([len(example.tokens) for example in examples], dtype=np.int64),
             num_bytes=unit.num_bytes,
             corrupt_records=tuple(counts.corrupt),
@@ -132,69 +151,26 @@ class UnitEncoder:
         )
 
 
-def tokenize_files(
-    files: Sequence[SourceFile],
-    encode: UnitEncoder | None,
-    prefix: Path,
-    *,
-    num_workers: int = 1,
-    progress: ProgressCallback = ignore_progress,
-    unit_bytes: int = UNIT_BYTES,
-    fields: Sequence[str] = (),
-) -> TokenMetadata:
-    """Write all documents of ``files``, in order, to ``prefix.bin/.idx``.
-
-    Args:
-        files: files of any format. Documents of ``.bin`` files are copied as they are, with whatever token ends them.
-        encode: reads and encodes text; may be None if all files are ``.bin``.
-        prefix: path of the pair without its endings. An existing pair is replaced.
-        num_workers: processes that read and encode; with 1, this process does. The result is the same.
-        progress: called after each unit.
-        unit_bytes: bytes of text that a process reads at once. The result is the same.
-        fields: names of fields besides ``OWN_FIELDS``, which all documents have.
-
-    Raises:
-        DataError: as ``plan_units``, ``iter_records`` and ``IndexedDataset.open``; or a worker died; or a ``.bin``
-            holds ids that the encoder's tokenizer does not have.
-    """
-    tokenizer = None if encode is None else encode.tokenizer
-    # Every file is opened before the first token is written: a missing column must not show up hours later.
-    grouped = itertools.groupby(files, key=lambda file: file.format == "bin")
-    runs = [_open_run(list(run), encode, unit_bytes, (*OWN_FIELDS, *fields)) for _, run in grouped]
-    dtypes = [part.index.dtype for run in runs for part in run if isinstance(part, IndexedDataset)]
-    if tokenizer is not None:
-        dtypes.append(token_dtype(tokenizer.vocab_size))
-    dtype = _common_dtype(dtypes)
-    written = {name for run in runs for part in run if isinstance(part, IndexedDataset) for name in part.fields}
-    written |= set(fields) | (set() if encode is None else set(encode.field_names))
-    encoded = itertools.chain.from_iterable(_encode_run(run, encode, num_workers) for run in runs)
-    total_bytes = sum(file.num_bytes for file in files)
-    return write_units(report_progress(encoded, total_bytes, progress), prefix, tokenizer, dtype, sorted(written))
-
-
 def write_units(
     encoded: Iterable[EncodedUnit],
     prefix: Path,
     tokenizer: Tokenizer | None,
-    dtype: np.dtype | None = None,
+    dtype: np.dtype,
     fields: Sequence[str] = (),
 ) -> TokenMetadata:
     """Write units, in order, to ``prefix.bin/.idx``. The pair appears whole or not at all.
 
     Args:
-        encoded: units from ``encode_units``, or documents that are copied.
+        encoded: units from ``encode_units``, or documents of pairs.
         prefix: path of the pair without its endings. An existing pair is replaced.
-        tokenizer: the tokenizer that made the tokens; None if it is not known, and then ``dtype`` must be given.
-        dtype: integer type of the tokens in the file; None takes ``token_dtype`` of the tokenizer's vocabulary.
+        tokenizer: the tokenizer that made the tokens; None if it is not known.
+        dtype: integer type of the tokens in the file.
         fields: names of the fields that are written beside the tokens (``data.tokens.fields``). Units without weights
             or labels get those of ``without_field``. Labels are left out if all of them are their own tokens.
 
     Raises:
-        DataError: the disk is full, a token is not one of ``tokenizer``, or documents lack a field.
+        DataError: the disk is full.
     """
-    if dtype is None:
-        assert tokenizer is not None, "without a tokenizer, the type has to be given"
-        dtype = token_dtype(tokenizer.vocab_size)
     gatherer = MetadataGatherer(dtype)
     num_empty = 0
     skipped: list[str] = []
@@ -222,8 +198,6 @@ def write_units(
         metadata = gatherer.finish(
             tokenizer, num_empty=num_empty, skipped_files=tuple(skipped), corrupt_records=tuple(corrupt)
         )
-        if tokenizer is not None and metadata.max_token_id >= tokenizer.vocab_size:
-            raise foreign_tokens(f"the .bin files among the sources hold id {metadata.max_token_id}", tokenizer)
         pair_paths(prefix)[1].unlink(missing_ok=True)  # the old .idx must not stand beside new fields
         for name in OWN_FIELDS:  # nor old weights beside new tokens
             pair_paths(field_prefix(prefix, name))[1].unlink(missing_ok=True)
@@ -238,19 +212,12 @@ def _field_writer(prefix: Path, name: str) -> IndexedWriter:
 
 
 def _field_of(unit: EncodedUnit, name: str) -> NDArray:
-    if name in unit.fields:
-        return np.asarray(unit.fields[name]).astype(field_dtype(name), copy=False)
-    if name in OWN_FIELDS:
-        return without_field(name, unit.tokens)
-    raise DataError(
-        f"a source does not have the field {name!r}",
-        so="its documents would lack it",
-        fix="give every source the field, or leave it out of data.fields",
-    )
+    values = unit.fields[name] if name in unit.fields else without_field(name, unit.tokens)
+    return np.asarray(values).astype(field_dtype(name), copy=False)
 
 
 def report_progress(
-    encoded: Iterable[EncodedUnit], total_bytes: int, progress: ProgressCallback
+    encoded: Iterable[EncodedUnit], stage: str, total_bytes: int, progress: ProgressCallback
 ) -> Iterator[EncodedUnit]:
     """Yield the same units, and call ``progress`` for each."""
     done_bytes = num_documents = num_tokens = 0
@@ -259,43 +226,8 @@ def report_progress(
         num_documents += len(unit.lengths)
         num_tokens += len(unit.tokens)
         note = f"{num_documents} documents, {format_count(num_tokens)} tokens"
-        progress(Progress(stage="tokenising", done_bytes=done_bytes, total_bytes=total_bytes, note=note))
+        progress(Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes, note=note))
         yield unit
-
-
-def foreign_tokens(what: str, tokenizer: Tokenizer) -> DataError:
-    """Return the error for tokens that another tokenizer made."""
-    return DataError(
-        f"{what}, but tokenizer {tokenizer.name!r} has the ids 0 to {tokenizer.vocab_size - 1}",
-        so="the same id would stand for different tokens",
-        fix="set data.tokenizer to the one that made them",
-    )
-
-
-def _open_run(
-    files: list[SourceFile], encode: UnitEncoder | None, unit_bytes: int, fields: Sequence[str]
-) -> list[WorkUnit] | list[IndexedDataset]:
-    if files[0].format == "bin":
-        return [IndexedDataset.open(local_path(file), fields) for file in files]
-    assert encode is not None, "text needs a tokenizer"
-    return with_retries(lambda: encode.plan(files, unit_bytes), encode.read_retries)
-
-
-def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
-    return np.result_type(*dtypes) if dtypes else np.dtype("<u2")
-
-
-def _encode_run(
-    run: list[WorkUnit] | list[IndexedDataset], encode: UnitEncoder | None, num_workers: int
-) -> Iterator[EncodedUnit]:
-    for part in run:
-        if isinstance(part, IndexedDataset):
-            yield from _copy_documents(part)
-    units = [part for part in run if isinstance(part, WorkUnit)]
-    if not units:
-        return
-    assert encode is not None, "text needs a tokenizer"
-    yield from encode_units(units, encode, num_workers)
 
 
 def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: int) -> Iterator[EncodedUnit]:
@@ -305,24 +237,6 @@ def encode_units(units: Sequence[WorkUnit], encode: UnitEncoder, num_workers: in
         yield from encode_in_processes(units, encode, num_workers)
     else:
         yield from map(encode, units)
-
-
-def _copy_documents(dataset: IndexedDataset) -> Iterator[EncodedUnit]:
-    """Yield the documents of a pair, about ``_COPY_TOKENS`` at a time. Documents without a token are left out."""
-    offsets = dataset.index.document_offsets
-    first = 0
-    while first < dataset.index.num_documents:
-        stop = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _COPY_TOKENS, side="right")) - 1)
-        lengths = np.diff(offsets[first : stop + 1])
-        tokens = dataset.tokens[offsets[first] : offsets[stop]]
-        yield EncodedUnit(
-            tokens=tokens,
-            lengths=lengths[lengths > 0],
-            num_bytes=tokens.nbytes,
-            num_empty=int((lengths == 0).sum()),
-            fields={name: values[offsets[first] : offsets[stop]] for name, values in dataset.fields.items()},
-        )
-        first = stop
 
 
 def _with_eos(documents: list[NDArray[np.integer]], tokenizer: Tokenizer) -> NDArray[np.integer]:

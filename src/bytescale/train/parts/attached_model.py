@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytescale.attach.costs import count_costs, counted_profile, training_flops
 from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
 from bytescale.attach.measure import measure_rows, measured_memory
@@ -21,16 +20,15 @@ from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
-from bytescale.common.arrays import IntArray
-from bytescale.common.units import format_si
 from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture, Config, RingGradients
-from bytescale.config.validate import hdp_ranks, may_offload
-from bytescale.cost import CostModel, Profile
-from bytescale.cost.assumed import ASSUMED, Rates
+from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
+from bytescale.cost.spec import ModelSpec
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, ShardedOptimizer
-from bytescale.train.parts.budget import MemoryBudget, measured_budget, usable_host_bytes
+from bytescale.runtime.buckets import Chunk
+from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
+from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
 
@@ -54,92 +52,34 @@ class HFModel:
     rows: MeasuredRows
     masters: list[Tensor]
 
+    tied_head: None = None
+
     @property
-    def decoder(self) -> Decoder:
-        """The model as the executor runs it."""
-        return Decoder(module=self.part, activations=self.activations, head=self.part.head)
+    def spec(self) -> ModelSpec:
+        """Counts of the model."""
+        return self.part.spec
 
-    def describe(self) -> str:
-        """A line for people."""
-        layers = self.part.facts.layers
-        windows = sorted({layer.rules.window for layer in layers if layer.rules.window is not None})
-        windowed = sum(layer.rules.window is not None for layer in layers)
-        told = f", {windowed} of them with windows of {', '.join(map(str, windows))}" if windows else ""
-        count = sum(parameter.numel() for parameter in self.part.parameters())
-        trained = sum(parameter.numel() for parameter in self.parameters.parameters)
-        part = f" ({format_si(trained)} trained)" if trained < count else ""
-        return (
-            f"{format_si(count)} parameters{part}, {self.architecture.model_type} on transformers' own code, "
-            f"{len(layers)} layers{told}, hidden {self.part.hidden_size}, {layers[0].num_heads} heads over "
-            f"{layers[0].num_kv_heads}, vocabulary {self.architecture.vocab_size}"
-        )
+    @property
+    def layers(self) -> list[Chunk]:
+        """The model with its layers."""
+        return [(self.part, self.part.layers)]
 
-    def cost(self, device: torch.device) -> CostModel:
-        """What planners believe, from counts alone."""
-        return count_costs(
-            self.part.model,
-            self.part.facts,
-            device_type=device.type,
-            bytes_per_element=self.parameters.values.element_size(),
-        )
-
-    def training_flops(self, lengths: IntArray) -> int:
-        """Operations of the model over documents of these lengths."""
-        return training_flops(self.part.model, self.part.facts, lengths)
-
-    def memory(
-        self,
-        config: Config,
-        device: torch.device,
-        num_ranks: int,
-        smallest: Callable[[Sequence[float]], Sequence[float]] = list,
-    ) -> MemoryBudget:
-        """The budget of a run. Raises ``ConfigError`` as ``budget.memory_budget``."""
-        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-        ring_gradients = config.trainer.ring_gradients
-        return measured_budget(
-            config,
-            self.measured_memory(kind, hdp_ranks(config.parallel, num_ranks), ring_gradients),
-            times=self.profile(ASSUMED[kind], ring_gradients),
-            num_layers=len(self.part.layers),
-            device=device,
-            num_ranks=num_ranks,
-            smallest=smallest,
-        )
-
-    def measured_memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
+    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> MeasuredMemory:
         """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
-        return measured_memory(
-            self.part,
-            self.rows,
-            kind=kind,
-            num_ranks=num_ranks,
-            ring_gradients=ring_gradients,
-        )
+        return measured_memory(self.part, self.rows, kind=kind, num_ranks=num_ranks, ring_gradients=ring_gradients)
 
-    def profile(self, rates: Rates, ring_gradients: RingGradients) -> Profile:
-        """The times of a step by counted operations, for ``plan`` and ``simulate``."""
-        return counted_profile(
-            self.part.model,
-            self.part.facts,
-            rates,
-            bytes_per_element=self.parameters.values.element_size(),
-            ring_gradients=ring_gradients,
-            kept_bytes_per_token=self.rows.saved_per_token,
-        )
-
-    def optimizer(self, config: Config, ranks: Ranks) -> ShardedOptimizer:
-        """The optimizer of this rank's shards, with the initial weights of ``config`` in full precision."""
-        optimizer = ShardedOptimizer.of_config(self.parameters, config.optimizer, ranks.mesh)
-        if config.trainer.gradient_bucket_mib:
-            optimizer.overlap_with([(self.part, self.part.layers)])
+    def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
+        """Give the optimizer the initial weights in full precision."""
         if self.masters:
             for shard, own in zip(optimizer.zeros[0].shards, self.masters, strict=True):
                 shard.master.copy_(own)
             self.masters.clear()
         if config.trainer.init.startswith(CHECKPOINT_PREFIX):
             load_master_weights(config.trainer.init, self.architecture.as_dict(), optimizer, ranks.checkpoint_group)
-        return optimizer
+
+    def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
+        """The model as the executor runs it."""
+        return [Decoder(module=self.part, activations=self.activations, head=self.part.head)]
 
 
 def build_attached_model(
@@ -151,8 +91,11 @@ def build_attached_model(
     dtype: torch.dtype,
     num_shards: int,
     rank: int = 0,
+    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> HFModel:
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
+
+    ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
 
     Raises:
         ConfigError: the model cannot be attached, or has no weights that can be read.
@@ -185,8 +128,7 @@ def build_attached_model(
         bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
         late=part.late_parameters(),
     )
-
-    masters = shard_of(exact, parameters, rank) if exact else []
+    masters = shard_of(exact, parameters, rank)
     exact.clear()
 
     # 3. Checkpointing and offloading, and what a token needs with them.
@@ -197,7 +139,7 @@ def build_attached_model(
         part=part,
         parameters=parameters,
         activations=activations,
-        rows=rows,
+        rows=rows.of_all(smallest),
         masters=masters,
     )
 
@@ -218,8 +160,8 @@ def _measured_activations(
 
 def shard_of(exact: Mapping[str, Tensor], parameters: FlatParameters, rank: int) -> list[Tensor]:
     """The values of ``exact``, by name, that lie in each of a rank's parts of the flat buffers, in host memory."""
-    shards = []
-    for place in parameters.shards(rank):
+    shards: list[Tensor] = []
+    for place in parameters.shards(rank) if exact else ():
         shard = torch.zeros(place.stop - place.start, dtype=parameters.master_dtype)
         for piece in parameters.pieces(place):
             own = exact[piece.entry.name].flatten()[piece.start - piece.entry.start : piece.stop - piece.entry.start]

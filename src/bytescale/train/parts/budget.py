@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import torch
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import format_bytes, format_count
-from bytescale.config import AUTO_HEAD_GROUPS, Architecture, Config
-from bytescale.config.validate import hdp_ranks, kind_of_ranks, may_offload
+from bytescale.config import Architecture, Config
+from bytescale.config.validate import kind_of_ranks, may_offload
 from bytescale.cost import Cluster, Profile
 from bytescale.cost.assumed import ASSUMED
-from bytescale.cost.curve import Curve
-from bytescale.cost.memory import DeviceKind, MeasuredMemory, MemoryModel, ModelShare, fitting_capacity
-from bytescale.cost.offload_rule import OffloadRule, measured_rule
+from bytescale.cost.memory import DeviceKind, DeviceMemory, MeasuredMemory, MemoryModel, fitting_capacity
+from bytescale.cost.offload_rule import OffloadRule
 from bytescale.plan.limits import MemoryLimits
 from bytescale.runtime import HostPool
 from bytescale.train.parts.devices import Devices, RankDevice
@@ -43,7 +41,7 @@ class UnequalRanks:
 class MemoryBudget:
     """The ranks' memory, the same numbers on every rank. Bytes, of the rank with the least memory."""
 
-    model: MemoryModel | MeasuredMemory
+    model: DeviceMemory
     capacity_tokens: int
     device_bytes: float
     host_bytes: float  # for offloaded activations; 0 when nothing is offloaded
@@ -72,22 +70,11 @@ class MemoryBudget:
 
     def lines(self) -> list[str]:
         """The estimate for a full micro-batch, for people."""
-        tokens, limits = self.capacity_tokens, self.limits
-        phase = limits.worst_phase(tokens, tokens)
-        peak = float(limits.device_peak(tokens, 0, tokens))
-        states = (
-            f"parameters {format_bytes(self.model.parameter_bytes)}, gradients "
-            f"{format_bytes(self.model.gradient_bytes)}, optimizer {format_bytes(self.model.optimizer_bytes)}"
-        )
-        if self.model.nccl_bytes:
-            states += f", NCCL {format_bytes(self.model.nccl_bytes)}"
-        saved = self.model.saved_bytes_per_token * tokens
-        groups = self.model.head_groups
+        tokens = self.capacity_tokens
+        peak = float(self.limits.device_peak(tokens, 0, tokens))
         lines = [
             f"memory  {format_bytes(peak)} of {format_bytes(self.device_bytes)} at the peak of a full micro-batch of "
-            f"{format_count(tokens)} tokens: {states}, activations {format_bytes(saved)}, {phase.name} "
-            f"{format_bytes(float(phase.bytes(tokens, tokens)))}"
-            + (f"; attention in {groups} groups of heads" if groups > 1 else "")
+            f"{format_count(tokens)} tokens: {self.model.parts_in_words(tokens, tokens)}"
         ]
         if self.rule is not None:
             largest = self.rule.largest_slice(tokens)
@@ -106,7 +93,7 @@ class MemoryBudget:
 
 def memory_budget(
     config: Config,
-    architecture: Architecture,
+    memory: Architecture | MeasuredMemory,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -116,41 +103,33 @@ def memory_budget(
     """The budget of a run.
 
     Args:
+        memory: of the model as it was measured, the same on all ranks; or the shape of our own model, which is counted.
         devices: of all HDP ranks.
-        profile: measured times for Eq. 3; None: round numbers for the kind of device.
+        profile: times for Eq. 3; None: round numbers for the kind of device.
 
     Raises:
-        ConfigError: the capacity does not fit into a device, or the context not into all ranks.
+        ConfigError: the capacity does not fit into a device, or the context not into all ranks; or activations shall be
+            offloaded, and none can be.
     """
-    parallel = config.parallel
     hdp = len(devices.of_ranks)
     device_bytes, host_bytes = min(devices.device_bytes), devices.host_bytes
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    whole = MemoryModel.on_device(
-        ModelShare(
-            architecture=architecture,
-            tensor_parallel=parallel.tp,
-            num_stages=parallel.pp,
-            virtual_stages=parallel.virtual_stages,
-        ),
-        kind,
-        element_bytes=dtype.itemsize,
-        num_ranks=hdp,
-        checkpointing=config.trainer.checkpointing,
-        attention=config.trainer.attention,
-        ring_gradients=config.trainer.ring_gradients,
-    )
-    whole = replace(whole, head_groups=config.trainer.head_groups or 1)
     offloads = may_offload(config, device.type)
-    if config.trainer.head_groups == AUTO_HEAD_GROUPS:
-        wanted = parallel.capacity_tokens or None
-        whole = whole.in_head_groups(device_bytes, capacity_tokens=wanted, offload=offloads)
+    whole = (
+        memory
+        if isinstance(memory, MeasuredMemory)
+        else MemoryModel.of_config(
+            config, memory, kind, element_bytes=dtype.itemsize, num_ranks=hdp, device_bytes=device_bytes
+        )
+    )
     model = whole.fullest_stage(device_bytes)
-    capacity = fitting_capacity(model, parallel.capacity_tokens, device_bytes, f"rank {devices.smallest}")
+    capacity = fitting_capacity(model, config.parallel.capacity_tokens, device_bytes, f"rank {devices.smallest}")
     rule = None
-    if offloads and model.movable_bytes_per_token:
-        times = profile or ASSUMED[kind].profile(architecture, bytes_per_element=dtype.itemsize)
-        rule = _offload_rule(model, times, host_bytes)
+    if offloads and (model.movable_bytes_per_token or (model is memory and config.memory.offload == "on")):
+        if profile is None:
+            assert not isinstance(memory, MeasuredMemory), "whoever measures memory knows the model's times"
+            profile = ASSUMED[kind].profile(memory, bytes_per_element=dtype.itemsize)
+        rule = model.offload_rule(profile, host_bytes)
     budget = MemoryBudget(
         model=model,
         capacity_tokens=capacity,
@@ -163,7 +142,7 @@ def memory_budget(
     return budget
 
 
-def _unequal(config: Config, whole: MemoryModel, devices: Devices, profile: Profile | None) -> UnequalRanks | None:
+def _unequal(config: Config, whole: DeviceMemory, devices: Devices, profile: Profile | None) -> UnequalRanks | None:
     """The capacity and the speed of each rank; None if they are equal, or if the planner is for equal ranks."""
     if config.planner.name != "adaptive":
         return None
@@ -175,59 +154,6 @@ def _unequal(config: Config, whole: MemoryModel, devices: Devices, profile: Prof
     if min(capacity) == max(capacity) and min(speeds) == max(speeds):
         return None
     return UnequalRanks(capacity_tokens=tuple(capacity), device_bytes=devices.device_bytes, speeds=speeds)
-
-
-def _offload_rule(model: MemoryModel, times: Profile, host_bytes: float) -> OffloadRule:
-    """What a micro-batch may offload into ``host_bytes`` of a rank, by what each of its layers saves."""
-    kept = Curve(0.0, model.layer_saved_bytes_per_token, 0.0)
-    return OffloadRule(
-        profile=replace(times, activation_bytes=kept, points=()),
-        num_layers=model.share.num_layers,
-        movable_share=model.limits().movable_share,
-        host_bytes=host_bytes / model.share.num_in_flight,
-    )
-
-
-def measured_budget(
-    config: Config,
-    model: MeasuredMemory,
-    *,
-    times: Profile,
-    num_layers: int,
-    device: torch.device,
-    num_ranks: int,
-    smallest: Callable[[Sequence[float]], Sequence[float]] = list,
-) -> MemoryBudget:
-    """The budget of a run whose model is not ours.
-
-    Args:
-        model: as measured on this rank.
-        times: of a layer, for Eq. 3, the same on all ranks.
-        num_layers: of the whole model.
-        smallest: the minimum over ranks of each of these numbers.
-
-    Raises ``ConfigError`` as ``memory_budget``, and where activations shall be offloaded and none can be.
-    """
-    (device_bytes, host_bytes) = smallest(
-        [usable_device_bytes(config, device, num_ranks), usable_host_bytes(config, num_ranks)]
-    )
-    # A rank whose kernels keep more of a token than others' do has room for fewer.
-    fits = int(smallest([float(model.capacity_tokens(device_bytes))])[0])
-    wanted = config.parallel.capacity_tokens or fits
-    capacity = fitting_capacity(model, wanted, device_bytes)
-    budget = MemoryBudget(model=model, capacity_tokens=capacity, device_bytes=device_bytes, host_bytes=0.0, rule=None)
-    if may_offload(config, device.type):
-        share, minus_moved = smallest([model.limits().movable_share, -model.rows.moved_per_token])
-        if share > 0 or config.memory.offload == "on":
-            rule = measured_rule(
-                times, share=share, moved_per_token=-minus_moved, num_layers=num_layers, host_bytes=host_bytes
-            )
-            freed = (
-                model.movable_bytes_per_token / -minus_moved
-            )  # of a byte of host memory; the limits count the former
-            budget = replace(budget, rule=rule, host_bytes=host_bytes * freed)
-    _check_context(config, budget, hdp_ranks(config.parallel, num_ranks))
-    return budget
 
 
 def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ranks: int) -> RankDevice:

@@ -89,7 +89,7 @@ class RunCalibration:
         self._waited += 1
         if self._waited > FIRST_STEPS:
             calibrator = self.planner.calibrator
-            counts = counts_of(rank_plan)
+            counts = counts_of(rank_plan, calibrator.first)
             own = calibrator.normal_equations(state, counts, busy_seconds, mesh.hdp.rank).tolist()
             sums = mesh.world.sum_of(own)
             speeds = [row[0] for row in mesh.world.share([calibrator.speed(state, counts, busy_seconds)])]
@@ -127,16 +127,16 @@ class RunCalibration:
         return (LinkSamples(), everywhere) if crosses else (everywhere, LinkSamples())
 
 
-def counts_of(rank_plan: RankPlan) -> RankCounts:
-    """What a rank computes and sends in a step."""
+def counts_of(rank_plan: RankPlan, cost: CostModel) -> RankCounts:
+    """What a rank computes and sends in a step, by the windows of ``cost``."""
     pairs = tokens = ring_steps = 0.0
     for micro_batch in rank_plan.micro_batches:
         tokens += micro_batch.num_tokens
-        pairs += float(np.square(micro_batch.local_lengths.astype(np.float64)).sum())
+        pairs += float(cost.squares_of(micro_batch.local_lengths).sum())
         shared = micro_batch.shared
         if shared is not None:
             share = float(shared.weights[shared.member] / shared.weights.sum())
-            pairs += share * float(np.square(shared.lengths.astype(np.float64)).sum())
+            pairs += share * float(cost.squares_of(shared.lengths).sum())
             # A grid passes keys along columns, and queries and results along rows (cost.model).
             ring_steps += shared.size // shared.columns - 1 + 2 * (shared.columns - 1)
     return RankCounts(pairs=pairs, tokens=tokens, micro_batches=len(rank_plan.micro_batches), ring_steps=ring_steps)

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 
 from bytescale.checkpoint.checkpointer import Checkpointer
-from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.checkpoint.manifest import RunState
-from bytescale.common.units import format_si
 from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
-from bytescale.config.attached import check_attached
-from bytescale.config.validate import check_mesh
-from bytescale.cost import CostModel, Profile, flops, load_profile
+from bytescale.cost import CostModel, Profile, load_profile
 from bytescale.cost.assumed import ASSUMED, assumed_cost
 from bytescale.cost.calibration import Calibrator, lag_of
+from bytescale.cost.memory import DeviceKind, MeasuredMemory
 from bytescale.cost.profile_file import require_device, require_model, warn_of_bad_fits
+from bytescale.cost.spec import ModelSpec
 from bytescale.data.loading.corpus import check_vocabulary
 from bytescale.data.loading.loader import Feed, PrefetchedSteps, StepData
-from bytescale.models.head_groups import apply_head_groups
-from bytescale.models.tensor_parallel import row_wise_parts
 from bytescale.planner.calibrated import CalibratedPlanner
 from bytescale.planner.verified import VerifiedPlanner
-from bytescale.runtime import Activations, Decoder, Executor, ShardedOptimizer
+from bytescale.runtime import Decoder, Executor, ShardedOptimizer
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.storage.place import Place
 from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
-from bytescale.train.parts.own_model import OwnModel, build_own_model
+from bytescale.train.parts.rank_model import build_rank_model
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.profiling.peak import known_peak
 from bytescale.train.ranks import Ranks
@@ -45,10 +41,8 @@ class Job:
     config: Config
     ranks: Ranks
     architecture: Architecture | AttachedArchitecture
-    description: str
-    """The model in a line for people."""
-    training_flops: Callable[[StepData], int]
-    """Operations of the model's forward and backward over a step's documents, for MFU."""
+    spec: ModelSpec
+    """Counts of the model."""
     feed: Feed
     executor: Executor
     """Runs plans on this rank's part of the model."""
@@ -59,10 +53,8 @@ class Job:
     """With the costs that the run began with."""
     calibration: RunCalibration | None
     """Refines the planner's costs; None: they stay."""
-    step_times: StepTimes | None
-    """Tells how long steps take, from measured times, or assumed ones if the config names no profile.
-
-    None for models that run on transformers' own code, which the simulator does not know."""
+    step_times: StepTimes
+    """Tells how long steps take, from measured times, or assumed ones if the config names no profile."""
     peak_flops_per_second: float | None  # of one rank's device, for MFU; None: not known
     stop: StopRequest
 
@@ -70,6 +62,15 @@ class Job:
     def current_cost(self) -> CostModel:
         """The costs by all that is known: calibrated ones, if this run calibrates."""
         return self.planner.cost if self.calibration is None else self.calibration.cost
+
+    def training_flops(self, data: StepData) -> int:
+        """Operations of the model's forward and backward over a step's documents, for MFU. 0: not known here."""
+        squares = float(data.summary.sum_of_squares)
+        if self.spec.windows:
+            if data.plan is None:
+                return 0
+            squares = self.spec.squares_of(data.plan.lengths)
+        return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
 
     def forward_planner(self) -> VerifiedPlanner:
         """The planner for passes without backward."""
@@ -108,126 +109,73 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     """Build the parts in the order in which they depend on each other. Kernels and data exist already."""
     architecture = resolve_model(config.model, tokenizer_vocab_size=feed.metadata.vocab_size)
     check_vocabulary(feed.metadata, architecture.vocab_size)
-    if isinstance(architecture, AttachedArchitecture):
-        check_attached(config, architecture)
-        return _attached_job(config, ranks, kernels, feed, stop, architecture)
 
-    # 1. Model: this rank's part of it, with initial weights that depend on the seed alone.
-    check_mesh(config.parallel, architecture, ranks.world.size)
-    model, optimizer = _own_model(config, ranks, architecture)
+    # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
+    model = build_rank_model(config, architecture, ranks, kernels)
+    optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
+    if config.trainer.gradient_bucket_mib:
+        optimizer.overlap_with(model.layers)
+    model.load(config, optimizer, ranks)
 
-    # 2. Speed: the peak is for MFU alone; planning uses only numbers that are the same on all ranks.
-    peak = known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops)
-    devices = devices_of_all(config, ranks)
-    profile = measured_profile(config, architecture, {device.name for device in devices.of_ranks})
-    if ranks.is_first:
-        warn_of_bad_fits(profile)
-    cost = planning_cost(
-        config, profile, architecture, ranks.device, ranks.dtype, ranks_per_node=ranks.hdp_ranks_per_node()
-    )
-
-    # 3. Memory: capacity, offloading, and the limits of every plan, from the devices of all ranks.
-    memory = memory_budget(
-        config, architecture, device=ranks.device, dtype=ranks.dtype, devices=devices, profile=profile
-    )
-    predicting = predicting_profile(config, profile, architecture, ranks.device, ranks.dtype)
-    times = step_times(config, predicting, ranks.mesh.hdp.size, ranks_per_node=ranks.hdp_ranks_per_node())
-    planner = verified_planner(config, memory, cost, ranks.mesh.hdp.size, times)
-    return Job(
-        config=config,
-        ranks=ranks,
-        architecture=architecture,
-        description=describe_model(architecture),
-        training_flops=lambda data: flops.training_flops(
-            architecture, num_tokens=data.summary.num_tokens, sum_of_squares=data.summary.sum_of_squares
-        ),
-        feed=feed,
-        executor=_executor(config, ranks, _own_parts(config, ranks, model, kernels, memory), kernels),
-        optimizer=optimizer,
-        kernels=kernels,
-        memory=memory,
-        planner=planner,
-        calibration=run_calibration(config, planner, ranks, architecture),
-        step_times=times,
-        peak_flops_per_second=peak,
-        stop=stop,
-    )
-
-
-def _attached_job(
-    config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: StopRequest, architecture: AttachedArchitecture
-) -> Job:
-    """The same for a decoder that runs on transformers' own code."""
-    from bytescale.train.parts.attached_model import build_attached_model  # imports transformers
-
-    model = build_attached_model(
+    # 2. Plans: from numbers that are the same on all ranks.
+    spec, hdp = model.spec, ranks.mesh.hdp.size
+    planning = plan_of_run(
         config,
-        architecture,
-        kernels.attention,
+        spec,
+        model.memory(kind_of(ranks.device), hdp, config.trainer.ring_gradients),
+        devices_of_all(config, ranks),
         device=ranks.device,
         dtype=ranks.dtype,
-        num_shards=ranks.mesh.hdp.size,
-        rank=ranks.mesh.hdp.rank,
+        ranks_per_node=ranks.hdp_ranks_per_node(),
     )
-    memory = model.memory(config, ranks.device, ranks.world.size, ranks.smallest)
-    cost = replace(model.cost(ranks.device), ranks_per_node=ranks.hdp_ranks_per_node())
+    if ranks.is_first:
+        warn_of_bad_fits(planning.profile)
+    memory, planner = planning.memory, planning.planner
     return Job(
         config=config,
         ranks=ranks,
         architecture=model.architecture,
-        description=model.describe(),
-        training_flops=lambda data: 0 if data.plan is None else model.training_flops(data.plan.lengths),
+        spec=spec,
         feed=feed,
-        executor=_executor(config, ranks, [model.decoder], kernels),
-        optimizer=model.optimizer(config, ranks),
+        executor=_executor(config, ranks, model.decoders(config, ranks, kernels, memory), kernels),
+        optimizer=optimizer,
         kernels=kernels,
         memory=memory,
-        planner=verified_planner(config, memory, cost, ranks.mesh.hdp.size),
-        calibration=None,  # what a rank computes is not counted in windows
-        step_times=None,
+        planner=planner,
+        calibration=run_calibration(config, planner, ranks, spec.stack.num_layers),
+        step_times=planning.times,
         peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
         stop=stop,
     )
 
 
-def _own_model(config: Config, ranks: Ranks, architecture: Architecture) -> tuple[OwnModel, ShardedOptimizer]:
-    """Make this rank's part of the model, with its initial weights, and the optimizer of it."""
-    bucket_mib = config.trainer.gradient_bucket_mib
-    model = build_own_model(
-        architecture,
-        ranks.mesh,
-        virtual_stages=config.parallel.virtual_stages,
-        dtype=ranks.dtype,
-        seed=config.trainer.seed,
-        bucket_bytes=int(bucket_mib * 2**20),
-    )
-    optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
-    if bucket_mib:
-        optimizer.overlap_with([(chunk, list(chunk.layers)) for chunk in model.chunks])
-    if config.trainer.init:
-        load_initial_weights(config.trainer.init, architecture, model.parameters, optimizer, ranks.checkpoint_group)
-    return model, optimizer
+class Planning(NamedTuple):
+    """How a run is planned."""
+
+    profile: Profile | None  # that the config names
+    times: StepTimes
+    memory: MemoryBudget
+    planner: VerifiedPlanner
 
 
-def _own_parts(config: Config, ranks: Ranks, model: OwnModel, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
-    """Apply kernels, head groups, checkpointing and offloading to the model."""
-    checkpointing, tp = config.trainer.checkpointing, ranks.mesh.tp
-    pool = memory.host_pool(ranks.device)
-    parts = []
-    for chunk in model.chunks:
-        kernels.apply(chunk, checkpointing=checkpointing, tp_size=tp.size)
-        for layer in chunk.layers:
-            apply_head_groups(layer.self_attn, memory.model.head_groups)
-        activations = Activations(
-            list(chunk.layers),
-            checkpointing=checkpointing,
-            pool=pool,
-            device=ranks.device,
-            tp=tp,
-            row_wise=row_wise_parts(chunk, tp.size),
-        )
-        parts.append(Decoder(module=chunk, activations=activations))
-    return parts
+def plan_of_run(
+    config: Config,
+    spec: ModelSpec,
+    memory: Architecture | MeasuredMemory,
+    devices: Devices,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks_per_node: int,
+) -> Planning:
+    """Times, capacity, limits and the planner, from the devices of all HDP ranks. Arguments as in ``memory_budget``."""
+    profile = measured_profile(config, spec.stack, {device.name for device in devices.of_ranks})
+    cost = planning_cost(config, profile, spec, device, dtype, ranks_per_node=ranks_per_node)
+    predicting = predicting_profile(config, profile, spec, device, dtype)
+    times = step_times(config, predicting, len(devices.of_ranks), ranks_per_node=ranks_per_node)
+    budget = memory_budget(config, memory, device=device, dtype=dtype, devices=devices, profile=profile or predicting)
+    planner = verified_planner(config, budget, cost, len(devices.of_ranks), times)
+    return Planning(profile, times, budget, planner)
 
 
 def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: Kernels) -> Executor:
@@ -270,7 +218,7 @@ def verified_planner(
 ) -> VerifiedPlanner:
     """The planner of a run, with the limits that its plans are checked against.
 
-    ``times``: None for models that the simulator does not know. Then plans are compared by their makespans.
+    ``times``: None: plans are compared by their makespans.
     """
     return VerifiedPlanner(
         config.planner,
@@ -298,9 +246,7 @@ def step_times(config: Config, profile: Profile, num_hdp_ranks: int, *, ranks_pe
     return StepTimes(profile=profile, devices=devices, recompute=config.trainer.checkpointing == "full")
 
 
-def run_calibration(
-    config: Config, planner: VerifiedPlanner, ranks: Ranks, architecture: Architecture
-) -> RunCalibration | None:
+def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_layers: int) -> RunCalibration | None:
     """The calibration of this run; None if it is switched off, or if no rank could be compared with another one.
 
     With tensor or pipeline parallelism, the times of a rank are not those of one model on one device, so costs stay.
@@ -309,7 +255,7 @@ def run_calibration(
     if not config.cost.calibrate or shape.hdp == 1 or shape.tp * shape.pp > 1:
         return None
     speeds = () if planner.cluster.is_uniform else tuple(planner.cluster.speeds.tolist())
-    calibrator = Calibrator(first=planner.cost, num_layers=architecture.num_layers, first_speeds=speeds)
+    calibrator = Calibrator(first=planner.cost, num_layers=num_layers, first_speeds=speeds)
     lag = lag_of(config.data.prefetch_steps)
     return RunCalibration(CalibratedPlanner(planner, calibrator, lag), ranks.mesh)
 
@@ -317,7 +263,7 @@ def run_calibration(
 def planning_cost(
     config: Config,
     profile: Profile | None,
-    architecture: Architecture,
+    spec: Architecture | ModelSpec,
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -329,39 +275,28 @@ def planning_cost(
     """
     if profile is None:
         assumed = assumed_cost(
-            architecture,
-            device=_kind(device),
+            spec,
+            device=kind_of(device),
             bytes_per_element=dtype.itemsize,
             ring_gradients=config.trainer.ring_gradients,
         )
         return replace(assumed, ranks_per_node=ranks_per_node)
-    own = profile.of_model(architecture)
+    own = profile.of_model(ModelSpec.of(spec).stack)
     return own.cost_model(ranks_per_node=ranks_per_node, pipeline_parallel=config.parallel.pp)
 
 
 def predicting_profile(
-    config: Config, profile: Profile | None, architecture: Architecture, device: torch.device, dtype: torch.dtype
+    config: Config, profile: Profile | None, spec: ModelSpec, device: torch.device, dtype: torch.dtype
 ) -> Profile:
     """The times that the simulator predicts steps of this run from, at the run's tp: those of ``planning_cost``."""
     if profile is not None:
-        return profile.of_model(architecture)
-    assumed = ASSUMED[_kind(device)].profile(architecture, bytes_per_element=dtype.itemsize)
+        return profile.of_model(spec.stack)
+    assumed = ASSUMED[kind_of(device)].profile(spec, bytes_per_element=dtype.itemsize)
     tp = config.parallel.tp
-    scaled = assumed if tp == 1 else assumed.scaled_to(architecture, tensor_parallel=tp)
+    scaled = assumed if tp == 1 else assumed.scaled_to(spec.stack, tensor_parallel=tp)
     return scaled.with_ring_gradients(config.trainer.ring_gradients)
 
 
-def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
+def kind_of(device: torch.device) -> DeviceKind:
+    """Which numbers hold for a device."""
     return "cuda" if device.type == "cuda" else "cpu"
-
-
-def describe_model(shape: Architecture) -> str:
-    """Our own model in a line for people."""
-    active = ""
-    if shape.num_experts:
-        count = format_si(flops.active_parameters(shape))
-        active = f" ({count} active: {shape.experts_per_token} of {shape.num_experts} experts)"
-    return (
-        f"{format_si(flops.total_parameters(shape))} parameters{active}, {shape.num_layers} layers, hidden "
-        f"{shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, vocabulary {shape.vocab_size}"
-    )

@@ -7,13 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
+from bytescale.checkpoint.initial_weights import load_initial_weights
 from bytescale.common.cut import Cut
-from bytescale.config import Architecture
+from bytescale.config import Architecture, Config, RingGradients
+from bytescale.cost.memory import DeviceKind
+from bytescale.cost.spec import ModelSpec
 from bytescale.cost.split import stage_chunks
 from bytescale.models import Llama, build_model
+from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.initial_values import initial_values
-from bytescale.models.tensor_parallel import apply_tensor_parallelism
-from bytescale.runtime import FlatParameters, HasBatchLoss, Mesh, TiedHead, TokenShards
+from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_parts
+from bytescale.runtime import (
+    Activations,
+    Decoder,
+    FlatParameters,
+    HasBatchLoss,
+    Mesh,
+    ShardedOptimizer,
+    TiedHead,
+    TokenShards,
+)
+from bytescale.runtime.buckets import Chunk
+from bytescale.train.parts.budget import MemoryBudget
+from bytescale.train.parts.run_kernels import Kernels
+from bytescale.train.ranks import Ranks
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -23,14 +40,56 @@ class OwnModel:
     """One rank's part of the model.
 
     Attributes:
+        architecture: of the whole model.
         chunks: of layers; several where stages are interleaved.
         parameters: of all chunks, in flat buffers.
         tied_head: where the embedding is the output head too, and another stage's rank has one of the two.
     """
 
+    architecture: Architecture
     chunks: Sequence[Llama]
     parameters: FlatParameters
     tied_head: TiedHead | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Counts of the whole model."""
+        return ModelSpec.of(self.architecture)
+
+    @property
+    def layers(self) -> list[Chunk]:
+        """The chunks with their layers."""
+        return [(chunk, list(chunk.layers)) for chunk in self.chunks]
+
+    def memory(self, kind: DeviceKind, num_ranks: int, ring_gradients: RingGradients) -> Architecture:
+        """What ``budget.memory_budget`` is to count the memory of."""
+        return self.architecture
+
+    def load(self, config: Config, optimizer: ShardedOptimizer, ranks: Ranks) -> None:
+        """Read the initial weights that ``trainer.init`` names."""
+        if config.trainer.init:
+            load_initial_weights(
+                config.trainer.init, self.architecture, self.parameters, optimizer, ranks.checkpoint_group
+            )
+
+    def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
+        """Apply kernels, head groups, checkpointing and offloading to the model."""
+        checkpointing, tp, pool = config.trainer.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
+        parts = []
+        for chunk in self.chunks:
+            kernels.apply(chunk, checkpointing=checkpointing, tp_size=tp.size)
+            for layer in chunk.layers:
+                apply_head_groups(layer.self_attn, memory.model.head_groups)
+            activations = Activations(
+                list(chunk.layers),
+                checkpointing=checkpointing,
+                pool=pool,
+                device=ranks.device,
+                tp=tp,
+                row_wise=row_wise_parts(chunk, tp.size),
+            )
+            parts.append(Decoder(module=chunk, activations=activations))
+        return parts
 
 
 def build_own_model(
@@ -76,4 +135,4 @@ def build_own_model(
         parameters.value_of(entry).copy_(initial_values(entry.name, entry.cut, architecture, seed))
     if tied_head is not None:
         tied_head.lend()
-    return OwnModel(chunks=chunks, parameters=parameters, tied_head=tied_head)
+    return OwnModel(architecture=architecture, chunks=chunks, parameters=parameters, tied_head=tied_head)

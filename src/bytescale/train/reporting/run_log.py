@@ -94,7 +94,7 @@ class RunLog:
         mesh = job.ranks.mesh.shape
         degrees = f" ({mesh.pp} stages x {mesh.hdp} HDP x {mesh.tp} TP)" if mesh.size > mesh.hdp else ""
         dtype = str(job.ranks.dtype).removeprefix("torch.")
-        self.say(f"model   {job.description}")
+        self.say(f"model   {job.spec.describe()}")
         self.say(f"data    {describe_corpus(job.feed.metadata)}")
         self.say(
             f"ranks   {mesh.size} x {job.ranks.device.type}{degrees} ({dtype}), capacity "

@@ -47,7 +47,6 @@ class StepTraces:
             return
         assert data.plan is not None, "the first rank has the whole plan"
         times = self._job.step_times
-        assert times is not None, "trainer.trace_steps is refused for models that the simulator does not know"
         predicted = times.simulated(data.plan, self._job.current_cost)
         metadata = TraceMetadata(
             step=metrics.step,

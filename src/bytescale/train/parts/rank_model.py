@@ -1,0 +1,75 @@
+"""One rank's part of a model, whoever has written its code: the trainer knows of the difference here alone.
+
+``OwnModel`` and ``HFModel`` offer the same: counts, parameters, layers, memory, initial weights and decoders.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bytescale.attention import AttentionKernel
+from bytescale.config import Architecture, AttachedArchitecture, Config
+from bytescale.config.attached import check_attached
+from bytescale.config.validate import check_mesh
+from bytescale.cost.memory import DeviceKind, MeasuredMemory
+from bytescale.cost.spec import ModelSpec
+from bytescale.train.parts.own_model import OwnModel, build_own_model
+from bytescale.train.parts.run_kernels import Kernels
+from bytescale.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from bytescale.train.parts.attached_model import HFModel
+
+
+def build_rank_model(
+    config: Config, architecture: Architecture | AttachedArchitecture, ranks: Ranks, kernels: Kernels
+) -> OwnModel | HFModel:
+    """Make this rank's part and nothing else. Raises ``ConfigError`` where ``config`` asks for what it cannot have."""
+    if isinstance(architecture, AttachedArchitecture):
+        check_attached(config, architecture)
+        from bytescale.train.parts.attached_model import build_attached_model  # imports transformers
+
+        return build_attached_model(
+            config,
+            architecture,
+            kernels.attention,
+            device=ranks.device,
+            dtype=ranks.dtype,
+            num_shards=ranks.mesh.hdp.size,
+            rank=ranks.mesh.hdp.rank,
+            smallest=ranks.smallest,
+        )
+    check_mesh(config.parallel, architecture, ranks.world.size)
+    return build_own_model(
+        architecture,
+        ranks.mesh,
+        virtual_stages=config.parallel.virtual_stages,
+        dtype=ranks.dtype,
+        seed=config.trainer.seed,
+        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
+    )
+
+
+def describe_model(
+    config: Config,
+    architecture: Architecture | AttachedArchitecture,
+    kernel: AttentionKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_ranks: int,
+) -> tuple[ModelSpec, Architecture | MeasuredMemory]:
+    """The counts of a model, and what ``budget.memory_budget`` takes, without ranks.
+
+    A model of transformers is built once, as one rank, to be measured.
+    """
+    if not isinstance(architecture, AttachedArchitecture):
+        return ModelSpec.of(architecture), architecture
+    check_attached(config, architecture)
+    from bytescale.train.parts.attached_model import build_attached_model
+
+    model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
+    kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+    return model.spec, model.memory(kind, num_ranks, config.trainer.ring_gradients)
