@@ -115,7 +115,7 @@ class HDPTrainerMixin:
         self.capacity_tokens = capacity_tokens
         self._largest_norm, args = args.max_grad_norm, copy.copy(args)
         args.max_grad_norm = 0.0  # Trainer would clip one rank's part of the gradient
-        super().__init__(model, args=args, **options)
+        super().__init__(model, args=args, **options)  # type: ignore[call-arg]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Attach ``HDP``, and shard the optimizer that ``args.optim`` names."""

@@ -79,7 +79,7 @@ class BytescaleEngine(BaseEngine):
     def initialize(self) -> None:
         """Load the model, attach ``HDP``, and make the optimizer and its schedule."""
         config = self.engine_config
-        self.module = self._with_adapters(self._load(_DTYPES[config.dtype])).to(get_device_name())
+        self.module: Any = self._with_adapters(self._load(_DTYPES[config.dtype])).to(get_device_name())
         self.hdp = HDP(
             self.module,
             capacity_tokens=config.max_token_len_per_gpu,
