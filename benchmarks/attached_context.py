@@ -48,10 +48,8 @@ def built(num_layers: int, checkpointing: Checkpointing) -> HFModel:
         config = Config(model=ModelConfig(preset=f"hf:{folder}"))
         config = replace(
             config,
-            trainer=replace(
-                config.trainer, init=f"hf:{folder}", checkpointing=checkpointing, device="cpu", dtype="bf16"
-            ),
-            memory=replace(config.memory, offload="on", host_gib=1.0),
+            trainer=replace(config.trainer, init=f"hf:{folder}", device="cpu", dtype="bf16"),
+            memory=replace(config.memory, offload="on", host_gib=1.0, checkpointing=checkpointing),
             data=replace(config.data, context_length=32),
         )
         architecture: Any = resolve_model(config.model)

@@ -35,7 +35,7 @@ from bytescale.config import (
     CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
-    TrainerConfig,
+    ParallelConfig,
     resolve_architecture,
 )
 from bytescale.runtime import FlatParameters, Mesh, MeshShape, Range, RankGroup, ShardedOptimizer
@@ -159,7 +159,7 @@ def meta_rank(shape: Architecture, mesh: MeshShape, rank: int) -> ShardedOptimiz
         virtual_stages=1,
         dtype=torch.bfloat16,
         seed=0,
-        bucket_bytes=int(TrainerConfig().gradient_bucket_mib * 2**20),
+        bucket_bytes=int(ParallelConfig().gradient_bucket_mib * 2**20),
     )
 
     class Optimizer:

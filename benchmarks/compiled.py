@@ -1,4 +1,4 @@
-"""Measures what ``trainer.compile`` gains: forward and backward of a layer, plain and compiled, in one run.
+"""Measures what ``kernels.compile`` gains: forward and backward of a layer, plain and compiled, in one run.
 
     python benchmarks/compiled.py [--device cuda] [--dtype bf16]
 

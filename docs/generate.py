@@ -21,6 +21,7 @@ from bytescale.cli.convert import ConvertOptions
 from bytescale.cli.data import AuditConfig, ShowConfig, StatsConfig, TokenizeConfig
 from bytescale.cli.demo import DemoOptions
 from bytescale.cli.init import InitOptions
+from bytescale.cli.options import attribute_texts
 from bytescale.cli.plan import PlanOptions
 from bytescale.cli.profile import ProfileOptions
 from bytescale.cli.report import ReportOptions
@@ -29,7 +30,6 @@ from bytescale.cli.simulate import SimulateOptions
 from bytescale.cli.train import TrainOptions
 from bytescale.common.units import format_count
 from bytescale.config import PRESETS, Config
-from bytescale.config.texts import attribute_texts
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

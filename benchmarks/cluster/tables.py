@@ -235,7 +235,7 @@ def train(
     arguments += ["--data.tokenizer", "bytes", "--data.context-length", str(context), "--data.over-length", "split"]
     arguments += ["--data.batch-tokens", str(setting.batch_tokens), "--data.cache-dir", str(setting.out / "cache")]
     arguments += ["--parallel.capacity-tokens", str(setting.capacity), "--cost.profile", str(setting.profile)]
-    arguments += ["--trainer.gradient-bucket-mib", str(BUCKET_MIB), "--optimizer.lr", "1e-2", *extra]
+    arguments += ["--parallel.gradient-bucket-mib", str(BUCKET_MIB), "--optimizer.lr", "1e-2", *extra]
     traffic = torchrun(network, setting.ranks_per_node, arguments, setting.out / f"{planner}.log", SECONDS)
     (setting.out / f"{planner}-sent.json").write_text(json.dumps(traffic.sent))
 

@@ -13,21 +13,24 @@ from torch import Tensor, nn
 
 from bytescale import HDP
 from bytescale.parity import FAMILIES, Setup, compare, small_model
-from bytescale.parity.__main__ import main, tolerance_of
+from bytescale.parity.__main__ import TOLERANCE, main
 from bytescale.parity.thread_ranks import run_ranks
+from bytescale.parity.wide_casts import WideCasts
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
 
 from .support import documents, on_ranks, plain_update, printed_loop
 
-QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "deepseek_v3")
+CHUNKED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
+"""Delta rules solve a triangular system for every chunk, which loses more of fp32 than sums do."""
+QUICK = ("llama", "mixtral", "granite", "gpt2", "opt", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_family_equals_one_process(name: str) -> None:
-    """fp64 differs only in the order of sums. Norms and routers that compute in fp32 round equal numbers equally."""
+    """In fp64, conversions to fp32 included, sums in another order are all that differs."""
     model = small_model(name)
-    assert compare(model, Setup(num_ranks=3)).worst <= tolerance_of(name, "fp64")
+    assert compare(model, Setup(num_ranks=3)).worst <= TOLERANCE["fp64"]
 
 
 def test_ranks_leave_no_thread_behind() -> None:
@@ -62,15 +65,16 @@ def test_ranks_that_fail_leave_no_thread_behind() -> None:
 def test_a_family_on_more_plans(name: str) -> None:
     model = small_model(name)
     for seed in (2, 4):
-        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= tolerance_of(name, "fp64")
+        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= TOLERANCE["fp64"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_in_fp32(name: str) -> None:
     model = small_model(name, dtype=torch.float32)
+    tolerance = 1e-4 if name in CHUNKED else TOLERANCE["fp32"]
     for seed in (1, 2, 3):
-        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= 1e-5
+        assert compare(model, Setup(num_ranks=seed, seed=seed)).worst <= tolerance
 
 
 @pytest.mark.parametrize("planner", ["adaptive", "static", "naive", "paper"])
@@ -91,16 +95,18 @@ def test_a_grid_of_two_columns(name: str) -> None:
         schedule=[[[0, 1]], [[0]], [[0]], [[0]]],
     )
     reference = copy.deepcopy(model)
-    expected = plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), float("inf"))
+    with WideCasts():
+        expected = plain_update(reference, batch, torch.optim.SGD(reference.parameters(), lr=0.0), float("inf"))
 
     def work(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, dict[str, Tensor]]:
         hdp = HDP(own, group, capacity_tokens=40)
         hdp.adamw(lr=0.0)
-        return printed_loop(hdp, own, batch, plan=plan), hdp.gradients()
+        with WideCasts():
+            return printed_loop(hdp, own, batch, plan=plan), hdp.gradients()
 
     results = on_ranks(4, model, work)
     assert sum(loss for loss, _ in results) == pytest.approx(expected, rel=1e-8)
-    tolerance = tolerance_of(name, "fp64")
+    tolerance = TOLERANCE["fp64"]
     for key, parameter in reference.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(results[0][1][key], parameter.grad, rtol=tolerance, atol=tolerance)
@@ -108,7 +114,7 @@ def test_a_grid_of_two_columns(name: str) -> None:
 
 def test_the_command_compares_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["qwen2", "--plans", "1"]) == 0
-    assert main(["mamba", "--plans", "1"]) == 2
+    assert main(["rwkv", "--plans", "1"]) == 2
     printed = capsys.readouterr().out
     assert "equal: loss" in printed
     assert "refused: " in printed

@@ -12,7 +12,7 @@ from torch import nn
 
 import bytescale
 from bytescale.parity import Setup, compare
-from bytescale.parity.__main__ import tolerance_of
+from bytescale.parity.__main__ import TOLERANCE
 from tests.helpers.effort import one_of
 
 from .support import documents, on_ranks, plain_update, printed_loop, small_model
@@ -30,7 +30,7 @@ def test_hugging_faces_checkpointing(name: str, reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
-    assert compare(model, Setup(num_ranks=3)).worst <= tolerance_of(name, "fp64")
+    assert compare(model, Setup(num_ranks=3)).worst <= TOLERANCE["fp64"]
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
 
@@ -59,7 +59,7 @@ def test_lora(name: str, checkpointing: bool) -> None:
     if checkpointing:
         adapted.gradient_checkpointing_enable({"use_reentrant": False})
     result = compare(adapted.to(torch.float64).train(), Setup(num_ranks=3, seed=1))
-    assert result.worst <= tolerance_of(name, "fp64")
+    assert result.worst <= TOLERANCE["fp64"]
     assert result.gradients
     assert all("lora" in name for name in result.gradients)
 

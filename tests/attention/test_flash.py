@@ -22,7 +22,7 @@ from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.flash import FA4, FASTEST_FIRST, FlashImplementation, Heads
 from bytescale.attention.kernels import CpuFlashKernel, MathKernel, OfQueries
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, DataConfig, TrainerConfig, validate
+from bytescale.config import Config, DataConfig, KernelsConfig, TrainerConfig, validate
 from bytescale.train.parts.run_kernels import open_kernels
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -193,7 +193,7 @@ def test_what_is_not_there_is_refused_by_name(installed: Callable[..., None], mo
     gpu = torch.device("cuda")
     for name, fix in (("fa3", "To fix: install FlashAttention 3"), ("fa4", "To fix: pip install --pre flash-attn-4")):
         with (
-            pytest.raises(ConfigError, match=f'trainer.attention = "{name}", but it is not installed.*{fix}'),
+            pytest.raises(ConfigError, match=f'kernels.attention = "{name}", but it is not installed.*{fix}'),
             flash.open_attention(name, gpu, torch.bfloat16, HEADS),
         ):
             pass
@@ -226,18 +226,18 @@ def test_a_package_that_was_built_for_another_torch_is_passed_over(
 
 @pytest.mark.parametrize("name", ["fa3", "fa4"])
 def test_newer_flash_attention_needs_a_gpu_and_half_precision(name: str) -> None:
-    config = Config(data=DataConfig(sources=("here",)), trainer=TrainerConfig(attention=name))  # type: ignore[arg-type]
+    config = Config(data=DataConfig(sources=("here",)), kernels=KernelsConfig(attention=name))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a GPU, and this run is on the CPU"), open_kernels(config, CPU, FP32):
         pass
     for wrong in ({"device": "cpu"}, {"dtype": "fp32"}):
-        trainer = TrainerConfig(attention=name, **wrong)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=f'trainer.attention = "{name}" with trainer.{next(iter(wrong))}'):
-            validate(Config(data=DataConfig(sources=("here",)), trainer=trainer))
+        trainer = TrainerConfig(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f'kernels.attention = "{name}" with trainer.{next(iter(wrong))}'):
+            validate(replace(config, trainer=trainer))
 
 
 def test_on_a_cpu_the_log_says_flash_or_math() -> None:
     for name, line in (("auto", "flash"), ("flash", "flash"), ("math", "math")):
-        config = Config(trainer=TrainerConfig(attention=name))  # type: ignore[arg-type]
+        config = Config(kernels=KernelsConfig(attention=name))  # type: ignore[arg-type]
         with open_kernels(config, CPU, FP32) as kernels:
             assert kernels.lines() == [f"kernels attention {line}; pointwise parts not compiled"]
 

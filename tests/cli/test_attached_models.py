@@ -1,4 +1,4 @@
-"""``plan`` and ``simulate`` of models that run on transformers' own code; ``profile`` refuses them."""
+"""``plan`` and ``simulate`` of models that run on transformers' own code; ``profile`` of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytescale.attach.interface import Attachment
 from bytescale.attach.probe import probe
 from bytescale.cli.main import main
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
-from bytescale.cost import Cluster, Profile
+from bytescale.cost import Cluster, Profile, load_profile
 from bytescale.parity import small_model
 from bytescale.planner import naive_plan
 from bytescale.simulator import ClusterConfig, simulate
@@ -78,16 +78,37 @@ def test_the_simulator_counts_what_windows_reach(name: str) -> None:
         (["plan", "--parallel.tp", "2"], "parallel.tp = 2 with a model of type qwen3"),
         (["simulate", "--parallel.ranks", "2", "--parallel.pp", "2"], "parallel.pp = 2 with a model of type qwen3"),
         (["plan", "--cost.profile", "case-study"], "is of another model: its hidden_size"),
-        (["profile", "--out", "TMP/profile.toml"], "measures the layers of our own Llama and Mixtral only"),
     ],
 )
 def test_what_only_our_own_models_have(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = hf_folder(tmp_path / "qwen3", "qwen3")
-    arguments = [word.replace("TMP", str(tmp_path)) for word in arguments]
     assert main([*arguments, "--model.preset", f"hf:{folder}"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+def test_a_profile_of_a_model_of_transformers_is_measured_and_taken(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and a soft cap, and values narrower than keys. Another model's layers are refused."""
+    monkeypatch.setattr("bytescale.train.profiling.measurer.MIN_SECONDS", 0.002)
+    folder, out = hf_folder(tmp_path / name, name), tmp_path / "profile.toml"
+    model = ["--model.preset", f"hf:{folder}", "--trainer.device", "cpu"]
+    assert main(["profile", *model, "--out", str(out), "--data.context-length", "512", "--seconds", "60"]) == 0
+    profile = load_profile(str(out))
+    assert {point.tokens for point in profile.points} == {256, 512}
+    assert bool(profile.windows) == (name == "gemma2")
+    assert profile.attention_forward(512) > 0
+    assert profile.rest_backward(512) > 0
+    assert profile.cost_model().row_bytes_per_token > 0  # type: ignore[operator]
+    batch = ["--batch.distribution", "github", "--data.batch-tokens", "8K", "--data.context-length", "2K"]
+    planned = [*batch, "--parallel.ranks", "4", "--parallel.capacity-tokens", "1024", "--cost.profile", str(out)]
+    assert main(["simulate", *model, *planned]) == 0
+    other = hf_folder(tmp_path / "qwen3", "qwen3", hidden_size=48)
+    assert main(["plan", "--model.preset", f"hf:{other}", *planned]) == 2
+    assert "is of another model" in " ".join(capsys.readouterr().err.split())
 
 
 def test_models_that_cannot_be_planned(

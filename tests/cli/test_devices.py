@@ -101,7 +101,7 @@ def test_plan_and_simulate_count_as_train_does(
     capacity, model, usable_bytes = seen_by_plan([str(tmp_path / "config.toml")], monkeypatch)
     simulated, kept = seen_by_simulate(tmp_path / "config.toml", monkeypatch)
     assert capacity == simulated == budget.capacity_tokens
-    if config.trainer.checkpointing != "none":
+    if config.memory.checkpointing != "none":
         assert kept == budget.model.layer_saved_bytes_per_token
     assert usable_bytes == budget.device_bytes
     assert model == budget.model
@@ -139,7 +139,6 @@ def test_checkpointing_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None
     small = ["--data.batch-tokens", "256K", "--data.context-length", "64K", "--parallel.ranks", "64"]
     small += ["--parallel.capacity-tokens", "auto"]
     capacities = [
-        seen_by_plan([*small, "--trainer.checkpointing", mode], monkeypatch)[0]
-        for mode in ("none", "attention", "full")
+        seen_by_plan([*small, "--memory.checkpointing", mode], monkeypatch)[0] for mode in ("none", "attention", "full")
     ]
     assert capacities[0] < capacities[1] < capacities[2]

@@ -1,6 +1,7 @@
 """The planner's cost model against hand computations."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,18 @@ def test_hidden_and_exposed_rings_by_hand() -> None:
     assert MODEL.exposed_seconds(8, 64, 4, True) == 3 * (27 - 8)
     # long enough to hide it: 80 tokens, blocks 2 * 6400 / 16 = 800 s, transfers 20 * 2 + 7 = 47 s
     assert MODEL.exposed_seconds(80, 6400, 4) == 0
+
+
+def test_states_take_rounds_that_do_not_depend_on_the_length() -> None:
+    # 3 of 4 layers are recurrent. Rings wait for a quarter of 7 s; 4 members exchange states in 3 rounds.
+    hybrid = replace(MODEL, recurrent_share=0.75, state_bytes=200.0)
+    states = 3 * (200 / 50 + 0.75 * 7)
+    assert hybrid.exposed_seconds(80, 6400, 4) == states
+    assert hybrid.exposed_seconds(800, 640000, 4) == states
+    assert hybrid.exposed_seconds(8, 64, 4) == pytest.approx(states)  # a ring hides 5.75 s behind 8
+    assert hybrid.exposed_seconds(80, 6400, 1) == 0
+    assert hybrid.exposed_of_one(80, 4, 1) == states
+    assert hybrid.exposed_seconds(80, 6400, [1, 5]).tolist() == [0, 4 * (200 / 50 + 0.75 * 7)]
 
 
 def test_group_seconds_broadcasts() -> None:

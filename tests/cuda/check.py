@@ -13,7 +13,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import Exchange, PackedAttention
 from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
+from bytescale.attention.exchange import Message
 from bytescale.attention.kernels import CudaFlashKernel, OfQueries
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.models import build_model
@@ -147,14 +148,14 @@ def messages_of(columns: int) -> int:
     )
 
     class Recorded(Exchange):
-        def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:
-            if send is not None:
+        def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[dist.Work]:
+            for send, to in sends:
                 assert send.is_contiguous()
                 sizes.setdefault((self.rank, to), []).append(send.numel() * send.element_size())
-            if receive is not None:
+            for receive, source in receives:
                 assert receive.is_contiguous()
                 received.setdefault((source, self.rank), []).append(receive.numel() * receive.element_size())
-            return super()._post(send, to, receive, source, tag)
+            return super()._post(sends, receives, tag)
 
     for rank in range(4):
         (micro_batch,) = RankPlan.of(plan, rank).micro_batches

@@ -1,14 +1,16 @@
-"""Attention rules for our own models, whose modules know none: a layer's attention callable is given them."""
+"""Attention rules and recurrences for our own models, whose modules know none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bytescale.attention import AttentionRules, PackedAttention
 from bytescale.models.llama import Attention
+from bytescale.recurrence import GroupCuts
 
 
 @dataclass(frozen=True)
@@ -39,5 +41,22 @@ def apply_rules(module: Attention, rules: AttentionRules) -> None:
 
     def forward(hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: PackedAttention) -> Tensor:
         return inner(hidden, rotation, Ruled(attention, rules))  # type: ignore[arg-type]
+
+    module.forward = forward  # type: ignore[assignment,method-assign]
+
+
+def apply_recurrence(module: Attention, *, matrix: bool) -> None:
+    """Send a halo and states of ``module``'s input before its attention. Apply it before checkpointing."""
+    inner = module.forward
+
+    def forward(hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: PackedAttention) -> Tensor:
+        cuts = GroupCuts(attention)
+        rows, arrived, _ = cuts.halo(hidden, 3)
+        rows = rows + arrived.sum()
+        if cuts.fragments:
+            states = torch.stack([rows[part].sum() * rows.new_ones(2, 3, 4) for part in cuts.fragments])
+            rows, entry = cuts.entry(rows, states[..., :3] if matrix else states[..., :1, :1], states, matrix=matrix)
+            rows = rows + entry.sum()
+        return inner(rows, rotation, attention)
 
     module.forward = forward  # type: ignore[assignment,method-assign]

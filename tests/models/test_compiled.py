@@ -182,7 +182,7 @@ def test_a_compiler_that_fails_is_refused_by_name() -> None:
         raise RuntimeError("No working C++ compiler found\nand a page of advice")
 
     with pytest.raises(
-        ConfigError, match=r"trainer\.compile is on.*No working C\+\+ compiler.*To fix: install a C\+\+"
+        ConfigError, match=r"kernels\.compile is on.*No working C\+\+ compiler.*To fix: install a C\+\+"
     ):
         RowCompiler(broken).check(torch.device("cpu"))
     RowCompiler(CountedGraphs()).check(torch.device("cpu"))
@@ -195,8 +195,8 @@ def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path) -> None:
     environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode != 0
-    assert "ConfigError: trainer.compile is on, but torch.compile fails here (" in ended.stderr
-    assert "To fix: install a C++ compiler (g++), or leave trainer.compile out." in ended.stderr
+    assert "ConfigError: kernels.compile is on, but torch.compile fails here (" in ended.stderr
+    assert "To fix: install a C++ compiler (g++), or leave kernels.compile out." in ended.stderr
 
 
 @pytest.mark.exhaustive

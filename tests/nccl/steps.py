@@ -15,7 +15,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, Mesh, ShardedOptimizer
 from bytescale.runtime.activations import Activations
 from bytescale.train.parts.own_model import build_own_model
-from tests.helpers.rules import apply_rules
+from tests.helpers.rules import apply_recurrence, apply_rules
 from tests.helpers.steps import random_batch, slice_batch, small_shape
 from tests.nccl.recorder import ZeroKernel
 
@@ -35,11 +35,13 @@ def training_step(
     head_groups: int = 1,
     bucket_bytes: int = 0,
     window: int | None = None,
+    recurrence: str = "",
 ) -> Callable[[Mesh], None]:
     """What one rank does in one step, all its collectives included.
 
     ``bucket_bytes``: of gradients that are reduced while ranks compute. Then there are two steps, since parameters are
-    gathered during the second one's forwards. ``window``: of every second layer's attention.
+    gathered during the second one's forwards. ``window``: of every second layer's attention. ``recurrence``:
+    ``matrix`` or ``number``, how states decay in every other layer.
     """
     batch = random_batch(plan.lengths.tolist(), architecture.vocab_size, 0, masked_share=0.0)
 
@@ -58,6 +60,8 @@ def training_step(
                 apply_head_groups(layer.self_attn, head_groups)
                 if number % 2:
                     apply_rules(layer.self_attn, AttentionRules(window=window))
+                elif recurrence:
+                    apply_recurrence(layer.self_attn, matrix=recurrence == "matrix")
             activations = Activations(
                 list(chunk.layers),
                 checkpointing=checkpointing,  # type: ignore[arg-type]

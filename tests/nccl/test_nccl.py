@@ -56,7 +56,9 @@ def recorded(
     """
     layers = mesh.pp * num_chunks * (2 if num_chunks == 1 else 1)
     own = {
-        key: options.pop(key) for key in ("checkpointing", "head_groups", "bucket_bytes", "window") if key in options
+        key: options.pop(key)
+        for key in ("checkpointing", "head_groups", "bucket_bytes", "window", "recurrence")
+        if key in options
     }
     architecture = tiny(layers, **options)
     step = training_step(plan, architecture, num_chunks=num_chunks, **own)  # type: ignore[arg-type]

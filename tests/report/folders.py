@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bytescale.config import Config, DataConfig, ParallelConfig, TrainerConfig, config_to_toml
+from bytescale.config import Config, DataConfig, LogConfig, ParallelConfig, TrainerConfig, config_to_toml
 from bytescale.plan import Plan
 from bytescale.plan.io import save_plan
 from bytescale.plan.plan import GroupSpec
@@ -91,7 +91,8 @@ def write_run(
     config = Config(
         data=DataConfig(sources=("corpus",), batch_tokens=8192),
         parallel=ParallelConfig(ranks=2),
-        trainer=TrainerConfig(steps=steps, run_dir=str(path), trace_steps=trace_steps),
+        trainer=TrainerConfig(steps=steps, run_dir=str(path)),
+        log=LogConfig(trace_steps=trace_steps),
     )
     config = replace(config, planner=replace(config.planner, name=planner))
     folder = RunFolder(path)

@@ -160,7 +160,7 @@ def test_advice_on_slow_steps_and_slow_ranks(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "steps", some, steps=10), "run")
     (advice,) = advice_for(run)
     assert "1 of 8 steps took more than 1.5 times the median time a token (step 7)" in advice.figure
-    assert "--trainer.trace-steps 7" in advice.remedy
+    assert "--log.trace-steps 7" in advice.remedy
     (figure,) = [one for one in figures(tmp_path, QUIET, traced=trace_of_two_ranks(3, slowness=2.0)) if "Rank" in one]
     assert figure.startswith("Rank 1 takes 1.35 times as long as the other ranks")
 

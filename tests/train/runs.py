@@ -39,7 +39,7 @@ def write_corpus(folder: Path, num_documents: int = 60, seed: int = 0) -> Path:
 
 def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
     """Byte tokenizer, context 256 on ranks of 128 tokens at least (256 for one rank)."""
-    return Config(
+    config = Config(
         model=ModelConfig(preset="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=48),
         data=DataConfig(
             sources=(str(corpus),), context_length=256, batch_tokens=640, cache_dir=str(corpus.parent / "cache")
@@ -48,9 +48,10 @@ def small_run(corpus: Path, run_dir: Path, **trainer: object) -> Config:
         planner=PlannerConfig(verify="full"),
         cost=CostConfig(calibrate=False),  # so that runs are equal to the last bit; test_calibrated_runs has others
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
-        trainer=TrainerConfig(**{"steps": 8, "dtype": "fp32", "run_dir": str(run_dir), "device": "cpu", **trainer}),  # type: ignore[arg-type]
+        trainer=TrainerConfig(steps=8, dtype="fp32", run_dir=str(run_dir), device="cpu"),
         checkpoint=CheckpointConfig(every=3, keep=2),
     )
+    return with_trainer(config, **trainer)
 
 
 def on_ranks(config: Config, num_ranks: int, capacity_tokens: int = 256) -> Config:
@@ -58,7 +59,13 @@ def on_ranks(config: Config, num_ranks: int, capacity_tokens: int = 256) -> Conf
 
 
 def with_trainer(config: Config, **changes: object) -> Config:
-    return replace(config, trainer=replace(config.trainer, **changes))
+    """The config with other settings of the trainer, or of how it computes and what it logs."""
+    for name in ("trainer", "memory", "kernels", "parallel", "log"):
+        section = getattr(config, name)
+        own = {key: changes.pop(key) for key in list(changes) if hasattr(section, key)}
+        config = replace(config, **{name: replace(section, **own)})
+    assert not changes, f"there are no settings {', '.join(changes)}"
+    return config
 
 
 def run(config: Config) -> list[float]:

@@ -139,7 +139,8 @@ def test_trainer_own_loop_and_plain_transformers_give_the_same_curve(corpus: Pat
     assert plain[-1] < 0.9 * plain[0]
 
 
-NAMES, MODES = ["gemma2", "gpt_oss", "mistral", "granite", "deepseek_v3", "gpt2"], ["attention", "full", "none"]
+NAMES = ["gemma2", "gpt_oss", "mistral", "granite", "deepseek_v3", "gpt2", "qwen3_5_text", "jamba"]
+MODES = ["attention", "full", "none"]
 CURVES = [("gemma2", "attention", 3)] + [
     (name, MODES[(place + num_ranks) % 3], num_ranks)
     for place, name in enumerate(NAMES)
@@ -211,8 +212,8 @@ def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
     [
         ("parallel", {"tp": 2, "ranks": 2}, "parallel.tp = 2 with a model of type qwen3"),
         ("parallel", {"pp": 2, "ranks": 2}, "parallel.pp = 2"),
-        ("trainer", {"compile": True}, "trainer.compile = true"),
-        ("trainer", {"head_groups": 2, "checkpointing": "full"}, "trainer.head_groups = 2"),
+        ("kernels", {"compile": True}, "kernels.compile = true"),
+        ("memory", {"head_groups": 2, "checkpointing": "full"}, "memory.head_groups = 2"),
         ("model", {"num_layers": 3}, "model.num_layers is set"),
     ],
 )

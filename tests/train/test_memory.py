@@ -63,7 +63,7 @@ def test_a_capacity_that_fits_with_groups_of_heads_alone_gets_them(corpus: Path,
     ("changes", "message"),
     [
         ({"head_groups": 3, "checkpointing": "full"}, "head_groups = 3 does not divide the 2 key/value heads"),
-        ({"head_groups": 2}, 'head_groups = 2 with trainer.checkpointing = "none"'),
+        ({"head_groups": 2}, 'head_groups = 2 with memory.checkpointing = "none"'),
         ({"head_groups": -1}, "head_groups is -1"),
     ],
 )

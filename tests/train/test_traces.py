@@ -118,9 +118,9 @@ def test_a_resumed_run_says_which_traces_it_cannot_take(corpus: Path, tmp_path: 
     run(config)
     run(with_trainer(config, steps=5, resume=True, trace_steps=(1, 3, 5)))
     log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
-    assert "none of step 1, which trainer.trace_steps names: the run goes on from step 4" in log
+    assert "none of step 1, which log.trace_steps names: the run goes on from step 4" in log
     assert "none of step 3" not in log  # its trace is there
     assert RunFolder(tmp_path / "run").trace(5).exists()
     run(with_trainer(config, steps=5, resume=True, trace_steps=(2,)))
     log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
-    assert "none of step 2, which trainer.trace_steps names: the run ended before it" in log
+    assert "none of step 2, which log.trace_steps names: the run ended before it" in log

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.common.errors import ConfigError
-from bytescale.config import Config, TrainerConfig
+from bytescale.config import Config, LogConfig
 from bytescale.train import train
 from bytescale.train.reporting import trackers
 from bytescale.train.reporting.trackers import _run_id, check_trackers, open_trackers
@@ -23,7 +23,7 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     folder = RunFolder(tmp_path / "first-run")
     folder.path.mkdir()
-    settings = TrainerConfig(
+    settings = LogConfig(
         wandb="offline",
         wandb_project="trial",
         wandb_entity="us",
@@ -31,7 +31,7 @@ def test_an_offline_run_of_wandb_holds_what_was_logged(tmp_path: Path) -> None:
         wandb_group="all",
         wandb_tags=("a", "b"),
     )
-    (tracker,) = open_trackers(folder, Config(trainer=settings))
+    (tracker,) = open_trackers(folder, Config(log=settings))
     tracker.log(7, {"loss": 5.5, "num_tokens": 12})
     tracker.log(8, {"loss": 5.25, "num_tokens": 13})
     tracker.close()
@@ -64,19 +64,17 @@ def test_trackers_get_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("trainer", "message"),
+    ("log", "message"),
     [
-        (TrainerConfig(wandb="offline"), r"trainer\.wandb is set but the package wandb .*bytescale\[wandb\]"),
-        (TrainerConfig(tensorboard=True), r"trainer\.tensorboard is set but .*bytescale\[tensorboard\]"),
+        (LogConfig(wandb="offline"), r"log\.wandb is set but the package wandb .*bytescale\[wandb\]"),
+        (LogConfig(tensorboard=True), r"log\.tensorboard is set but .*bytescale\[tensorboard\]"),
     ],
 )
-def test_a_missing_package_is_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch, trainer: TrainerConfig, message: str
-) -> None:
+def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, log: LogConfig, message: str) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
-        check_trackers(trainer)
-    check_trackers(TrainerConfig())
+        check_trackers(log)
+    check_trackers(LogConfig())
 
 
 def test_a_folder_named_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +92,7 @@ def test_what_wandb_refuses_is_one_clear_error(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login"):
-        open_trackers(RunFolder(tmp_path), Config(trainer=TrainerConfig(wandb="online")))
+        open_trackers(RunFolder(tmp_path), Config(log=LogConfig(wandb="online")))
 
 
 def read_wandb(path: Path) -> tuple:

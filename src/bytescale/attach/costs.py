@@ -9,10 +9,14 @@ from typing import Any
 from torch import nn
 
 from bytescale.attach.head import causal_model
-from bytescale.attach.probe import ModelFacts
+from bytescale.attach.probe import LayerAttention, ModelFacts
+from bytescale.attention import AttentionRules
 from bytescale.config import Architecture
 from bytescale.cost import flops
 from bytescale.cost.spec import ModelSpec
+
+_STATE_FLOPS = 6
+"""Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
 
 
 def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
@@ -21,7 +25,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
     In a layer with a sliding window every query sees a bounded number of keys (``Profile.windows``). Its ring traffic
     is bounded too and is left out.
     """
-    count, pairs, keys = len(facts.layers), 0, 0
+    count, pairs, keys = len(facts.layers) + len(facts.mixers), 0, 0
     of_windows: dict[int, int] = {}
     for layer in facts.layers:
         widths = layer.head_dim + layer.value_dim
@@ -32,6 +36,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
             of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0) + layer.num_heads * widths
     matrices, trained = _active_matrix_parameters(model)
     head, head_trained = _head_parameters(model)
+    recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in facts.mixers)
     stack = _equal_layers(model, facts, (matrices - head) / count)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     total = sum(size for size, _ in sizes)
@@ -42,12 +47,14 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
         pair_numbers=pairs / count,
         key_numbers=keys / count,
         parameters=max(0, total - vocabulary) // count,
-        active=(matrices - head) / count,
-        trained=(trained - head_trained) / count,
+        active=(matrices - head + recurrences) / count,
+        trained=(trained - head_trained + recurrences) / count,
         head=head,
         head_trained=head_trained,
         total=total,
         total_trained=sum(size for size, is_trained in sizes if is_trained),
+        recurrent_share=len(facts.mixers) / count,
+        state_numbers=sum(2.0 * (one.state_numbers + one.decay_numbers) for one in facts.mixers) / count,
         windows=tuple((window, part / pairs) for window, part in sorted(of_windows.items())),
     )
 
@@ -56,11 +63,14 @@ def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) 
     """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
     get_input, get_output = _embeddings_of(model)
     embedding, head = get_input(), get_output()
-    widest = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim)
+    plain = LayerAttention(
+        name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules(), has_sinks=False
+    )  # of a model without attention
+    widest: LayerAttention = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
     words, hidden = embedding.weight.shape
     stack = Architecture(
         vocab_size=words,
-        num_layers=len(facts.layers),
+        num_layers=len(facts.layers) + len(facts.mixers),
         hidden_size=hidden,
         num_heads=widest.num_heads,
         num_kv_heads=widest.num_kv_heads,

@@ -22,7 +22,7 @@ from bytescale.attach.head import ModelHead, causal_model, head_of, hidden_state
 from bytescale.attach.interface import KEYWORD, Attachment
 from bytescale.attach.long_rope import fix_rope, unfix_rope
 from bytescale.attach.passes import AttachedModel, MicroBatchPass
-from bytescale.attach.probe import ModelFacts, probe
+from bytescale.attach.probe import LayerAttention, LayerRecurrence, ModelFacts, probe
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
 from bytescale.cost.spec import ModelSpec
@@ -74,12 +74,14 @@ class AttachedDecoder(nn.Module):
 
     @cached_property
     def layers(self) -> list[nn.Module]:
-        """The decoder's layers: of every attention, the numbered module around it, in the order of the calls.
+        """The decoder's layers: of every attention and recurrence, the numbered module around it, in the model's order.
 
-        Raises ``ConfigError`` where attention does not lie in numbered modules.
+        Raises ``ConfigError`` where one of them does not lie in numbered modules.
         """
         names: list[str] = []
-        for layer in self.facts.layers:
+        places = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
+        parts: list[LayerAttention | LayerRecurrence] = [*self.facts.layers, *self.facts.mixers]
+        for layer in sorted(parts, key=lambda part: places[part.name]):
             numbered = re.match(r"(.*?\.\d+)(\.|$)", layer.name)
             if numbered is None:
                 raise refusal(

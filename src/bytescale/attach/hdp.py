@@ -93,7 +93,7 @@ class HDP(Updates):
             cost: what the planner is to believe of training; None: counted from the model.
             forward_only: whether plans are for passes without backward, as scoring and prefill have them.
             kernel: ``auto``, or ``math`` for the slow reference.
-            checkpointing: ``full`` or ``attention`` compute layers again in backward (``trainer.checkpointing``).
+            checkpointing: ``full`` or ``attention`` compute layers again in backward (``memory.checkpointing``).
             host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
                 ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
 

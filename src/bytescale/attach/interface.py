@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from bytescale.attach.mixers import Mixers, MixerTarget
 from bytescale.attach.refusal import refusal
 from bytescale.common.errors import ConfigError
 
@@ -47,8 +48,8 @@ class Call:
     options: dict[str, Any]
 
 
-class Target(Protocol):
-    """The attention that the layers call during one pass."""
+class Target(MixerTarget, Protocol):
+    """The attention that the layers call during one pass, and where their recurrences are cut."""
 
     def attend(self, call: Call) -> Tensor:
         """``[B, T, H, Dv]``."""
@@ -135,6 +136,7 @@ class Attachment:
         for part, name in self._before:
             original = (name or "sdpa").removeprefix(PREFIX)
             part.config._attn_implementation_internal = _register(original)
+        self.mixers = Mixers(model, _target_of)
         modules = dict.fromkeys([model, *self.parts])
         self._hooks = [
             handle
@@ -159,8 +161,15 @@ class Attachment:
         self._is_detached = True
         for part, name in self._before:
             part.config._attn_implementation_internal = name
+        self.mixers.detach()
         for hook in self._hooks:
             hook.remove()
+
+
+def _target_of(kwargs: dict[str, Any]) -> Target | None:
+    """The pass of a mixer's forward. Some layers hand no keywords down to it."""
+    target: Target | None = kwargs.pop(KEYWORD, None)
+    return _pass.get() if target is None else target
 
 
 def _register(original: str) -> str:

@@ -15,7 +15,8 @@ from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.attach.refusal import refusal
 from bytescale.attention import PackedAttention
 from bytescale.attention.autocast import in_autocast
-from bytescale.common.errors import RankFailure
+from bytescale.common.errors import ConfigError, RankFailure
+from bytescale.recurrence import Cuts, GroupCuts
 
 
 @dataclass(kw_only=True)
@@ -23,6 +24,7 @@ class AttachedModel:
     """The attached model as passes need it: attention by module, and the modules that draw random numbers."""
 
     layers: dict[nn.Module, LayerAttention]
+    mixers: frozenset[nn.Module]
     random_modules: dict[str, nn.Module]
     num_calls: int
     plain_heads: dict[int, bool] = field(default_factory=dict)
@@ -32,15 +34,16 @@ class AttachedModel:
 
     def is_in(self, model: nn.Module) -> bool:
         """Whether ``model`` is the attached model or a module around it."""
-        return self.layers.keys() <= set(model.modules())
+        return self.layers.keys() | self.mixers <= set(model.modules())
 
     @staticmethod
     def of(model: nn.Module, facts: ModelFacts) -> AttachedModel:
         modules = {name or type(module).__name__: module for name, module in model.named_modules()}
         return AttachedModel(
             layers={modules[layer.name]: layer for layer in facts.layers},
+            mixers=frozenset(modules[mixer.name] for mixer in facts.mixers),
             random_modules={name: modules[name] for name in facts.random_parts if name in modules},
-            num_calls=len(facts.layers),
+            num_calls=len(facts.layers) + len(facts.mixers),
         )
 
 
@@ -69,6 +72,7 @@ class MicroBatchPass:
         """Whether the model has run it with gradients."""
         self.bypassed = False
         """Whether, while it was the loop's, the model ran with gradients and without it."""
+        self._cuts: dict[int, GroupCuts] = {}
         self._calls = 0
         self._in_forward = False
         self._backwards_to_come = 0
@@ -107,7 +111,7 @@ class MicroBatchPass:
         if completed and self._calls != self.model.num_calls:
             raise refusal(
                 "the model",
-                f"attention was called {self._calls} times in a pass; when the model was attached, "
+                f"attention and recurrences were called {self._calls} times in a pass; when the model was attached, "
                 f"{self.model.num_calls} times",
                 so="members of a ring would wait for each other forever",
                 fix="run the same layers in every pass (no layer drop), and attach again after the model has changed",
@@ -125,12 +129,7 @@ class MicroBatchPass:
         """``[1, T, H, Dv]`` from ``[1, H, T, D]`` queries; rows in the micro-batch's order."""
         layer = self.model.layers.get(call.module)
         if layer is None:
-            raise refusal(
-                type(call.module).__name__,
-                "it was not part of the model when the model was attached",
-                so="its attention is not known",
-                fix="attach again after the model has changed",
-            )
+            raise _not_attached(call.module)
         rows = max(1, self.num_rows)
         if call.query.shape[0] != 1 or {call.query.shape[2], call.key.shape[2]} != {rows} or call.mask is not None:
             raise refusal(
@@ -148,14 +147,27 @@ class MicroBatchPass:
             out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
         else:
             out = attention(q, k, v, layer.rules, sinks)
+        if self._in_forward and self.keep is not None:
+            self.keep(k[: self.num_rows], v[: self.num_rows])
+        return self._counted(out)[None]
+
+    @torch.compiler.disable
+    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
+        """The output of a recurrent layer, whose documents are cut as the plan says."""
+        if mixer not in self.model.mixers:
+            raise _not_attached(mixer)
+        attention = self._attention_of(in_autocast(next(mixer.parameters())).dtype)
+        out = cut(self._cuts.setdefault(id(attention), GroupCuts(attention)))
+        self._counted(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    def _counted(self, out: Tensor) -> Tensor:
         if self._in_forward:
             self._calls += 1
-            if self.keep is not None:
-                self.keep(k[: self.num_rows], v[: self.num_rows])
             if out.requires_grad:
                 self._backwards_to_come += 1
                 out.register_hook(self._one_backward_less)
-        return out[None]
+        return out
 
     def require_finished(self) -> None:
         """Raise ``RankFailure`` if other members of the ring wait for a backward that has not come."""
@@ -174,3 +186,12 @@ class MicroBatchPass:
 
     def _one_backward_less(self, gradient: Tensor) -> None:
         self._backwards_to_come -= 1
+
+
+def _not_attached(module: nn.Module) -> ConfigError:
+    return refusal(
+        type(module).__name__,
+        "it was not part of the model when the model was attached",
+        so="where its documents begin is not known",
+        fix="attach again after the model has changed",
+    )

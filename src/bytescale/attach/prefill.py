@@ -76,10 +76,18 @@ class Prefill:
     def cache(self, prompt: int, rank: int = 0) -> Any:
         """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
 
-        The members send what they hold. Their own parts stay, so a cache may be gathered again.
+        The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
+        for models with recurrent layers.
         """
         from transformers import DynamicCache
 
+        for mixer in self.hdp.facts.mixers:
+            raise refusal(
+                mixer.name,
+                "it has a state in place of keys and values, which prefill does not gather",
+                so="generate could not go on from it",
+                fix="call model.generate without past_key_values; next tokens and logits are known without the cache",
+            )
         layers = self._gathered(prompt, rank)
         if self.hdp.group.rank != rank:
             return None

@@ -7,7 +7,9 @@ The probe runs the model with an attention that sees nothing: it returns zeros. 
   other than attention mixes tokens: a recurrence, a convolution, a shift;
 * a row may depend on its position only as ``position_ids`` say, so that a token in the middle of a micro-batch is
   computed as in a document of its own; and the positions that the model would choose itself are 0, 1, 2 and so on;
-* random numbers (dropout, jitter) are noticed, with the part that draws them.
+* random numbers (dropout, jitter) are noticed, with the part that draws them;
+* recurrent layers (``mixers``) run with every row as a document. Then they run on documents cut at random places, which
+  has to reproduce the whole documents.
 
 All of it is the same on every rank, since it depends on the model's code and configuration alone.
 """
@@ -15,23 +17,21 @@ All of it is the same on every rank, since it depends on the model's code and co
 from __future__ import annotations
 
 import re
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bytescale.attach.blind import NUM_ROWS, Blind, MaskFunction, alike, mode, run_blind
 from bytescale.attach.head import causal_model
-from bytescale.attach.interface import KEYWORD, Call, Unusable
+from bytescale.attach.interface import Call
+from bytescale.attach.mixer_probe import LayerRecurrence, probe_mixers
 from bytescale.attach.refusal import refusal
 from bytescale.attention import AttentionRules
-from bytescale.common.errors import BytescaleError
-
-NUM_ROWS = 8
 
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
@@ -65,70 +65,33 @@ class ModelFacts:
     """What the probe found.
 
     Attributes:
-        layers: in the order of the calls.
+        layers: attention, in the order of the calls.
         random_parts: modules that draw random numbers in training mode.
+        mixers: recurrences, in the order of the calls.
     """
 
     layers: tuple[LayerAttention, ...]
     random_parts: tuple[str, ...]
-
-
-@dataclass
-class _Blind:
-    """A ``Target`` whose attention sees nothing, and that keeps what it was asked."""
-
-    names: dict[nn.Module, str]
-    calls: list[Call] = field(default_factory=list)
-    outermost: nn.Module | None = None
-
-    def attend(self, call: Call) -> Tensor:
-        self.calls.append(call)
-        batch, heads, rows, _ = call.query.shape
-        return call.value.new_zeros(batch, rows, heads, call.value.shape[-1])
-
-    def mask(self, mask_function: Callable[..., Any]) -> _MaskFunction:
-        return _MaskFunction(mask_function)
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, completed: bool) -> None:
-        pass
-
-
-class _MaskFunction(Unusable):
-    """Stands for a mask in the probe: which keys a query may see, at any place. A plan makes no mask."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(TypeError("it computes with its attention mask"))
-        self.function = function
-
-    def visible(self, query: int) -> Tensor:
-        """``[query + 33]`` bool: which of the keys up to some behind the query it sees."""
-        zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(query + 33)
-        try:
-            seen = self.function(zero, zero, torch.full_like(keys, query), keys)
-        except IndexError:  # it looks something up for every row of the pass: blocks of an image, for example
-            seen = True
-        return torch.as_tensor(seen).expand(len(keys)).to("cpu", torch.bool)
+    mixers: tuple[LayerRecurrence, ...] = ()
 
 
 def probe(model: nn.Module) -> ModelFacts:
     """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     _refuse_balance_loss(model)
-    with _mode(model, training=True), _no_checkpointing(model):
+    with mode(model, training=True), _no_checkpointing(model):
         random_parts, blind = _mixing_and_randomness(model, names)
-    if not blind.calls:
+    if not blind.calls and not blind.mixed:
         raise refusal(
             type(model).__name__,
-            "its forward never calls attention",
+            "its forward calls neither attention nor a recurrence that can be cut",
             so="documents of a micro-batch would see each other",
             fix="use a model type whose attention goes through transformers' AttentionInterface",
         )
     _require_positions_are_followed(model, names)
     layers = tuple(_layer(call, names[call.module]) for call in blind.calls)
-    return ModelFacts(layers=layers, random_parts=random_parts)
+    mixers = probe_mixers(model, names) if blind.mixed else ()
+    return ModelFacts(layers=layers, random_parts=random_parts, mixers=mixers)
 
 
 def _refuse_balance_loss(model: nn.Module) -> None:
@@ -143,7 +106,7 @@ def _refuse_balance_loss(model: nn.Module) -> None:
             )
 
 
-def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[tuple[str, ...], _Blind]:
+def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[tuple[str, ...], Blind]:
     """Run forward in training mode, and backward from the later rows, also of q, k and v, to the first one's input."""
     inputs: list[Tensor] = []
 
@@ -151,7 +114,7 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
         inputs.append(output.detach().requires_grad_())
         return inputs[-1].clone()  # some models change it in place
 
-    blind = _Blind(names)
+    blind = Blind(names)
     stack: list[str] = []
     ran: list[str] = []
     hooks = [_embedding(model).register_forward_hook(keep)]
@@ -163,7 +126,7 @@ def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tup
     saved = torch.get_rng_state()
     try:
         with torch.enable_grad(), noticed:
-            output = _run(model, blind, torch.arange(NUM_ROWS, device=device)[None])
+            output = run_blind(model, blind, torch.arange(NUM_ROWS, device=device)[None])
     finally:
         torch.set_rng_state(saved)
         for hook in hooks:
@@ -205,14 +168,14 @@ def _mixing_part(names: dict[nn.Module, str], ran: list[str]) -> str:
 def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str]) -> None:
     """Rows of equal tokens and equal ``position_ids`` have to be equal, wherever they lie."""
     rows = torch.arange(NUM_ROWS, device=next(model.parameters()).device)[None]
-    halves, given, chosen = _Blind(names), _Blind(names), _Blind(names)
-    with torch.no_grad(), _mode(model, training=False):
+    halves, given, chosen = Blind(names), Blind(names), Blind(names)
+    with torch.no_grad(), mode(model, training=False):
         for blind, position_ids in ((halves, rows % (NUM_ROWS // 2)), (given, rows), (chosen, None)):
-            _run(model, blind, position_ids)
+            run_blind(model, blind, position_ids)
     for call, known, own in zip(halves.calls, given.calls, chosen.calls, strict=True):
         for of_halves, of_given, of_chosen in ((call.query, known.query, own.query), (call.key, known.key, own.key)):
-            follows = _alike(*of_halves.split(NUM_ROWS // 2, dim=2))
-            if not follows or not _alike(of_given, of_chosen):
+            follows = alike(*of_halves.split(NUM_ROWS // 2, dim=2))
+            if not follows or not alike(of_given, of_chosen):
                 raise refusal(
                     names[call.module],
                     "its queries and keys "
@@ -220,10 +183,6 @@ def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str
                     so="a token in a micro-batch would be at a wrong position",
                     fix="use a model type whose forward takes position_ids, and counts them from 0 itself",
                 )
-
-
-def _alike(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
 
 
 def _layer(call: Call, name: str) -> LayerAttention:
@@ -275,7 +234,7 @@ def _window(call: Call, name: str) -> int | None:
     asked = call.options.get("sliding_window")
     if call.mask is None:
         return None if asked is None else int(asked)
-    if not isinstance(call.mask, _MaskFunction):
+    if not isinstance(call.mask, MaskFunction):
         raise refusal(
             name,
             f"it is given a mask that the model has made or changed itself ({type(call.mask).__name__})",
@@ -305,24 +264,6 @@ def _window_sizes(module: nn.Module) -> list[int]:
         for key, value in content.items()
         if isinstance(value, int) and ("window" in key or "chunk" in key or "block" in key) and value < 2**22
     ]
-
-
-def _run(model: nn.Module, blind: _Blind, position_ids: Tensor | None) -> Any:
-    """One pass over tokens that are all alike. Raises ``Refusal`` with the innermost part that fails."""
-    tokens = torch.ones(1, NUM_ROWS, dtype=torch.int64, device=next(model.parameters()).device)
-    try:
-        return model(input_ids=tokens, position_ids=position_ids, use_cache=False, **{KEYWORD: blind})
-    except BytescaleError:
-        raise
-    except Exception as error:  # whatever a model raises that is not made for our attention
-        frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-        inside = [blind.names[part] for part in frames if isinstance(part, nn.Module) and part in blind.names]
-        raise refusal(
-            inside[-1] if inside else type(model).__name__,
-            f"it fails in a pass on our attention ({' '.join(str(error).split()) or type(error).__name__})",
-            so="it needs what plans do not have",
-            fix="use a decoder whose layers call causal self-attention and leave its mask alone",
-        ) from error
 
 
 def _embedding(model: nn.Module) -> nn.Module:
@@ -363,15 +304,3 @@ def _no_checkpointing(model: nn.Module) -> Iterator[None]:
     finally:
         for module in switched:
             module.__dict__["gradient_checkpointing"] = True
-
-
-@contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; every module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was

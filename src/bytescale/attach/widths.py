@@ -21,5 +21,5 @@ def check_widths(facts: ModelFacts, *, cuda_flash: bool) -> None:
                 layer.name,
                 f"its heads are {width} wide, and flash attention on a GPU ends at {WIDEST_FLASH_HEAD}",
                 so="its first pass would fail",
-                fix='use the math kernel for short documents (HDP(kernel="math"), trainer.attention = "math")',
+                fix='use the math kernel for short documents (HDP(kernel="math"), kernels.attention = "math")',
             )

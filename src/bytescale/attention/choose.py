@@ -42,7 +42,7 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Attent
     raise ConfigError(
         f"there is no CUDA flash attention for {str(dtype).removeprefix('torch.')}",
         so="attention would need memory that grows with the square of the length",
-        fix='set trainer.dtype = "bf16", or trainer.attention = "math" for short sequences',
+        fix='set trainer.dtype = "bf16", or kernels.attention = "math" for short sequences',
     )
 
 

@@ -27,6 +27,9 @@ from bytescale.common.errors import RankFailure
 
 MOST_TIMED = 4096
 
+Message = tuple[Tensor, int]
+"""A contiguous tensor, and the rank that gets it or sends it."""
+
 
 class TimedMessage(NamedTuple):
     """How long a message took, at most: the rank may have looked only later."""
@@ -102,20 +105,24 @@ class Exchange:
 
     def start(self, *, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> Transfer:
         """Post a receive and a send of contiguous tensors. A tensor that is None or empty is not posted."""
+        sends = [] if send is None else [(send, to)]
+        return self.start_all(sends, [] if receive is None else [(receive, source)], tag=tag)
+
+    def start_all(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int) -> Transfer:
+        """Post several receives and sends as one operation; of those between the same two ranks, in the same order."""
         if self.group is None:
             raise RuntimeError("a single rank has no peer to exchange with: the plan names a group of several ranks")
-        send = send if send is not None and send.numel() else None
-        receive = receive if receive is not None and receive.numel() else None
-        if send is not None:
-            self.bytes_sent += send.numel() * send.element_size()
-            self.messages_sent += 1
+        sends, receives = ([message for message in part if message[0].numel()] for part in (sends, receives))
+        self.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
+        self.messages_sent += len(sends)
+        peers = tuple(peer for _, peer in [*sends, *receives])
         started = time.perf_counter()
         try:
-            works = self._post(send, to, receive, source, tag)
+            works = self._post(sends, receives, tag)
         except RuntimeError as error:
-            raise self.lost((to, source), error) from error
-        buffers = tuple(tensor for tensor in (send, receive) if tensor is not None)
-        return Transfer(exchange=self, works=works, buffers=buffers, peers=(to, source), started=started)
+            raise self.lost(peers, error) from error
+        buffers = tuple(tensor for tensor, _ in [*sends, *receives])
+        return Transfer(exchange=self, works=works, buffers=buffers, peers=peers, started=started)
 
     def note(self, transfer: Transfer, asked: float) -> None:
         """Keep the times of a transfer that is done and was waited for from the moment ``asked`` on.
@@ -142,21 +149,19 @@ class Exchange:
             fix="look for the first error in the log of the rank that is named, then resume",
         )
 
-    def _post(self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list[dist.Work]:
-        assert self.group is not None, "start() has already checked that there is a group"
-        if self._group_ranks is not None:
-            to, source = self._group_ranks[to], self._group_ranks[source]
-        works: list[dist.Work] = []
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[dist.Work]:
+        assert self.group is not None, "start_all() has already checked that there is a group"
+        known = self._group_ranks
+        outgoing, incoming = (
+            [(tensor, peer if known is None else known[peer]) for tensor, peer in part] for part in (sends, receives)
+        )
         if self._batched:
-            operations = []
-            if receive is not None:
-                operations.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
-            if send is not None:
-                operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
-            works = dist.batch_isend_irecv(operations) if operations else []
-        else:
-            if receive is not None:
-                works.append(self.group.recv([receive], source, tag))
-            if send is not None:
-                works.append(self.group.send([send], to, tag))
-        return works
+            operations = [
+                dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor, peer in incoming
+            ]
+            operations += [
+                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for tensor, peer in outgoing
+            ]
+            return dist.batch_isend_irecv(operations) if operations else []
+        works = [self.group.recv([tensor], peer, tag) for tensor, peer in incoming]
+        return works + [self.group.send([tensor], peer, tag) for tensor, peer in outgoing]

@@ -45,7 +45,7 @@ class FlashImplementation:
     """An implementation in PyTorch's registry that is not PyTorch's own."""
 
     name: str
-    """Its name in ``trainer.attention``."""
+    """Its name in ``kernels.attention``."""
     registered: str
     """Its name in PyTorch's registry."""
     module: str
@@ -105,7 +105,7 @@ def open_attention(
     heads: Heads,
     everywhere: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Iterator[AttentionChoice]:
-    """Activate the implementation that ``trainer.attention`` names, until the block ends.
+    """Activate the implementation that ``kernels.attention`` names, until the block ends.
 
     Args:
         heads: this rank's heads, for the trial.
@@ -256,7 +256,7 @@ def _plain_name(name: str) -> str:
 
 def _not_usable(implementation: FlashImplementation, reason: str) -> ConfigError:
     return ConfigError(
-        f'trainer.attention = "{implementation.name}", but it {reason}',
+        f'kernels.attention = "{implementation.name}", but it {reason}',
         so="the run would stop at its first attention",
-        fix=f'{implementation.install}, or set trainer.attention = "auto", which takes the fastest that is there',
+        fix=f'{implementation.install}, or set kernels.attention = "auto", which takes the fastest that is there',
     )

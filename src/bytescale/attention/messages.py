@@ -1,4 +1,4 @@
-"""What members of a shared group send one another in attention: buffers, tags, and what a row of a message holds.
+"""What members of a shared group send one another: buffers, tags, and what a row of a message holds.
 
 Shape letters: n rows of a message; H query heads, G key/value heads, D width of queries and keys, Dv of values.
 """
@@ -24,6 +24,10 @@ class Kind(IntEnum):
     BACKWARD_QUERIES = auto()
     BACKWARD_RESULTS = auto()
     DOCUMENT_ROWS = auto()
+    FORWARD_HALO = auto()
+    BACKWARD_HALO = auto()
+    FORWARD_STATES = auto()
+    BACKWARD_STATES = auto()
 
     def tag(self, group: int) -> int:
         """The tag of such a message of the shared group with this number."""

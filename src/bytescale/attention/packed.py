@@ -35,11 +35,11 @@ from bytescale.plan import MicroBatch
 class AttentionMemory(Protocol):
     """Keeps results of attention until backward, when activation checkpointing computes the layer again."""
 
-    def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return the ``out [T, H, Dv]`` and ``lse [T, H]`` that were kept, or None if this call has to compute them."""
+    def recall(self) -> tuple[Tensor, ...] | None:
+        """Return what was kept by the call at this place of the layer, or None if this call has to compute it."""
         ...
 
-    def keep(self, out: Tensor, lse: Tensor) -> None:
+    def keep(self, *results: Tensor) -> None:
         """Store what was computed."""
         ...
 
@@ -72,7 +72,7 @@ class PackedAttention:
         self.lengths: list[int] = slices + micro_batch.local_lengths.tolist()
         self.triangles = causal_triangles(self.lengths)
         self.grid = None if shared is None else Grid(shared, exchange, buffers or RingBuffers())
-        self._shared, self._local_lengths = shared, micro_batch.local_lengths
+        self.shared, self.local_lengths = shared, micro_batch.local_lengths
         self._bands: dict[int, BlockSet] = {}
         self._windowed: dict[int, WindowedRing] = {}
 
@@ -129,10 +129,10 @@ class PackedAttention:
 
     def _windowed_ring(self, window: int | None) -> WindowedRing | None:
         """Return the exchange for a window, or None where it reaches over all shared sequences: then the grid runs."""
-        if self.grid is None or self._shared is None or window is None or window >= self._shared.lengths.max():
+        if self.grid is None or self.shared is None or window is None or window >= self.shared.lengths.max():
             return None
         if window not in self._windowed:
-            layout = WindowLayout.of(self._shared, self._local_lengths, window)
+            layout = WindowLayout.of(self.shared, self.local_lengths, window)
             self._windowed[window] = WindowedRing(self.grid, layout)
         return self._windowed[window]
 
@@ -147,15 +147,15 @@ class PackedAttention:
             self._bands[window] = causal_triangles(self.lengths, window)
         return self._bands[window]
 
-    def remembered(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the output and LSE of all heads: from memory where it has them, otherwise from ``compute()``."""
+    def remembered(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return results that travelled or cost much: from memory where it has them, otherwise from ``compute()``."""
         known = None if self.memory is None else self.memory.recall()
         if known is not None:
             return known
-        out, lse = compute()
+        results = compute()
         if self.memory is not None:
-            self.memory.keep(out, lse)
-        return out, lse
+            self.memory.keep(*results)
+        return results
 
 
 class _PackedAttentionFunction(torch.autograd.Function):

@@ -69,9 +69,9 @@ class RowCompiler:
             inner = getattr(failure, "inner_exception", failure)  # torch.compile wraps what its backend raises
             cause = f"{type(inner).__name__}: {next(filter(str.strip, str(inner).splitlines()), '').strip()}"
             raise ConfigError(
-                f"trainer.compile is on, but torch.compile fails here ({cause})",
+                f"kernels.compile is on, but torch.compile fails here ({cause})",
                 so="nothing could be compiled",
-                fix=f"install {needed}, or leave trainer.compile out",
+                fix=f"install {needed}, or leave kernels.compile out",
             ) from failure
 
 

@@ -202,3 +202,36 @@ def _gathered(sources: list[_Source]) -> Gathered:
 def _blocks(pairs: list[_Pair], window: int) -> BlockSet:
     ranges = np.array(pairs, dtype=np.int64).reshape(-1, 2, 2)
     return BlockSet.of(ranges[:, 0], ranges[:, 1], causal=True, window=window)
+
+
+@dataclass(frozen=True)
+class RowsBefore:
+    """The rows before each of a member's segments, as far as a convolution reaches: its halo.
+
+    Attributes:
+        sent: by step ``t`` from 1 on, which own rows go to member ``i + t``.
+        arriving: by step, how many rows come from member ``i - t``. They are stored one step after the other.
+        places: ``[2K][width]``: by sequence and segment, each row before it. Own rows come first, then those that
+            arrived. -1: there is no such token.
+    """
+
+    sent: list[RowRanges]
+    arriving: list[int]
+    places: list[list[int]]
+
+    @staticmethod
+    def of(shared: SharedGroup, width: int) -> RowsBefore:
+        """``width``: rows before a segment that are looked at."""
+        held = [_Held.of(shared, member) for member in range(shared.size)]
+        own = held[shared.member]
+        others = [held[(shared.member + step) % shared.size] for step in range(1, shared.size)]
+        sent = [RowRanges(own.rows(*_overlaps(other.missing(width + 1), own.bounds))) for other in others]
+        token_runs, arriving = _arrivals(own.missing(width + 1), others[::-1])
+        num_rows, places = int((own.bounds[..., 1] - own.bounds[..., 0]).sum()), []
+        for sequence, starts in enumerate(own.bounds[..., 0].tolist()):
+            known = {run.start + n: run.row + n for run in own.runs(sequence) for n in range(run.stop - run.start)}
+            arrived = [(run.start + n, num_rows + run.row + n) for run in token_runs[sequence]
+                       for n in range(run.stop - run.start)]  # fmt: skip
+            known.update(arrived)
+            places += [[known.get(token, -1) for token in range(start - width, start)] for start in starts]
+        return RowsBefore(sent, arriving, places)

@@ -87,7 +87,7 @@ class CostOptions:
             tp=parallel.tp,
             pp=parallel.pp,
             virtual_stages=parallel.virtual_stages,
-            gradient_bucket_mib=0.0 if sync_overlap else self.config.trainer.gradient_bucket_mib,
+            gradient_bucket_mib=0.0 if sync_overlap else self.config.parallel.gradient_bucket_mib,
             sync_overlap=sync_overlap,
         )
 
@@ -139,7 +139,7 @@ class Costs:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
         config, (kind, element_bytes), num_ranks = self.config, self._device, self.cluster.num_ranks
         if self.attached is not None:
-            return self.attached.memory(kind, num_ranks, config.trainer.ring_gradients)
+            return self.attached.memory(kind, num_ranks, config.parallel.ring_gradients)
         return MemoryModel.of_config(
             config,
             self.profile.architecture,
@@ -174,7 +174,7 @@ class Costs:
     @cached_property
     def checkpointed_profile(self) -> Profile:
         """The profile with what a layer keeps under checkpointing. Profiles are measured without it."""
-        if self.attached is None and self.config.trainer.checkpointing == "none":
+        if self.attached is None and self.config.memory.checkpointing == "none":
             return self.profile
         return replace(self.profile, activation_bytes=Curve(0.0, self.memory.layer_saved_bytes_per_token, 0.0))
 
@@ -226,7 +226,7 @@ def _profile(options: CostOptions, attached: HFModel | None, vocab_size: int | N
             profile = profile.of_model(stack)
         if tp != profile.tensor_parallel:
             profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-    return profile.with_ring_gradients(config.trainer.ring_gradients)
+    return profile.with_ring_gradients(config.parallel.ring_gradients)
 
 
 def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import math
@@ -10,6 +11,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +23,6 @@ from bytescale.common.limits import check_limits
 from bytescale.common.units import parse_count
 from bytescale.config import HF_PREFIX, Config, ModelConfig, TrainerConfig, load_config
 from bytescale.config.load import RENAMED
-from bytescale.config.texts import attribute_texts
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
@@ -155,6 +156,19 @@ def _short_help(kind: Any, prog: str, default: Config) -> str:
         shown = "unset" if value in (None, "", ()) else value
         lines.append(_help_line(f"--{name}", f"{first}. Default: {shown}"))
     return "\n".join(lines)
+
+
+def attribute_texts(kind: type) -> dict[str, str]:
+    """The text below each attribute of a dataclass and of those that it extends."""
+    texts = {
+        name: text for base in kind.__bases__ if is_dataclass(base) for name, text in attribute_texts(base).items()
+    }
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
+    for attribute, text in pairwise(body):
+        if isinstance(attribute, ast.AnnAssign) and isinstance(text, ast.Expr):
+            name, value = typing.cast(ast.Name, attribute.target), typing.cast(ast.Constant, text.value)
+            texts[name.id] = " ".join(str(value.value).split())
+    return texts
 
 
 def _help_line(name: str, text: str) -> str:

@@ -15,14 +15,10 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.common.units import format_bytes, format_count
 from bytescale.config import (
-    AttachedArchitecture,
     Config,
     DataConfig,
-    ModelConfig,
     ParallelConfig,
     TrainerConfig,
-    resolve_architecture,
-    resolve_model,
 )
 from bytescale.cost import Profile, save_profile
 from bytescale.cost.profile_file import fit_warnings
@@ -56,7 +52,6 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale profile``. Returns the exit code."""
     options = read(ProfileOptions, arguments, prog="bytescale profile", default=DEFAULTS)
     _check_out(options.out)
-    _check_model(options.config.model)
     from bytescale.train.ranks import under_torchrun
 
     ranks = options.config.parallel.ranks
@@ -66,17 +61,6 @@ def run(arguments: Sequence[str]) -> int:
         launch_ranks(ranks, ["profile", *arguments], run_dir=str(options.out), stop_seconds=10.0)
         return 0
     return profile_command(options)
-
-
-def _check_model(model: ModelConfig) -> None:
-    """Raise ``ConfigError`` for a model that runs on transformers' own code."""
-    architecture = resolve_model(model)
-    if isinstance(architecture, AttachedArchitecture):
-        raise ConfigError(
-            f"{model.preset} is a model of type {architecture.model_type}, which runs on transformers' own code",
-            so="bytescale profile measures the layers of our own Llama and Mixtral only",
-            fix="plan and simulate it without a profile: its operations are counted, and its memory is measured",
-        )
 
 
 def _check_out(out: Path) -> None:
@@ -121,6 +105,7 @@ def profile_command(options: ProfileOptions) -> int:
 def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
     from rich.progress import BarColumn, Progress, TextColumn
 
+    from bytescale.train.parts.rank_model import layers_to_measure
     from bytescale.train.profiling.measurer import Measurer
     from bytescale.train.profiling.profiler import measure_profile
 
@@ -132,7 +117,7 @@ def _measure(options: ProfileOptions, ranks: Ranks) -> Profile:
             bar.update(task, completed=share, description=f"measuring {format_count(tokens)} tokens")
 
         return measure_profile(
-            Measurer(resolve_architecture(options.config.model), ranks.device, ranks.dtype),
+            Measurer(layers_to_measure(options.config, ranks.device, ranks.dtype), ranks.device, ranks.dtype),
             max_tokens=options.config.data.context_length,
             seconds=options.seconds,
             hdp=ranks.hdp,

@@ -38,7 +38,7 @@ class SimulateOptions(CostOptions):
 
     sync_overlap: float = field(default=0.0, metadata=limits(least=0, most=1))
     """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one, in
-    the place of trainer.gradient_bucket_mib."""
+    the place of parallel.gradient_bucket_mib."""
     plan: Path | None = None
     """A .npz plan to simulate instead. It comes from a run folder or from bytescale plan --save."""
     schedule: Literal["auto", "1f1b", "aligned"] = "auto"

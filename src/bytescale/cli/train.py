@@ -218,7 +218,7 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.reporting.trackers import check_trackers
     from bytescale.train.run_folder import check_is_new
 
-    check_trackers(options.config.trainer)
+    check_trackers(options.config.log)
     # Ray has the GPUs of all its nodes. Those of this machine say nothing about them.
     config = fit_to_gpus(options.config) if options.launch == "torchrun" else options.config
     if options.launch == "torchrun":

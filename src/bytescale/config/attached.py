@@ -85,20 +85,20 @@ class AttachedArchitecture:
 def check_attached(config: Config, shape: AttachedArchitecture) -> None:
     """Raise ``ConfigError`` for settings that only our own Llama and Mixtral have, and for changes of the model."""
     _check_changes(config.model, shape)
-    parallel, trainer = config.parallel, config.trainer
+    parallel, memory = config.parallel, config.memory
     ours = (
         ("parallel.tp", parallel.tp, parallel.tp > 1, "1"),
         ("parallel.pp", parallel.pp, parallel.pp > 1, "1"),
         ("parallel.virtual_stages", parallel.virtual_stages, parallel.virtual_stages > 1, "1"),
-        ("trainer.compile", "true", trainer.compile, "false"),
-        ("trainer.head_groups", trainer.head_groups, trainer.head_groups > 1, '"auto"'),
+        ("kernels.compile", "true", config.kernels.compile, "false"),
+        ("memory.head_groups", memory.head_groups, memory.head_groups > 1, '"auto"'),
     )
     for name, value, is_set, good in ours:
         if is_set:
             raise ConfigError(
                 f"{name} = {value} with a model of type {shape.model_type}, which runs on transformers' own code",
                 so="only our own Llama and Mixtral can do that",
-                fix=f"set {name} to {good}; HDP, trainer.checkpointing and memory.offload work with every model",
+                fix=f"set {name} to {good}; HDP, memory.checkpointing and memory.offload work with every model",
             )
     if shape.content.get("output_router_logits"):
         raise ConfigError(

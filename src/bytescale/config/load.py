@@ -17,7 +17,15 @@ from bytescale.common.units import parse_count
 from bytescale.config.schema import Config
 
 Section = TypeVar("Section")
-RENAMED = {"planner.balance": 'write planner.name = "adaptive", "paper" or "greedy" instead of "balanced"'}
+_LEFT_TRAINER = {
+    "kernels": ("attention", "compile"),
+    "memory": ("checkpointing", "head_groups"),
+    "parallel": ("gradient_bucket_mib", "ring_gradients"),
+    "log": ("save_plans", "trace_steps", "tensorboard", "wandb", "wandb_project", "peak_tflops"),
+}
+RENAMED = {"planner.balance": 'write planner.name = "adaptive", "paper" or "greedy" instead of "balanced"'} | {
+    f"trainer.{name}": f"write {section}.{name}" for section, names in _LEFT_TRAINER.items() for name in names
+}
 """What to write instead of a setting of 0.1.0."""
 
 

@@ -170,11 +170,19 @@ class ParallelConfig:
     GPUs 1800, since it counts from posting there, and a rank may post long before its peers come."""
     stop_seconds: float = field(default=30.0, metadata=limits(above=0))
     """How long ranks may take to finish their step and save after SIGTERM, or to end after another rank has died."""
+    gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
+    """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
+    parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
+    reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
+    differ."""
+    ring_gradients: RingGradients = "wide"
+    """Dtype in which sums of the gradients of keys and values travel around a ring. wide: fp32 (fp64 for fp64). bf16:
+    half the bytes, and one more rounding to 8 bits at every rank that they pass."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MemoryConfig:
-    """The memory of a rank, and the offloading of activations that do not fit."""
+    """The memory of a rank, and what happens to activations that do not fit."""
 
     offload: Literal["auto", "on", "off"] = "auto"
     """Send activations of long sequences to host memory if compute hides the copies (Eq. 3). auto: only on a GPU."""
@@ -182,6 +190,26 @@ class MemoryConfig:
     """GiB of one rank's device that may be used; unset: 92 % of a GPU's, or of the machine's RAM over its ranks."""
     host_gib: float | None = field(default=None, metadata=limits(above=0))
     """GiB of host memory for one rank's offloaded activations; unset: half of the machine's RAM over its ranks."""
+    checkpointing: Literal["none", "full", "attention"] = "none"
+    """Which activations backward computes again. full: all. attention: all except the result of attention, which is
+    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
+    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata=limits(least=0, auto=AUTO_HEAD_GROUPS))
+    """Number of groups of heads that attention computes one after the other, if checkpointing is on. More groups need
+    less memory and give the same results up to rounding. The number must divide a rank's key/value heads. `auto` (or
+    0): the fewest groups with which the capacity fits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class KernelsConfig:
+    """What computes attention and the operations between matrix products."""
+
+    attention: Literal["auto", "flash", "fa3", "fa4", "math"] = "auto"
+    """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
+    or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
+    compile: bool = False
+    """Compile the pointwise operations between matrix products with torch.compile: norms, rotation, SwiGLU, residuals,
+    merging in rings. The first start takes a minute longer. Needs a C++ compiler (CPU), or Triton and a C compiler
+    (GPU)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -268,37 +296,24 @@ class TrainerConfig:
     """Parameters and activations; auto: bf16 on GPU, fp32 on CPU. Master weights are at least fp32."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU for every rank of this node."""
-    attention: Literal["auto", "flash", "fa3", "fa4", "math"] = "auto"
-    """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
-    or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
-    compile: bool = False
-    """Compile the pointwise operations between matrix products with torch.compile: norms, rotation, SwiGLU, residuals,
-    merging in rings. The first start takes a minute longer. Needs a C++ compiler (CPU), or Triton and a C compiler
-    (GPU)."""
-    checkpointing: Literal["none", "full", "attention"] = "none"
-    """Which activations backward computes again. full: all. attention: all except the result of attention, which is
-    cheap to keep, O(s), and expensive to compute, O(s^2). none: it keeps all activations."""
-    head_groups: int = field(default=AUTO_HEAD_GROUPS, metadata=limits(least=0, auto=AUTO_HEAD_GROUPS))
-    """Number of groups of heads that attention computes one after the other, if checkpointing is on. More groups need
-    less memory and give the same results up to rounding. The number must divide a rank's key/value heads. `auto` (or
-    0): the fewest groups with which the capacity fits."""
-    gradient_bucket_mib: float = field(default=1.0, metadata=limits(least=0))
-    """MiB of gradients in one bucket. HDP ranks reduce gradients bucket by bucket while they compute, and gather
-    parameters in the same parts. Large models have larger buckets, because there are at most 64. 0: everything is
-    reduced and gathered once, between two steps. Results differ only by the order of sums, and checkpoints do not
-    differ."""
-    ring_gradients: RingGradients = "wide"
-    """Dtype in which sums of the gradients of keys and values travel around a ring. wide: fp32 (fp64 for fp64). bf16:
-    half the bytes, and one more rounding to 8 bits at every rank that they pass."""
     run_dir: str = ""
     """Folder of this run; empty: runs/<config name>-<date>-<time>."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint, on any number of ranks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LogConfig:
+    """What a run tells of itself: traces, trackers, plans."""
+
     save_plans: bool = True
     """Write every step's plan to the run folder (some KB a step)."""
     trace_steps: tuple[int, ...] = ()
     """Steps of which a trace is written to the run folder's traces/: what every rank did and when, beside what was
     predicted. Open it in https://ui.perfetto.dev, or see `bytescale report`."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
+    shows the FLOP/s that it reaches instead of MFU."""
     track_every: int = field(default=1, metadata=limits(least=1))
     """Steps between numbers that go to TensorBoard or Weights & Biases. metrics.jsonl has every step."""
     tensorboard: bool = False
@@ -315,9 +330,6 @@ class TrainerConfig:
     """Group of runs there; empty: none."""
     wandb_tags: tuple[str, ...] = ()
     """Tags of the run there."""
-    peak_tflops: float | None = None
-    """Peak TFLOP/s of one rank's device, for MFU. Unset: the data sheet's on a listed GPU in bf16; elsewhere the run
-    shows the FLOP/s that it reaches instead of MFU."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -362,9 +374,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)

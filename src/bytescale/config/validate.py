@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import RESERVED_FIELDS
@@ -12,7 +13,7 @@ from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, ParallelConfig, TrainerConfig
+from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, MemoryConfig, ParallelConfig, TrainerConfig
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -29,7 +30,7 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
         check_attached(config, shape)
     else:
         check_mesh(config.parallel, shape, config.parallel.ranks if num_ranks is None else num_ranks)
-        _check_head_groups(config.trainer, shape, config.parallel.tp)
+        _check_head_groups(config.memory, shape, config.parallel.tp)
     ranks, kind = hdp_ranks(config.parallel, num_ranks), kind_of_ranks(config.parallel)
     data, parallel, planner = config.data, config.parallel, config.planner
     if not data.sources:
@@ -58,8 +59,8 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
             so="the DP x CP mesh would have a hole",
             fix='use a divisor of the ranks, or planner.name = "adaptive", which needs none',
         )
-    _check_attention(config.trainer)
-    _check_trace_steps(config.trainer)
+    _check_attention(config.kernels.attention, config.trainer)
+    _check_trace_steps(config.log.trace_steps, config.trainer)
     _check_run_folder(config.trainer)
 
 
@@ -133,16 +134,16 @@ def check_mesh(parallel: ParallelConfig, shape: Architecture, num_ranks: int) ->
         )
 
 
-def _check_attention(trainer: TrainerConfig) -> None:
+def _check_attention(chosen: str, trainer: TrainerConfig) -> None:
     """The newer flash implementations are for GPUs and half precision."""
-    if trainer.attention not in ("fa3", "fa4"):
+    if chosen not in ("fa3", "fa4"):
         return
     for name, value, good in (("device", trainer.device, "cuda"), ("dtype", trainer.dtype, "bf16")):
         if value not in ("auto", good):
             raise ConfigError(
-                f'trainer.attention = "{trainer.attention}" with trainer.{name} = "{value}"',
+                f'kernels.attention = "{chosen}" with trainer.{name} = "{value}"',
                 so="there is no such attention",
-                fix=f'set trainer.{name} = "{good}", or trainer.attention = "auto"',
+                fix=f'set trainer.{name} = "{good}", or kernels.attention = "auto"',
             )
 
 
@@ -158,33 +159,33 @@ def _check_run_folder(trainer: TrainerConfig) -> None:
         )
 
 
-def _check_trace_steps(trainer: TrainerConfig) -> None:
+def _check_trace_steps(traced: Sequence[int], trainer: TrainerConfig) -> None:
     """A trace is of a step that the run has."""
     if trainer.epochs:
         return  # the number of steps is not known yet
-    never = [step for step in trainer.trace_steps if not 1 <= step <= trainer.steps]
+    never = [step for step in traced if not 1 <= step <= trainer.steps]
     if never:
         raise ConfigError(
-            f"trainer.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
+            f"log.trace_steps names step {never[0]}, but the run has steps 1 to {trainer.steps}",
             so="its trace would never be written",
             fix=f"name steps from 1 to {trainer.steps}, or raise trainer.steps",
         )
 
 
-def _check_head_groups(trainer: TrainerConfig, shape: Architecture, tp: int) -> None:
+def _check_head_groups(memory: MemoryConfig, shape: Architecture, tp: int) -> None:
     """A rank's key/value heads make that many equal groups, and something is computed again."""
     heads = max(1, shape.num_kv_heads // tp)
-    if trainer.head_groups > 1 and heads % trainer.head_groups:
+    if memory.head_groups > 1 and heads % memory.head_groups:
         raise ConfigError(
-            f"trainer.head_groups = {trainer.head_groups} does not divide the {heads} key/value heads of a rank",
+            f"memory.head_groups = {memory.head_groups} does not divide the {heads} key/value heads of a rank",
             so="the groups would not be equal",
             fix=f'use a divisor of {heads}, or "auto"',
         )
-    if trainer.head_groups > 1 and trainer.checkpointing == "none":
+    if memory.head_groups > 1 and memory.checkpointing == "none":
         raise ConfigError(
-            f'trainer.head_groups = {trainer.head_groups} with trainer.checkpointing = "none"',
+            f'memory.head_groups = {memory.head_groups} with memory.checkpointing = "none"',
             so="all heads would be kept for backward anyway, and no memory saved",
-            fix='set trainer.checkpointing to "full" or "attention", or leave head_groups out',
+            fix='set memory.checkpointing to "full" or "attention", or leave head_groups out',
         )
 
 

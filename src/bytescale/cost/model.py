@@ -97,6 +97,11 @@ class CostModel:
     """Consecutive ranks that share a node."""
     passes: tuple[Pass, ...] = (Pass(),)
     """Forward and backward. One pass: how the sums are shared out is not known, and they count as a whole."""
+    recurrent_share: float = 0.0
+    """Share of the layers that are recurrent. They have no rings; a group exchanges their states in
+    ``ceil(log2(2D))`` rounds of one message's latency, before and after which they wait."""
+    state_bytes: float = 0.0
+    """Bytes that pass a rank's link in such a round, all layers, forward and backward, however long the sequences."""
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows in keys, each with its share of a: of all layers' attention, as it is for short sequences."""
 
@@ -234,11 +239,16 @@ class CostModel:
         maximum: Callable[[Any, Any], Any] = np.maximum,
     ) -> Any:
         rows = load.degree / columns
-        keys_rate, keys_latency = self._link(columns_far)
-        rows_rate, rows_latency = self._link(rows_far)
+        keys_rate, latency = self._link(columns_far)
+        rows_rate, row_latency = self._link(rows_far)
+        rings = 1.0 - self.recurrent_share
+        keys_latency, rows_latency = rings * latency, rings * row_latency
         keys = self.ring_bytes_per_token * load.slice / keys_rate
         row = (self.row_bytes_per_token or 0.0) * load.slice / rows_rate
-        exposed = num_messages(rows, columns) * self.ring_message_seconds
+        exposed = num_messages(rows, columns) * rings * self.ring_message_seconds
+        if self.recurrent_share:
+            rounds = np.where(load.degree > 1, np.ceil(np.log2(2 * load.degree)), 0.0)
+            exposed = exposed + rounds * (self.state_bytes / keys_rate + self.recurrent_share * latency)
         for one in self.passes:
             exposed = exposed + visible_seconds(
                 rows,
@@ -324,6 +334,7 @@ class CostModel:
             ring_step_seconds=self.ring_step_seconds / 2,
             inter_node_ring_step_seconds=None if leaving is None else leaving / 2,
             ring_message_seconds=self.ring_message_seconds / 2,
+            state_bytes=self.state_bytes / 2,
         )
 
     @staticmethod

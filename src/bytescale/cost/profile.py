@@ -68,6 +68,9 @@ class Profile:
     parameter_bytes: int = 2
     """Bytes of one parameter, which is gathered after every update."""
     points: tuple[Point, ...] = ()
+    recurrent_share: float = 0.0
+    state_bytes: float = 0.0
+    """Of a layer and a pass, as ``CostModel.state_bytes``."""
     windows: tuple[tuple[int, float], ...] = ()
     """Sliding windows, as in ``CostModel.windows``. The curves of attention are those of short sequences."""
 
@@ -141,6 +144,8 @@ class Profile:
             links=links or Links(),
             layer_parameters=spec.parameters,
             parameter_bytes=bytes_per_element,
+            recurrent_share=spec.recurrent_share,
+            state_bytes=spec.state_numbers * max(4, bytes_per_element),
             windows=spec.windows,
         )
 
@@ -158,7 +163,7 @@ class Profile:
         )
 
     def with_ring_gradients(self, ring_gradients: RingGradients) -> Profile:
-        """This profile with another ``trainer.ring_gradients``, which changes only the bytes of a ring's backward."""
+        """This profile with another ``parallel.ring_gradients``, which changes only the bytes of a ring's backward."""
         forward, element = self.ring_forward_bytes_per_token, self.parameter_bytes
         gradients = forward / element * flops.ring_gradient_bytes(element, ring_gradients)
         return replace(self, ring_backward_bytes_per_token=forward + gradients)
@@ -222,6 +227,8 @@ class Profile:
             intra_node_bytes_per_second=self.links.intra_node_bytes_per_second,
             inter_node_bytes_per_second=self.links.ring_bytes_per_second(True),
             ranks_per_node=ranks_per_node,
+            recurrent_share=self.recurrent_share,
+            state_bytes=2 * layers * self.state_bytes,
             windows=self.windows,
             passes=self._passes(),
         )

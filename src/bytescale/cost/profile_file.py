@@ -134,7 +134,9 @@ def warn_of_bad_fits(profile: Profile | None) -> None:
 def profile_to_toml(profile: Profile) -> str:
     """Return the content of the file: header, curves with their worst residuals, traffic, links, model, raw points."""
     lines = [f"name = {_quoted(profile.name)}", f"source = {_quoted(profile.source)}"]
-    lines += [f"device = {_quoted(profile.device)}", f"tensor_parallel = {profile.tensor_parallel}", ""]
+    lines += [f"device = {_quoted(profile.device)}", f"tensor_parallel = {profile.tensor_parallel}"]
+    lines += [f"windows = {[list(window) for window in profile.windows]}"] if profile.windows else []
+    lines.append("")
     for name in CURVES:
         curve = getattr(profile, name)
         lines.append(f"[curves.{name}]")
@@ -183,9 +185,10 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
             architecture=Architecture(**content["architecture"]),
             links=Links(**content.get("links", {})),
             points=tuple(Point(**point) for point in content.get("points", [])),
+            windows=tuple((int(size), float(share)) for size, share in content.get("windows", [])),
             **curves,
             **_sequences(content.get("sequences", {}), f"{where}: sequences"),
-            **_traffic(content["traffic"], f"{where}: traffic"),
+            **_traffic(content["traffic"], f"{where}: traffic", may_be_nothing="windows" in content),
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
@@ -193,10 +196,13 @@ def _profile(content: dict[str, Any], where: str) -> Profile:
         ) from error
 
 
-def _traffic(stored: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check that everything that is sent has a size: shapes of slice groups are chosen by these sizes."""
+def _traffic(stored: dict[str, Any], where: str, *, may_be_nothing: bool) -> dict[str, Any]:
+    """Check that everything that is sent has a size: shapes of slice groups are chosen by these sizes.
+
+    ``may_be_nothing``: as in a model whose layers all have windows, so that nothing travels around rings.
+    """
     for name, value in stored.items():
-        if not (math.isfinite(value) and value > 0):
+        if not (math.isfinite(value) and (value > 0 or (value == 0 and may_be_nothing))):
             raise ConfigError(
                 f"{where}.{name} is {value}",
                 so="what ranks send would cost nothing, or would never arrive",

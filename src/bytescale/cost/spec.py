@@ -38,6 +38,10 @@ class ModelSpec:
     total: int
     """Weights of the whole model."""
     total_trained: int
+    recurrent_share: float = 0.0
+    """The share of the layers that are recurrent: ``stack`` counts them, too, and attention is a mean over all."""
+    state_numbers: float = 0.0
+    """Numbers that a member sends in one round of the scan over states (``plan.states``), for its two segments."""
     windows: tuple[tuple[int, float], ...] = ()
     """As in ``CostModel.windows``."""
 

@@ -9,9 +9,10 @@ import torch
 
 from bytescale.common.errors import BytescaleError
 from bytescale.parity.compare import Setup, compare
-from bytescale.parity.families import COMPUTES_IN_FP32, FAMILIES, small_model
+from bytescale.parity.families import FAMILIES, small_model
 
-_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+"""The largest relative difference that sums in another order explain."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -27,14 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     return max(
-        _one_model(name, given.dtype, given.plans, given.tolerance or tolerance_of(name, given.dtype))
+        _one_model(name, given.dtype, given.plans, given.tolerance or TOLERANCE[given.dtype])
         for name in (FAMILIES if given.model == "all" else [given.model])
     )
-
-
-def tolerance_of(name: str, dtype: str) -> float:
-    """The largest relative difference that sums in another order explain."""
-    return _TOLERANCE["fp32" if name in COMPUTES_IN_FP32 else dtype]
 
 
 def _one_model(name: str, dtype: str, plans: int, tolerance: float) -> int:

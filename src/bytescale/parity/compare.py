@@ -16,6 +16,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.parity.plans import random_plan
 from bytescale.parity.thread_ranks import run_ranks
+from bytescale.parity.wide_casts import WideCasts
 from bytescale.plan import Plan
 
 Document = dict[str, Tensor]
@@ -88,10 +89,11 @@ def plain_step(model: nn.Module, documents: list[Document]) -> StepNumbers:
     total = float(sum(document["weights"].sum() for document in documents))
     loss_sum, logprobs = 0.0, []
     for document in documents:
-        logits = model(input_ids=document["tokens"][None], use_cache=False).logits[0]
-        losses = F.cross_entropy(logits, document["labels"], reduction="none", ignore_index=IGNORE_INDEX)
-        loss = (document["weights"].to(losses.dtype) * losses).sum() / total
-        loss.backward()
+        with WideCasts():
+            logits = model(input_ids=document["tokens"][None], use_cache=False).logits[0]
+            losses = F.cross_entropy(logits, document["labels"], reduction="none", ignore_index=IGNORE_INDEX)
+            loss = (document["weights"].to(losses.dtype) * losses).sum() / total
+            loss.backward()
         loss_sum += float(loss.detach())
         logprobs.append(-losses.detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -114,10 +116,11 @@ def planned_step(model: nn.Module, documents: list[Document], setup: Setup) -> S
             equal_counts=setup.equal_counts,
         )
         hdp.optimizer(torch.optim.SGD, lr=0.0)
-        loss = _planned_pass(hdp, own, documents, plan)
+        with WideCasts():
+            loss = _planned_pass(hdp, own, documents, plan)
         gradients = hdp.gradients()
         hdp.zero_grad()
-        with torch.no_grad():
+        with WideCasts(), torch.no_grad():
             for micro in hdp.plan(documents, plan=plan):
                 hdp.collect(micro, micro.logprobs(own, rows_at_a_time=7))
         return loss, hdp.collected(), gradients

@@ -42,6 +42,16 @@ _MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "num_nextn_predict_layers": 0, "head_dim": 4,
 }  # fmt: skip
+_LINEAR = ["linear_attention", "full_attention"]
+_DELTA: dict[str, Any] = {
+    "layer_types": _LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+_CONVOLUTION: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+_MAMBA: dict[str, Any] = {
+    "mamba_expand": 2, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_num_heads": 4,
+    "mamba_d_state": 4, "mamba_chunk_size": 8, "chunk_size": 8,
+}  # fmt: skip
 _NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "hidden_dropout": 0.0, "activation_dropout": 0.0, "resid_pdrop": 0.0,
                                "embd_pdrop": 0.0, "classifier_dropout": 0.0}  # fmt: skip
 
@@ -76,17 +86,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 5},
     "deepseek_v2": _MLA | {"topk_method": "greedy"},
     "deepseek_v3": _MLA,
+    # Recurrences and convolutions
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
+    "olmo_hybrid": _DELTA | {"linear_num_value_heads": 2},
+    "kimi_linear": _MLA | {"linear_num_heads": 4, "linear_head_dim": 8, "layer_types": _LINEAR},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTION),
+    "nemotron_h": _MAMBA | {"layers_block_type": ["mamba", "attention"], "n_groups": 1, "ssm_state_size": 4},
+    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "zamba2": _MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+    },
+    "mamba2": {"head_dim": 16, "num_heads": 4, "state_size": 4, "n_groups": 1},
+    "jamba": _MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_mamba": {"state_size": 4, "num_attention_heads": ..., "num_key_value_heads": ...},
+    "minimax": {"layer_types": _LINEAR, "block_size": 8},
 }
 """The families of the tests, and what their small configurations have besides the usual numbers."""
-
-COMPUTES_IN_FP32 = frozenset(
-    ("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "helium", "minimax_m2")
-)
-"""Families with a weight that is converted to fp32 whatever its dtype, in a norm or a router.
-
-Its gradient is summed in fp32, in the order of the rows, so that gradients in fp64 agree to 1e-5 only. Most families
-convert only activations, and back: that rounds equal numbers equally.
-"""
 
 
 def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> nn.Module:
@@ -109,6 +131,7 @@ def small_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0,
             config = AutoConfig.for_model(name, **{key: value for key, value in given.items() if value is not ...})
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.to(dtype)  # some make a parameter in fp32 whatever the dtype
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped one has no fp64
     except (OSError, ValueError, KeyError, TypeError) as error:

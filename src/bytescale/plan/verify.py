@@ -257,7 +257,7 @@ def _check_memory(plan: Plan, limits: MemoryLimits) -> None:
             f"(micro-batch {index}: {tokens.held[worst]} tokens, {tokens.offloaded[worst]} of them offloaded), "
             f"{format_bytes(float(sizes[worst] - room))} more than the {format_bytes(room)} there are",
             so="the rank would run out of memory",
-            fix="lower parallel.capacity_tokens (or use more ranks), set trainer.checkpointing to attention or "
+            fix="lower parallel.capacity_tokens (or use more ranks), set memory.checkpointing to attention or "
             "full, turn on memory.offload, or allow more with memory.device_gib or memory.host_gib",
         )
 

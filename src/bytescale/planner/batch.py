@@ -65,7 +65,7 @@ def _no_room_even_offloaded(cluster: Cluster, sequence: int, longest: int, room:
         f"sequence {sequence} has {longest} tokens, but {cluster.num_ranks} ranks hold {room} together even when they "
         f"offload all they may (activations of {format_bytes(over)} a rank too many)",
         so="the whole cluster could not hold it",
-        fix="use more ranks, trainer.checkpointing, more host memory (memory.host_gib), or shorten or split it",
+        fix="use more ranks, memory.checkpointing, more host memory (memory.host_gib), or shorten or split it",
     )
 
 

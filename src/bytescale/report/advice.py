@@ -89,8 +89,8 @@ def ranks_wait_in_rings(run: RunRecord) -> Advice | None:
         remedies.append(
             f"Raise `parallel.capacity_tokens`{now} if memory allows: fewer ranks then have to share a sequence"
         )
-        if run.settings["trainer.ring_gradients"] == "wide":
-            remedies.append('`trainer.ring_gradients = "bf16"` halves the bytes of gradients in rings')
+        if run.settings["parallel.ring_gradients"] == "wide":
+            remedies.append('`parallel.ring_gradients = "bf16"` halves the bytes of gradients in rings')
     if not run.settings["cost.profile"]:
         remedies.append("Measure this machine with `bytescale profile` and set `cost.profile`: the planner then knows "
                         "what a message costs here")  # fmt: skip
@@ -124,8 +124,8 @@ def reduction_takes_long(run: RunRecord) -> Advice | None:
         return None
     tokens = int(run.settings["data.batch_tokens"]) if str(run.settings["data.batch_tokens"]).isdigit() else None
     remedies = []
-    if not run.settings["trainer.gradient_bucket_mib"]:
-        remedies.append("Set `trainer.gradient_bucket_mib` to 1: gradients are then reduced while ranks still compute")
+    if not run.settings["parallel.gradient_bucket_mib"]:
+        remedies.append("Set `parallel.gradient_bucket_mib` to 1: gradients are then reduced while ranks still compute")
     half = share / (2 - share)
     batch = f" (now {format_count(tokens)})" if tokens else ""
     remedies.append(
@@ -192,7 +192,7 @@ def some_steps_take_much_longer(run: RunRecord) -> Advice | None:
         share=lost,
         figure=f"{len(slow)} of {len(costs)} steps took more than 1.5 times the median time a token ({named}); "
         f"together that is {lost:.0%} of the run.",
-        remedy=f"Trace one: `--trainer.trace-steps {slow[0]}` shows which rank it waits for. Batches with one "
+        remedy=f"Trace one: `--log.trace-steps {slow[0]}` shows which rank it waits for. Batches with one "
         "very long sequence, checkpoints and other programs on the machine are the usual causes.",
     )
 

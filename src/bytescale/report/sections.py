@@ -120,10 +120,10 @@ def time_section(runs: Sequence[RunRecord]) -> str:
 
 def traces_section(runs: Sequence[RunRecord]) -> str:
     """Ranks over time in the traced steps."""
-    if not any(run.traces or run.settings["trainer.trace_steps"] for run in runs):
+    if not any(run.traces or run.settings["log.trace_steps"] for run in runs):
         last = max((int(run.settings["trainer.steps"]) for run in runs), default=1)
         return note(
-            f"No step was traced. With `bytescale train ... --trainer.trace-steps {min(5, last)}`, this shows what "
+            f"No step was traced. With `bytescale train ... --log.trace-steps {min(5, last)}`, this shows what "
             "every rank did in that step, beside what was predicted."
         )
     blocks = [(run.name, _missing_traces(run)) for run in runs]
@@ -225,7 +225,7 @@ def settings_section(runs: Sequence[RunRecord]) -> str:
 def _missing_traces(run: RunRecord) -> str:
     """What became of the steps that should have been traced and were not."""
     traced = {trace.metadata.step for trace in run.traces}
-    wanted = [int(step) for step in run.settings["trainer.trace_steps"]]
+    wanted = [int(step) for step in run.settings["log.trace_steps"]]
     last = run.step_numbers[-1] if run.steps else 0
     coming = [str(step) for step in wanted if step > last and step not in traced]
     past = [str(step) for step in wanted if step <= last and step not in traced]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, copy_context
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -33,13 +34,13 @@ Unpack = Callable[[Any], Tensor]
 
 
 class KeptAttention:
-    """Remembers attention's result from a layer's forward to its recomputation (``attention.AttentionMemory``)."""
+    """Remembers what attention and recurrences gave, from forward to recomputation (``attention.AttentionMemory``)."""
 
     def __init__(self) -> None:
         self._pack: Pack = _as_it_is
         self._unpack: Unpack = _as_it_is
-        self._writing: list[object] | None = None
-        self._reading: list[object] | None = None
+        self._writing: list[list[object]] | None = None
+        self._reading: Iterator[list[object]] | None = None
 
     def keep_with(self, pack: Pack, unpack: Unpack) -> None:
         """Set how a kept tensor is stored: by the hooks of offloading, which would otherwise never see these tensors.
@@ -48,28 +49,29 @@ class KeptAttention:
         """
         self._pack, self._unpack = pack, unpack
 
-    def recall(self) -> tuple[Tensor, Tensor] | None:
-        """The kept output and LSE if this is a recomputation, else None."""
+    def recall(self) -> tuple[Tensor, ...] | None:
+        """What was kept at this place, if this is a recomputation, else None. A layer asks in the order of forward."""
         if self._reading is None:
             return None
-        out, lse = (self._unpack(packed) for packed in self._reading)
-        return out.detach(), lse.detach()
+        return tuple(self._unpack(packed).detach() for packed in next(self._reading))
 
-    def keep(self, out: Tensor, lse: Tensor) -> None:
-        """Store a result if this forward will be recomputed; otherwise do nothing."""
+    def keep(self, *results: Tensor) -> None:
+        """Store results if this forward will be recomputed; otherwise do nothing."""
         if self._writing is not None:
             # Detached: the graph owns what is kept here, and the output refers to the graph, so it would own itself.
-            self._writing += [self._pack(out.detach()), self._pack(lse.detach())]
+            self._writing.append([self._pack(result.detach()) for result in results])
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Two context managers: one for a layer's forward, one for its recomputation."""
-        kept: list[object] = []
+        kept: list[list[object]] = []
         return self._around(writing=kept), self._around(reading=kept)
 
     @contextmanager
-    def _around(self, writing: list[object] | None = None, reading: list[object] | None = None) -> Iterator[None]:
+    def _around(
+        self, writing: list[list[object]] | None = None, reading: list[list[object]] | None = None
+    ) -> Iterator[None]:
         before = self._writing, self._reading
-        self._writing, self._reading = writing, reading
+        self._writing, self._reading = writing, None if reading is None else iter(reading)
         try:
             yield
         finally:
@@ -185,10 +187,16 @@ def _checkpointed(layer: nn.Module, extra: dict[str, Any]) -> Callable[..., Tens
 
     def recomputing(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         # States of random generators are kept, so that dropout drops the same numbers again.
-        result: Tensor = checkpoint(partial(forward, self, **kwargs), *args, use_reentrant=False, **extra)
+        again = partial(_in_context, copy_context(), partial(forward, self, **kwargs))
+        result: Tensor = checkpoint(again, *args, use_reentrant=False, **extra)
         return result
 
     return MethodType(recomputing, layer)
+
+
+def _in_context(context: Context, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a function with the context variables of its first call: a recomputation runs in backward, without them."""
+    return context.copy().run(function, *args)
 
 
 def _as_it_is(tensor: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bytescale.common.errors import ConfigError, problem
-from bytescale.config import TrainerConfig
+from bytescale.config import ParallelConfig
 from bytescale.runtime.buckets import Chunk
 from bytescale.runtime.elementwise import require_elementwise
 from bytescale.runtime.flat import FlatParameters
@@ -19,7 +19,7 @@ from bytescale.runtime.optimizers import GroupOptions
 from bytescale.runtime.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.zero import ZeroShards
 
-BUCKET_BYTES = int(TrainerConfig().gradient_bucket_mib * 2**20)
+BUCKET_BYTES = int(ParallelConfig().gradient_bucket_mib * 2**20)
 """Of gradients that are reduced at once."""
 
 

@@ -26,7 +26,7 @@ class ClusterConfig:
     virtual_stages: int = field(default=1, metadata=limits(least=1))
     """Chunks of layers on each stage. Above 1, the stages are interleaved."""
     gradient_bucket_mib: float = field(default=0.0, metadata=limits(least=0))
-    """MiB of gradients that are reduced at once while ranks compute (trainer.gradient_bucket_mib). The simulator works
+    """MiB of gradients that are reduced at once while ranks compute (parallel.gradient_bucket_mib). The simulator works
     out how much of the sync computation hides. With 0, there is one reduction and one gathering between two steps."""
     sync_overlap: float = field(default=0.0, metadata=limits(least=0, most=1))
     """Share of the gradient sync that is assumed to run beside computation, to model systems other than this one.

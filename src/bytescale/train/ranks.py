@@ -257,7 +257,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
         shape,
         make_group,
         interleaved=parallel.virtual_stages > 1,
-        overlapped=config.trainer.gradient_bucket_mib > 0,
+        overlapped=config.parallel.gradient_bucket_mib > 0,
         nodes=[int(node) for (node,) in world.share([float(own_node(world.rank))])],
     )
     mesh.connect()

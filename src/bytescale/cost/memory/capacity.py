@@ -37,7 +37,7 @@ def fitting_capacity(model: DeviceMemory, wanted: int, usable_bytes: float, who:
             f"a micro-batch of parallel.capacity_tokens = {wanted} needs {format_bytes(needed)}, "
             f"{format_bytes(needed - usable_bytes)} more than the {format_bytes(usable_bytes)} that {who} may use",
             so="training would run out of memory",
-            fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), trainer.checkpointing to attention '
+            fix=f'set parallel.capacity_tokens to {fits} or less (or "auto"), memory.checkpointing to attention '
             "or full, or memory.device_gib",
         )
     return wanted

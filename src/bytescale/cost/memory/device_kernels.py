@@ -45,7 +45,7 @@ class KernelMemory:
     def of_device(
         kind: DeviceKind, architecture: Architecture, *, element_bytes: int, tensor_parallel: int, attention: str
     ) -> KernelMemory:
-        """Return what ``runtime`` uses on a device of this ``kind``. ``attention``: as ``trainer.attention``."""
+        """Return what ``runtime`` uses on a device of this ``kind``. ``attention``: as ``kernels.attention``."""
         on_gpu = kind == "cuda"
         return KernelMemory(
             fused_norm=on_gpu,

@@ -87,7 +87,7 @@ class MemoryModel(DeviceMemory):
         device_bytes: float,
     ) -> MemoryModel:
         """Return the model of a run, in as many groups of heads as ``config`` says or as ``device_bytes`` need."""
-        parallel, trainer = config.parallel, config.trainer
+        parallel, memory = config.parallel, config.memory
         whole = MemoryModel.on_device(
             ModelShare(
                 architecture=architecture,
@@ -98,12 +98,12 @@ class MemoryModel(DeviceMemory):
             kind,
             element_bytes=element_bytes,
             num_ranks=num_ranks,
-            checkpointing=trainer.checkpointing,
-            attention=trainer.attention,
-            ring_gradients=trainer.ring_gradients,
+            checkpointing=memory.checkpointing,
+            attention=config.kernels.attention,
+            ring_gradients=parallel.ring_gradients,
         )
-        if trainer.head_groups != AUTO_HEAD_GROUPS:
-            return replace(whole, head_groups=trainer.head_groups)
+        if memory.head_groups != AUTO_HEAD_GROUPS:
+            return replace(whole, head_groups=memory.head_groups)
         tokens = parallel.capacity_tokens or None
         return whole.in_head_groups(device_bytes, capacity_tokens=tokens, offload=may_offload(config, kind))
 

@@ -42,7 +42,7 @@ class Rectangles(NamedTuple):
 def is_ideal(cost: CostModel) -> bool:
     """Whether communication is free."""
     no_latency = cost.latency_seconds(False) == cost.latency_seconds(True) == cost.ring_message_seconds == 0
-    no_transfers = cost.ring_bytes_per_token == 0 or bool(
+    no_transfers = cost.ring_bytes_per_token == cost.state_bytes == 0 or bool(
         np.isinf(cost.intra_node_bytes_per_second) and np.isinf(cost.inter_node_bytes_per_second)
     )
     return no_latency and no_transfers

@@ -125,7 +125,7 @@ def build_attached_model(
     parameters = FlatParameters(
         part.model.named_parameters(),
         num_shards,
-        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
+        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
         late=part.late_parameters(),
     )
     masters = shard_of(exact, parameters, rank)
@@ -151,7 +151,7 @@ def _measured_activations(
     pool = None
     if may_offload(config, device.type):
         pool = HostPool(int(usable_host_bytes(config, num_ranks)), pinned=device.type == "cuda")
-    activations = Activations(part.layers, checkpointing=config.trainer.checkpointing, pool=pool, device=device)
+    activations = Activations(part.layers, checkpointing=config.memory.checkpointing, pool=pool, device=device)
     rows = measure_rows(part, kernel, activations, device)
     if pool is not None:
         pool.token_bytes = rows.moved_per_token

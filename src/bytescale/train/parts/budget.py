@@ -209,8 +209,8 @@ def _check_context(config: Config, budget: MemoryBudget, hdp: int) -> None:
             + (", all offloaded that may be" if budget.rule else "")
             + f" ({format_bytes(over)} a rank too many)",
             so="a document of full length could not be trained on",
-            fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, trainer.checkpointing"
+            fix=f"use {-(-context * hdp // longest)} {kind}, a shorter context, memory.checkpointing"
             + (', memory.offload = "on"' if may_start_to else "")
-            + (f", trainer.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
+            + (f", memory.head_groups = {most_groups}" if budget.model.head_groups < most_groups else "")
             + ", or more memory (memory.device_gib, memory.host_gib)",
         )

@@ -113,7 +113,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     # 1. Model: this rank's part of it, with its initial weights, and the optimizer.
     model = build_rank_model(config, architecture, ranks, kernels)
     optimizer = ShardedOptimizer.of_config(model.parameters, config.optimizer, ranks.mesh, model.tied_head)
-    if config.trainer.gradient_bucket_mib:
+    if config.parallel.gradient_bucket_mib:
         optimizer.overlap_with(model.layers)
     model.load(config, optimizer, ranks)
 
@@ -122,7 +122,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
     planning = plan_of_run(
         config,
         spec,
-        model.memory(kind_of(ranks.device), hdp, config.trainer.ring_gradients),
+        model.memory(kind_of(ranks.device), hdp, config.parallel.ring_gradients),
         devices_of_all(config, ranks),
         device=ranks.device,
         dtype=ranks.dtype,
@@ -144,7 +144,7 @@ def build_job(config: Config, ranks: Ranks, kernels: Kernels, feed: Feed, stop: 
         planner=planner,
         calibration=run_calibration(config, planner, ranks, spec.stack.num_layers),
         step_times=planning.times,
-        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.trainer.peak_tflops),
+        peak_flops_per_second=known_peak(ranks.device, ranks.dtype, config.log.peak_tflops),
         stop=stop,
     )
 
@@ -185,7 +185,7 @@ def _executor(config: Config, ranks: Ranks, parts: Sequence[Decoder], kernels: K
         kernel=kernels.attention,
         mesh=ranks.mesh,
         z_loss=config.optimizer.z_loss,
-        ring_gradients=torch.bfloat16 if config.trainer.ring_gradients == "bf16" else None,
+        ring_gradients=torch.bfloat16 if config.parallel.ring_gradients == "bf16" else None,
     )
 
 
@@ -210,7 +210,7 @@ def measured_profile(config: Config, architecture: Architecture, devices: Set[st
     tp = config.parallel.tp
     if tp != profile.tensor_parallel:
         profile = profile.scaled_to(profile.architecture, tensor_parallel=tp)
-    return profile.with_ring_gradients(config.trainer.ring_gradients)
+    return profile.with_ring_gradients(config.parallel.ring_gradients)
 
 
 def verified_planner(
@@ -241,9 +241,9 @@ def step_times(config: Config, profile: Profile, num_hdp_ranks: int, *, ranks_pe
         tp=mesh.tp,
         pp=mesh.pp,
         virtual_stages=mesh.virtual_stages,
-        gradient_bucket_mib=config.trainer.gradient_bucket_mib,
+        gradient_bucket_mib=config.parallel.gradient_bucket_mib,
     )
-    return StepTimes(profile=profile, devices=devices, recompute=config.trainer.checkpointing == "full")
+    return StepTimes(profile=profile, devices=devices, recompute=config.memory.checkpointing == "full")
 
 
 def run_calibration(config: Config, planner: VerifiedPlanner, ranks: Ranks, num_layers: int) -> RunCalibration | None:
@@ -278,7 +278,7 @@ def planning_cost(
             spec,
             device=kind_of(device),
             bytes_per_element=dtype.itemsize,
-            ring_gradients=config.trainer.ring_gradients,
+            ring_gradients=config.parallel.ring_gradients,
         )
         return replace(assumed, ranks_per_node=ranks_per_node)
     own = profile.of_model(ModelSpec.of(spec).stack)
@@ -294,7 +294,7 @@ def predicting_profile(
     assumed = ASSUMED[kind_of(device)].profile(spec, bytes_per_element=dtype.itemsize)
     tp = config.parallel.tp
     scaled = assumed if tp == 1 else assumed.scaled_to(spec.stack, tensor_parallel=tp)
-    return scaled.with_ring_gradients(config.trainer.ring_gradients)
+    return scaled.with_ring_gradients(config.parallel.ring_gradients)
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -74,7 +74,7 @@ class OwnModel:
 
     def decoders(self, config: Config, ranks: Ranks, kernels: Kernels, memory: MemoryBudget) -> list[Decoder]:
         """Apply kernels, head groups, checkpointing and offloading to the model."""
-        checkpointing, tp, pool = config.trainer.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
+        checkpointing, tp, pool = config.memory.checkpointing, ranks.mesh.tp, memory.host_pool(ranks.device)
         parts = []
         for chunk in self.chunks:
             kernels.apply(chunk, checkpointing=checkpointing, tp_size=tp.size)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytescale.attention import AttentionKernel
-from bytescale.config import Architecture, AttachedArchitecture, Config
+from bytescale.config import Architecture, AttachedArchitecture, Config, resolve_model
 from bytescale.config.attached import check_attached
 from bytescale.config.validate import check_mesh
 from bytescale.cost.memory import DeviceKind, MeasuredMemory
@@ -20,6 +20,7 @@ from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
 if TYPE_CHECKING:
+    from bytescale.attach.decoder import AttachedDecoder
     from bytescale.train.parts.attached_model import HFModel
 
 
@@ -48,7 +49,7 @@ def build_rank_model(
         virtual_stages=config.parallel.virtual_stages,
         dtype=ranks.dtype,
         seed=config.trainer.seed,
-        bucket_bytes=int(config.trainer.gradient_bucket_mib * 2**20),
+        bucket_bytes=int(config.parallel.gradient_bucket_mib * 2**20),
     )
 
 
@@ -72,4 +73,20 @@ def describe_model(
 
     model = build_attached_model(config, architecture, kernel, device=device, dtype=dtype, num_shards=1)
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
-    return model.spec, model.memory(kind, num_ranks, config.trainer.ring_gradients)
+    return model.spec, model.memory(kind, num_ranks, config.parallel.ring_gradients)
+
+
+def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) -> Architecture | AttachedDecoder:
+    """What ``profiling.Measurer`` takes: a shape, or a model of transformers with random weights on ``device``."""
+    architecture = resolve_model(config.model)
+    if isinstance(architecture, Architecture):
+        return architecture
+    check_attached(config, architecture)
+    from bytescale.attach.decoder import AttachedDecoder
+    from bytescale.attach.folder import make_model, set_constants
+
+    model = make_model(architecture.content, dtype)
+    set_constants(model, architecture.buffers)
+    decoder = AttachedDecoder(model.to(device).train(), longest_document=config.data.context_length)
+    decoder.require_training()
+    return decoder

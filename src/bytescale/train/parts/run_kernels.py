@@ -56,12 +56,11 @@ def open_kernels(
 
     Raises ``ConfigError`` where something that is asked for is not there.
     """
-    trainer = config.trainer
-    compiler = RowCompiler() if trainer.compile else None
+    compiler = RowCompiler() if config.kernels.compile else None
     if compiler is not None:
         compiler.check(device)
     heads = _heads(resolve_model(config.model), config.parallel.tp)
-    with open_attention(trainer.attention, device, dtype, heads, smallest) as choice:
+    with open_attention(config.kernels.attention, device, dtype, heads, smallest) as choice:
         kernel = choice.kernel if compiler is None else CompiledMerges(choice.kernel, compiler)
         yield Kernels(choice, kernel, compiler)
 

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytescale.attention import AttentionKernel, select_kernel
+from bytescale.attention import AttentionKernel, AttentionRules, PackedAttention, select_kernel
 from bytescale.attention.blocks import BlockSet, causal_triangles
+from bytescale.attention.choose import kernel_for
 from bytescale.attention.kernels import OfQueries
+from bytescale.attention.rules import PLAIN
 from bytescale.config import Architecture
+from bytescale.cost.spec import ModelSpec
 from bytescale.models import build_model
 from bytescale.models.rope import rope_rotation
-from bytescale.runtime import linear_cross_entropy
+from bytescale.plan import Plan, RankPlan
+from bytescale.plan.plan import GroupSpec
+from bytescale.runtime import RankGroup
+from bytescale.runtime.loss import Head, PlainHead, loss_sum
+
+if TYPE_CHECKING:
+    from bytescale.attach.decoder import AttachedDecoder
 
 MIN_SECONDS = 0.05
 """Within a sweep, the runs of one quantity are repeated for this long."""
@@ -55,26 +67,89 @@ class LapTimer:
             torch.cuda.synchronize(self.device)
 
 
-@dataclass
+Opened = tuple[Callable[[Callable[..., Tensor]], Tensor], Sequence[Tensor]]
+"""See ``Subject.open``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured: some layers in a row, ours or transformers'.
+
+    Attributes:
+        spec: counts of the whole model.
+        num_layers: that ``open`` runs.
+        constants: parameters and buffers, which do not count as saved.
+        open: from a number of tokens to a forward of one document, which takes the layers' attention and returns
+            ``[T, C]``; and to tensors that all layers share, such as rotary angles.
+        head: from hidden states to losses.
+        attentions: each layer's heads, key/value heads, widths of keys and of values, and rules.
+    """
+
+    spec: ModelSpec
+    num_layers: int
+    constants: Sequence[Tensor]
+    open: Callable[[int], Opened]
+    head: Head
+    attentions: Sequence[tuple[int, int, int, int, AttentionRules]]
+
+
+def subject_of(model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> Subject:
+    """One layer of our own model, with random weights; or all layers of a model of transformers."""
+    if not isinstance(model, Architecture):
+        layers = model.facts.layers
+
+        def open_decoder(tokens: int) -> Opened:
+            ids = torch.arange(tokens, device=device) % 61  # of any vocabulary; experts get different ones
+            positions = torch.arange(tokens, device=device)
+            return (lambda attention: model(ids, positions, attention)), [ids, positions]
+
+        return Subject(
+            spec=model.spec,
+            num_layers=len(layers),
+            constants=[*model.parameters(), *model.buffers()],
+            open=open_decoder,
+            head=model.head,
+            attentions=[(a.num_heads, a.num_kv_heads, a.head_dim, a.value_dim, a.rules) for a in layers],
+        )
+    own = build_model(replace(model, num_layers=1, vocab_size=64, tie_embeddings=True))
+    own.initialise(0)
+    layer: nn.Module = own.layers[0].to(device=device, dtype=dtype)
+
+    def open_layer(tokens: int) -> Opened:
+        rotation = rope_rotation(torch.arange(tokens, device=device), model, dtype)
+        hidden = torch.randn(tokens, model.hidden_size, device=device).to(dtype)
+
+        def run(attention: Callable[..., Tensor]) -> Tensor:
+            result: Tensor = layer(hidden.detach().requires_grad_(), rotation, attention)
+            return result
+
+        return run, rotation
+
+    head = (torch.randn(model.vocab_size, model.hidden_size, device=device) * 0.02).to(dtype)
+    return Subject(
+        spec=ModelSpec.of(model),
+        num_layers=1,
+        constants=list(layer.parameters()),
+        open=open_layer,
+        head=PlainHead(head.requires_grad_()),
+        attentions=[(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim, PLAIN)],
+    )
+
+
 class Measurer:
     """Measures one model on one device in one dtype.
 
-    ``sweeps`` collects the values of each (curve, tokens), one per sweep.
+    Attributes:
+        sweeps: the values of each (curve, tokens), one per sweep.
     """
 
-    architecture: Architecture
-    device: torch.device
-    dtype: torch.dtype
-    sweeps: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.watch = LapTimer(self.device)
-        self.kernel: AttentionKernel = select_kernel("auto", self.device, self.dtype)
-        model = build_model(replace(self.architecture, num_layers=1, vocab_size=64, tie_embeddings=True))
-        model.initialise(0)
-        self.layer: nn.Module = model.layers[0].to(device=self.device, dtype=self.dtype)
-        head = self.random(self.architecture.vocab_size, self.architecture.hidden_size) * 0.02
-        self.head = head.requires_grad_()
+    def __init__(self, model: Architecture | AttachedDecoder, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.subject = subject_of(model, device, dtype)
+        self.architecture = self.subject.spec.stack
+        self.watch = LapTimer(device)
+        self.kernel: AttentionKernel = select_kernel("auto", device, dtype)
+        self.sweeps: dict[tuple[str, int], list[float]] = {}
 
     def measure(self, tokens: int) -> None:
         """Measure every curve at one length."""
@@ -85,11 +160,10 @@ class Measurer:
         self._head(tokens)
         self._add("activation_bytes", tokens, float(self.activation_bytes(tokens)))
 
-    def activation_bytes(self, tokens: int) -> int:
+    def activation_bytes(self, tokens: int) -> float:
         """Return the bytes that autograd saves in one layer, including attention."""
-        hidden = self.random(tokens, self.architecture.hidden_size).requires_grad_()
-        rotation = self._rotation(tokens)
-        outside = {t.untyped_storage().data_ptr() for t in (*self.layer.parameters(), *rotation)}
+        forward, shared = self.subject.open(tokens)
+        outside = {tensor.untyped_storage().data_ptr() for tensor in (*self.subject.constants, *shared)}
         saved: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -97,48 +171,59 @@ class Measurer:
                 saved[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address is reused
             return tensor
 
+        plan = Plan.build(
+            lengths=[tokens],
+            capacity_tokens=[tokens],
+            groups=[GroupSpec(sequences=[0], ranks=[0])],
+            schedule=[[[0]]],
+        )
+        (alone,) = RankPlan.of(plan, 0).micro_batches
+        attention = PackedAttention(alone, self.kernel, RankGroup(device=self.device).exchange)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.layer(hidden, rotation, _WithLse(self.kernel, causal_triangles([tokens])))
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+            forward(attention)
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / self.subject.num_layers
 
     def _attention(self, name: str, lengths: list[int]) -> None:
-        shape, triangles, tokens = self.architecture, causal_triangles(lengths), sum(lengths)
-        q = self.random(tokens, shape.num_heads, shape.head_dim)
-        k, v = (self.random(tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-        scale = shape.head_dim**-0.5
-        out, lse = self.kernel.forward(q, k, v, triangles, scale)
-        forward = self.watch.seconds(lambda: self.kernel.forward(q, k, v, triangles, scale))
-        backward = self.watch.seconds(lambda: self.kernel.backward(OfQueries(out, q, out, lse), k, v, triangles, scale))
-        self._add(f"{name}_forward", tokens, forward)
-        self._add(f"{name}_backward", tokens, backward)
+        """The mean of all layers, without windows (``Profile.windows``)."""
+        triangles, tokens = causal_triangles(lengths), sum(lengths)
+        sums = np.zeros(2)
+        for (heads, kv_heads, width, value_width, rules), count in Counter(self.subject.attentions).items():
+            kernel = kernel_for(self.kernel, replace(rules, window=None))
+            q, k = self.random(tokens, heads, width), self.random(tokens, kv_heads, width)
+            v, scale = self.random(tokens, kv_heads, value_width), rules.scale_of(q)
+            out, lse = kernel.forward(q, k, v, triangles, scale)
+            kept = OfQueries(out, q, out, lse)
+            forward = self.watch.seconds(partial(kernel.forward, q, k, v, triangles, scale))
+            backward = self.watch.seconds(partial(kernel.backward, kept, k, v, triangles, scale))
+            sums += count * np.array([forward, backward])
+        for way, seconds in zip(("forward", "backward"), sums / len(self.subject.attentions), strict=True):
+            self._add(f"{name}_{way}", tokens, float(seconds))
 
     def _ring_block(self, tokens: int) -> None:
-        shape = self.architecture
-        q = self.random(tokens, shape.num_heads, shape.head_dim)
-        k, v = (self.random(tokens // 2, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        heads, kv_heads, width, value_width, rules = self.subject.attentions[0]
+        q, k = self.random(tokens, heads, width), self.random(tokens // 2, kv_heads, width)
+        v, kernel = (
+            self.random(tokens // 2, kv_heads, value_width),
+            kernel_for(self.kernel, replace(rules, window=None)),
+        )
         block = BlockSet.of(np.array([[0, tokens]]), np.array([[0, tokens // 2]]), causal=False)
-        seconds = self.watch.seconds(lambda: self.kernel.forward(q, k, v, block, shape.head_dim**-0.5))
-        self._add("ring_block_forward", tokens, seconds)
+        self._add(
+            "ring_block_forward",
+            tokens,
+            self.watch.seconds(lambda: kernel.forward(q, k, v, block, rules.scale_of(q))),
+        )
 
     def _rest(self, tokens: int) -> None:
-        hidden = self.random(tokens, self.architecture.hidden_size).requires_grad_()
-        rotation, gradient = self._rotation(tokens), self.random(tokens, self.architecture.hidden_size)
+        (forward, _), gradient = self.subject.open(tokens), self.random(tokens, self.architecture.hidden_size)
         outputs: list[Tensor] = []
 
-        def forward() -> None:
-            outputs[:] = [self.layer(hidden, rotation, _no_attention)]
+        def run() -> None:
+            outputs[:] = [forward(_no_attention)]
 
-        def reset() -> None:
-            outputs.clear()
-            hidden.grad = None
-
-        def prepare_backward() -> None:
-            reset()
-            forward()
-
-        self._add("rest_forward", tokens, self.watch.seconds(forward, prepare=reset))
-        backward = self.watch.seconds(lambda: outputs[0].backward(gradient), prepare=prepare_backward)
-        self._add("rest_backward", tokens, backward)
+        count = self.subject.num_layers
+        self._add("rest_forward", tokens, self.watch.seconds(run, prepare=outputs.clear) / count)
+        backward = self.watch.seconds(lambda: outputs[0].backward(gradient), prepare=run)
+        self._add("rest_backward", tokens, backward / count)
 
     def _head(self, tokens: int) -> None:
         hidden = self.random(tokens, self.architecture.hidden_size).requires_grad_()
@@ -146,7 +231,7 @@ class Measurer:
         losses: list[Tensor] = []
 
         def forward() -> None:
-            losses[:] = [linear_cross_entropy(hidden, self.head, labels)]
+            losses[:] = [loss_sum(self.subject.head, hidden, labels)]
 
         def prepare_backward() -> None:
             hidden.grad = None
@@ -169,28 +254,11 @@ class Measurer:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
-    def _rotation(self, tokens: int) -> tuple[Tensor, Tensor]:
-        return rope_rotation(torch.arange(tokens, device=self.device), self.architecture, self.dtype)
 
-
-class _WithLse:
-    """Local attention that saves the same tensors as ring attention: inputs, output and LSE."""
-
-    def __init__(self, kernel: AttentionKernel, triangles: BlockSet) -> None:
-        self.kernel, self.triangles = kernel, triangles
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _SaveAttention.apply(q, k, v, self)
-
-
-class _SaveAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, attention: _WithLse) -> Tensor:  # type: ignore[no-untyped-def]
-        out, lse = attention.kernel.forward(q, k, v, attention.triangles, q.shape[-1] ** -0.5)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-
-def _no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _no_attention(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules = PLAIN, sinks: Tensor | None = None
+) -> Tensor:
     """Use all inputs, so that each gets a gradient, and compute next to nothing."""
-    return q + k[:, :1] + v[:, :1]
+    if q.shape[-1] == v.shape[-1]:
+        return q + k[:, :1] + v[:, :1]
+    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + q[..., :1] + k[:, :1, :1]

@@ -33,7 +33,7 @@ def device_name(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def known_peak(device: torch.device, dtype: torch.dtype, configured_tflops: float | None) -> float | None:
-    """Return the peak FLOP/s of one device: ``trainer.peak_tflops``, or the data sheet's for bf16 on a known GPU.
+    """Return the peak FLOP/s of one device: ``log.peak_tflops``, or the data sheet's for bf16 on a known GPU.
 
     None means that neither is known. The run then reports the FLOP/s that it reaches, and no MFU. An earlier version
     measured the peak by timing matrix products at the start. If other work used the cores at that moment, the peak came

@@ -66,14 +66,14 @@ def measure_profile(
         nodes: the node of each of them, by any number; None: they share one.
         progress: called with the next length and the share of the time that has passed.
     """
-    architecture, device, dtype = measurer.architecture, measurer.device, measurer.dtype
+    spec, device, dtype = measurer.subject.spec, measurer.device, measurer.dtype
     hdp = hdp or RankGroup(device=device)
     measure_lengths(measurer, hdp, max_tokens=max_tokens, seconds=seconds, progress=progress)
     points = _points(measurer, hdp)
     links = measure_links(hdp, measurer, nodes) if hdp.size > 1 else Links()
     to_host, to_device = np.max(hdp.share(list(measurer.host_rates())), axis=0).tolist()
     element = dtype.itemsize
-    ring = flops.ring_bytes_per_token(architecture, bytes_per_element=element)
+    keys, gradients = (spec.key_numbers * size for size in (element, flops.ring_gradient_bytes(element, "wide")))
     fits: dict[str, Any] = {name: _fit(points, name) for name in CURVES}
     for way in ("forward", "backward"):
         fits[f"sequence_{way}_seconds"] = SHORT_TOKENS * _fit(points, f"sequences_{way}").linear
@@ -81,17 +81,18 @@ def measure_profile(
         name=f"measured on {device_name(device, dtype)}",
         source=f"bytescale profile, median of {SWEEPS} sweeps on {hdp.size} rank(s), torch {torch.__version__}",
         device=device_name(device, dtype),
-        architecture=architecture,
-        ring_forward_bytes_per_token=ring[0],
-        ring_backward_bytes_per_token=ring[1],
+        architecture=spec.stack,
+        ring_forward_bytes_per_token=keys,
+        ring_backward_bytes_per_token=keys + gradients,
         links=replace(
             links,
             device_to_host_bytes_per_second=to_host,
             host_to_device_bytes_per_second=to_device,
         ),
-        layer_parameters=flops.layer_parameters(architecture),
+        layer_parameters=spec.parameters,
         parameter_bytes=element,
         points=tuple(points),
+        windows=spec.windows,
         **fits,
     )
 

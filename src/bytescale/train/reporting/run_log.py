@@ -119,10 +119,10 @@ class RunLog:
         self._print_row(metrics, before, self._screen)
         self._screen.progress(metrics.step, self.config.trainer.steps)
         self._metrics.write(metrics)
-        due = metrics.step % self.config.trainer.track_every == 0 or metrics.step == self.config.trainer.steps
+        due = metrics.step % self.config.log.track_every == 0 or metrics.step == self.config.trainer.steps
         for tracker in self._trackers if due else ():
             tracker.log(metrics.step, metrics.scalars())
-        if self.config.trainer.save_plans and data.plan is not None:
+        if self.config.log.save_plans and data.plan is not None:
             save_plan(data.plan, self.run.plan(metrics.step))
 
     def _print_row(self, metrics: StepMetrics, before: StepMetrics | None, screen: Screen) -> None:

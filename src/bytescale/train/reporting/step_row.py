@@ -68,7 +68,7 @@ def remarks(metrics: StepMetrics, before: StepMetrics | None) -> list[str]:
         )
     if _is_above_peak(metrics) and not (before and _is_above_peak(before)):
         reached = format_si(metrics.model_flops_per_second)
-        lines.append(f"the ranks reach {reached}FLOP/s, more than their peak: trainer.peak_tflops is too low")
+        lines.append(f"the ranks reach {reached}FLOP/s, more than their peak: log.peak_tflops is too low")
     return [f"        {line}" for line in lines]
 
 

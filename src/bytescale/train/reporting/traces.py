@@ -1,4 +1,4 @@
-"""Traces of the steps that ``trainer.trace_steps`` names, in the run folder's traces/."""
+"""Traces of the steps that ``log.trace_steps`` names, in the run folder's traces/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepTraces:
 
     def __init__(self, job: Job, run: RunFolder, say: Callable[[str], None]) -> None:
         self._job, self._run, self._say = job, run, say
-        self._missing = sorted(set(job.config.trainer.trace_steps))
+        self._missing = sorted(set(job.config.log.trace_steps))
 
     def recorder(self, step: int) -> StepRecorder:
         """Return the recorder of a step that begins now."""
@@ -71,16 +71,14 @@ class StepTraces:
     def farewell(self) -> None:
         """Say of which steps there is no trace because the run ended before them."""
         for step in self._missing:
-            self._say(f"trace   none of step {step}, which trainer.trace_steps names: the run ended before it")
+            self._say(f"trace   none of step {step}, which log.trace_steps names: the run ended before it")
         self._missing = []
 
     def _tell_of_steps_before(self, step: int) -> None:
         for past in [past for past in self._missing if past < step]:
             self._missing.remove(past)
             if not self._run.trace(past).exists():
-                self._say(
-                    f"trace   none of step {past}, which trainer.trace_steps names: the run goes on from step {step}"
-                )
+                self._say(f"trace   none of step {past}, which log.trace_steps names: the run goes on from step {step}")
 
 
 def _own_track(ranks: Ranks, record: SpanRecorder, data: StepData, shown: Container[int]) -> Track:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from bytescale.common.errors import ConfigError
 from bytescale.config import Config
-from bytescale.config.schema import TrainerConfig
+from bytescale.config.schema import LogConfig
 from bytescale.train.run_folder import RunFolder
 
 
@@ -24,11 +24,11 @@ class Tracker(Protocol):
         """Write what is still held back."""
 
 
-def check_trackers(trainer: TrainerConfig) -> None:
+def check_trackers(log: LogConfig) -> None:
     """Raise ``ConfigError`` if the config names a tracker whose package is not installed."""
     for setting, wanted, module, extra in (
-        ("trainer.tensorboard", trainer.tensorboard, "tensorboard", "tensorboard"),
-        ("trainer.wandb", trainer.wandb != "off", "wandb", "wandb"),
+        ("log.tensorboard", log.tensorboard, "tensorboard", "tensorboard"),
+        ("log.wandb", log.wandb != "off", "wandb", "wandb"),
     ):
         if wanted and not _is_installed(module):
             raise ConfigError(
@@ -44,11 +44,11 @@ def open_trackers(run: RunFolder, config: Config) -> list[Tracker]:
     Raises:
         ConfigError: a package is missing, or Weights & Biases refuses the run (not logged in, for example).
     """
-    check_trackers(config.trainer)
+    check_trackers(config.log)
     trackers: list[Tracker] = []
-    if config.trainer.tensorboard:
+    if config.log.tensorboard:
         trackers.append(TensorBoardTracker(run))
-    if config.trainer.wandb != "off":
+    if config.log.wandb != "off":
         trackers.append(WandbTracker(run, config))
     return trackers
 
@@ -75,16 +75,16 @@ class WandbTracker:
     def __init__(self, run: RunFolder, config: Config) -> None:
         import wandb
 
-        trainer = config.trainer
-        online = trainer.wandb == "online"
+        log = config.log
+        online = log.wandb == "online"
         settings = wandb.Settings(silent=True, console="off")
         try:
             self._run: Any = wandb.init(
-                project=trainer.wandb_project,
-                entity=trainer.wandb_entity or None,
-                name=trainer.wandb_name or run.path.name,
-                group=trainer.wandb_group or None,
-                tags=trainer.wandb_tags,
+                project=log.wandb_project,
+                entity=log.wandb_entity or None,
+                name=log.wandb_name or run.path.name,
+                group=log.wandb_group or None,
+                tags=log.wandb_tags,
                 id=_run_id(run),
                 resume="allow" if online else None,
                 dir=str(run.path),
@@ -96,7 +96,7 @@ class WandbTracker:
             raise ConfigError(
                 f"Weights & Biases did not accept the run: {error}",
                 so="nothing would be tracked",
-                fix='run `wandb login`, or set trainer.wandb to "offline" or "off"',
+                fix='run `wandb login`, or set log.wandb to "offline" or "off"',
             ) from error
         self._run.define_metric("*", step_metric="step")  # a resumed run may take steps again
 

@@ -1,0 +1,156 @@
+"""Every kernel, cut anywhere, equals its recurrence token by token; so do transformers' own kernels for the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.jamba import modeling_jamba as jamba
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+from bytescale.parity.wide_casts import WideCasts
+from bytescale.recurrence import KERNELS, Cuts, LightningAttention, OneProcessCuts
+from bytescale.recurrence.reference import gated_delta_rule, lightning_attention, selective_scan
+
+Case = tuple[dict[str, Tensor], Callable[[Cuts | None, dict[str, Tensor]], Tensor], Callable[..., Tensor]]
+"""Inputs whose first dimension is tokens, our kernel (None: transformers' for the whole) and the slow twin."""
+
+H, K, V, N = 3, 4, 5, 2
+
+
+def delta(function: str, module: Any, *decays: int) -> Case:
+    shapes = {"q": (2 * H, K), "k": (2 * H, K), "v": (2 * H, V), "g": (2 * H, *decays), "beta": (2 * H,)}
+
+    def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
+        stock = getattr(module, function)
+        q, k, v, g, beta = (given[name][None] for name in shapes)
+        options = {"g": -g.square(), "beta": beta.sigmoid(), "use_qk_l2norm_in_kernel": True}
+        out, _ = stock(q, k, v, **options) if cuts is None else KERNELS[function](cuts, stock, q, k, v, **options)
+        return out[0]
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        q, k = (rows * (rows.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for rows in (q, k))
+        return gated_delta_rule(q * K**-0.5, k, v, -g.square(), beta.sigmoid(), q.new_zeros(2 * H, K, V))[0]
+
+    return shapes, ours, twin  # type: ignore[return-value]
+
+
+def mamba_2() -> Case:
+    shapes = {"x": (2 * H, V), "dt": (2 * H,), "b": (2, N), "c": (2, N)}
+    a, bias, d = -torch.arange(1.0, 2 * H + 1).double(), torch.linspace(-1, 1, 2 * H).double(), torch.ones(2 * H)
+
+    def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
+        stock = nemotron.mamba2_chunk_scan
+        x, dt, b, c = (given[name][None] for name in shapes)
+        options = {"chunk_size": 4, "D": d.double(), "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
+        if cuts is None:
+            return stock(x, dt, a, b, c, **options)[0]
+        return KERNELS["mamba2_chunk_scan"](cuts, stock, x, dt, a, b, c, **options)[0]
+
+    def twin(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        b, c = (rows.repeat_interleave(H, dim=1) for rows in (b, c))
+        steps = F.softplus(dt + bias).clamp(0.1, 2.0)
+        return selective_scan(x, steps, a[:, None], b, c, x.new_zeros(2 * H, V, N))[0] + x
+
+    return shapes, ours, twin  # type: ignore[return-value]
+
+
+def mamba_1() -> Case:
+    shapes = {"x": (H,), "dt": (H,), "b": (N,), "c": (N,), "z": (H,)}
+    a, bias, d = -torch.arange(1.0, H * N + 1).double().view(H, N), torch.linspace(-1, 1, H).double(), torch.ones(H)
+
+    def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
+        stock = jamba.mamba_selective_scan
+        x, dt, b, c, z = (given[name].T[None] for name in shapes)
+        options = {"D": d.double(), "z": z, "delta_bias": bias, "delta_softplus": True}
+        if cuts is None:
+            return stock(x, dt, a, b, c, **options)[0].T
+        return KERNELS["mamba_selective_scan"](cuts, stock, x, dt, a, b, c, **options)[0].T
+
+    def twin(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor) -> Tensor:
+        b, c = (rows[:, None].expand(-1, H, -1) for rows in (b, c))
+        out, _ = selective_scan(x[..., None], F.softplus(dt + bias), a, b, c, x.new_zeros(H, 1, N))
+        return (out[..., 0] + x) * F.silu(z)
+
+    return shapes, ours, twin  # type: ignore[return-value]
+
+
+def lightning() -> Case:
+    shapes, slope = {"q": (H, K), "k": (H, K), "v": (H, V)}, torch.tensor([0.1, 0.5, 2.0]).double()
+
+    def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
+        whole = OneProcessCuts([0], [slice(0, len(given["q"]))])
+        return LightningAttention.scan(whole if cuts is None else cuts, *given.values(), slope)
+
+    def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return lightning_attention(q, k, v, (-slope).exp(), q.new_zeros(H, K, V))[0]
+
+    return shapes, ours, twin  # type: ignore[return-value]
+
+
+def short_convolution() -> Case:
+    weight, bias = torch.linspace(-1, 1, 4 * H).double().view(H, 4), torch.ones(H).double()
+
+    def ours(cuts: Cuts | None, given: dict[str, Tensor]) -> Tensor:
+        stock, x = qwen.causal_conv1d_fn, given["x"].T[None]
+        if cuts is None:
+            return stock(x, weight, bias, activation="silu")[0].T
+        return KERNELS["causal_conv1d_fn"](cuts, stock, x, weight, bias, activation="silu")[0].T
+
+    def twin(x: Tensor) -> Tensor:
+        before = torch.cat([x.new_zeros(3, H), x])
+        return F.silu(torch.stack([(before[t : t + 4] * weight.T).sum(0) for t in range(len(x))]) + bias)
+
+    return {"x": (H,)}, ours, twin  # type: ignore[dict-item]
+
+
+CASES = {
+    "gated delta rule": delta("torch_chunk_gated_delta_rule", qwen),
+    "kimi delta attention": delta("chunk_kimi_delta_attention", kimi, K),
+    "mamba 2": mamba_2(),
+    "mamba 1": mamba_1(),
+    "lightning": lightning(),
+    "convolution": short_convolution(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(
+    edges=st.lists(st.integers(0, 20), max_size=5),
+    tail=st.lists(st.integers(1, 4), max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_a_kernel_cut_anywhere_is_its_recurrence(name: str, edges: list[int], tail: list[int], seed: int) -> None:
+    """A document of 20 tokens in fragments, and whole ones behind it. fp64 with wide casts: sums in other orders."""
+    shapes, ours, twin = CASES[name]
+    random, lengths = torch.Generator().manual_seed(seed), [20, *tail]
+    given_ = {key: torch.randn(sum(lengths), *shape, generator=random).double() for key, shape in shapes.items()}
+    weights = torch.randn(sum(lengths), generator=random).double()
+    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+    cuts = OneProcessCuts(sorted([0, *edges, 20]), [slice(a, b) for a, b in pairwise(ends)])
+
+    def results(compute: Callable[[dict[str, Tensor]], Tensor]) -> list[Tensor]:
+        leaves = {key: rows.clone().requires_grad_() for key, rows in given_.items()}
+        with WideCasts():
+            out = compute(leaves)
+            gradients = torch.autograd.grad((out.flatten(1).sin().sum(1) * weights).sum(), list(leaves.values()))
+        return [out, *gradients]
+
+    def by_document(one: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
+        return lambda leaves: torch.cat(
+            [one({k: v[stop - n : stop] for k, v in leaves.items()}) for n, stop in zip(lengths, ends, strict=True)]
+        )
+
+    expected = results(by_document(lambda leaves: twin(**leaves)))
+    for found in (results(lambda leaves: ours(cuts, leaves)), results(by_document(lambda leaves: ours(None, leaves)))):
+        for a, b in zip(found, expected, strict=True):
+            assert float((a - b).detach().abs().max()) <= 1e-10 * max(1.0, float(b.abs().max()))
