@@ -6,7 +6,7 @@ JOBS   ?= 3
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs-ready
 
-.PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda clean
+.PHONY: train test test-rest test-all coverage lint docs docs-serve setup check-cuda check-trl check-verl clean
 
 train: setup  ## train a small Llama on 8 ranks, measure the planners, simulate 512 GPUs
 	$(BIN)/bytescale demo
@@ -52,6 +52,12 @@ $(DOCS): $(READY)
 
 check-cuda:  ## GPU code against CUDA builds of torch, without a GPU: 6 GB of downloads the first time, then some minutes
 	$(PYTHON) tests/cuda/run.py
+
+check-trl:  ## TRL's trainers alone and over HDP, on one rank and on two: 3 GB of downloads the first time, then some minutes
+	$(PYTHON) tests/trl/run.py
+
+check-verl:  ## verl's worker and losses on our engine, on two ranks: 6 GB of downloads the first time, then two minutes
+	$(PYTHON) tests/verl/run.py
 
 clean:  ## remove the environment and caches, keep runs
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* site

@@ -33,7 +33,12 @@ def example(name: str) -> ModuleType:
 
 
 def on_two_ranks(module: ModuleType, **options: Any) -> Any:
-    """What rank 0 returns from ``main`` when two processes run it, as torchrun would start them."""
+    """``on_ranks`` with two."""
+    return on_ranks(2, module, **options)
+
+
+def on_ranks(num_ranks: int, module: ModuleType, **options: Any) -> Any:
+    """What rank 0 returns from ``main`` when so many processes run it, as torchrun would start them."""
 
     def one_rank(rank: int) -> Any:
         torch.set_num_threads(1)
@@ -43,7 +48,7 @@ def on_two_ranks(module: ModuleType, **options: Any) -> Any:
         finally:
             dist.destroy_process_group()
 
-    result = run_forked(2, one_rank, timeout_seconds=120)[0]
+    result = run_forked(num_ranks, one_rank, timeout_seconds=300)[0]
     return tree_map_only(np.ndarray, torch.from_numpy, result)
 
 
@@ -111,6 +116,19 @@ def test_hf_trainer_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert alone != pytest.approx(plain, rel=1e-6), "something was computed in BF16"
 
 
+def test_grpo_resumes_exactly(tmp_path: Path) -> None:
+    """Two ranks that were stopped and go on get the rewards of two that were not, bit for bit."""
+    options: dict[str, Any] = {"num_prompts": 2, "folder": str(tmp_path / "run")}
+    on_two_ranks(example("grpo"), steps=1, **options)
+    assert on_two_ranks(example("grpo"), steps=3, **options) == on_two_ranks(example("grpo"), steps=3, num_prompts=2)
+
+
+@pytest.mark.exhaustive
+def test_grpo_learns_on_four_ranks() -> None:
+    rewards = on_ranks(4, example("grpo"), steps=10)
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.4
+
+
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer"}
+    assert names == {"own_loop", "lora", "fsdp", "scoring", "driver", "hf_trainer", "grpo"}

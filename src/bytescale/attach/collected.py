@@ -54,7 +54,7 @@ class Collected:
         flat = torch.zeros(starts[-1], *shape, dtype=wide, device=group.device)
         for micro, values in self._kept:
             row = 0
-            for document, start, stop in micro.segments:
+            for document, start, stop in micro.plan.runs:
                 place = slice(starts[document] + start, starts[document] + stop)
                 flat[place] = values[row : row + stop - start].to(wide)
                 row += stop - start

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from bytescale.attach.head import causal_model
 from bytescale.attach.probe import LayerAttention, ModelFacts
 from bytescale.attention import AttentionRules
 from bytescale.config import Architecture
@@ -83,7 +84,8 @@ def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) 
 
 def _embeddings_of(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The model's functions that return its embedding and its head."""
-    get_input, get_output = (getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
+    root = causal_model(model)
+    get_input, get_output = (getattr(root, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
     return get_input, get_output
 
 

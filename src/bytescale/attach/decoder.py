@@ -58,6 +58,10 @@ class AttachedDecoder(nn.Module):
         """Leave the model as it was before."""
         self._undo.close()
 
+    def forbid_gradients(self) -> None:
+        """Refuse passes with gradients from now on."""
+        self._attached.is_frozen = True
+
     def require_training(self) -> None:
         """Raise ``ConfigError`` for a model that draws random numbers when it is trained."""
         if self.facts.random_parts:
@@ -134,7 +138,7 @@ class AttachedDecoder(nn.Module):
             for parameter in layer.parameters():
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         early = {key for key, count in uses.items() if count == 1}
-        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        embedding: Any = causal_model(self.model).get_input_embeddings()
         weight = getattr(causal_model(self.model).get_output_embeddings(), "weight", None)
         if weight is not None and weight is not getattr(embedding, "weight", None):
             early.add(id(weight))

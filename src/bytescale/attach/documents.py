@@ -91,16 +91,8 @@ class Documents:
 
     def rows(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The rows ``[T, ...]`` of one micro-batch, of every field, in the order of its segments."""
-        segments = list(
-            zip(
-                micro_batch.segment_sequences.tolist(),
-                micro_batch.segment_starts.tolist(),
-                micro_batch.segment_stops.tolist(),
-                strict=True,
-            )
-        )
         return {
-            name: torch.cat([values[s][a:b] for s, a, b in segments] or [values[0][:0]])
+            name: torch.cat([values[s][a:b] for s, a, b in micro_batch.runs] or [values[0][:0]])
             for name, values in self.fields.items()
         }
 
@@ -188,8 +180,23 @@ def _token_aligned(name: str, values: list[Tensor], fields: dict[str, list[Tenso
                 so="its rows could not be cut with the tokens",
                 fix="give one entry per token, or one number per document, of the same dtype everywhere",
             )
+        _require_numbers(name, number, value)
         aligned.append(rows)
     return aligned
+
+
+def _require_numbers(name: str, number: int, value: Tensor) -> None:
+    """Raise ``DataError`` for a field that is not a number somewhere, and for an infinite number of a document.
+
+    Log-probabilities of single tokens may be infinite. Weights are looked at together (``_complete``).
+    """
+    wrong = ~value.isfinite() if value.dim() == 0 else value.isnan()
+    if name != "weights" and bool(wrong.any()):
+        raise DataError(
+            f"field {name!r} of document {number} {'is' if value.dim() == 0 else 'has'} {float(value[wrong][0])}",
+            so="the loss and every gradient would not be numbers either",
+            fix="give numbers, or leave the document out",
+        )
 
 
 def _complete(fields: dict[str, list[Tensor]], shift_labels: bool) -> None:

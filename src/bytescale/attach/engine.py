@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.measure import measure_rows, measured_memory
 from bytescale.attach.micro_batch import Micro
+from bytescale.attach.passes import MicroBatchPass
 from bytescale.attach.planned_batch import ONE_ROW
 from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
@@ -43,6 +45,7 @@ class Engine:
 
     Attributes:
         activations: what becomes of those of the model's layers.
+        others: second models, which run the same micro-batches without gradients.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Engine:
         self.decoder, self.group = decoder, group
         self._kernel_name = kernel
         self._kernels: dict[torch.dtype, AttentionKernel] = {}
+        self.others: list[AttachedDecoder] = []
         self._host_bytes = int(host_gib * _GIB)
         self._pool = HostPool(self._host_bytes, pinned=group.device.type == "cuda") if host_gib else None
         layers = decoder.layers if host_gib or checkpointing != "none" else []
@@ -68,18 +72,30 @@ class Engine:
         attended = plan if plan.num_tokens or plan.shared is not None else ONE_ROW
         memory = self.activations.attention_memory
 
-        @cache
-        def attention_of(dtype: torch.dtype) -> PackedAttention:
-            return PackedAttention(attended, self._kernel(dtype), self.group.exchange, memory, buffers)
+        def pass_of(decoder: AttachedDecoder) -> MicroBatchPass:
+            own = decoder is self.decoder
 
-        target = self.decoder.open_pass(
-            attention_of,
-            plan.num_tokens,
-            has_ring=plan.shared is not None,
-            name=f"micro-batch {plan.index} of rank {self.group.rank}",
-            around=lambda: self.activations.forward(plan),
+            @cache
+            def attention_of(dtype: torch.dtype) -> PackedAttention:
+                kept = memory if own else None
+                return PackedAttention(attended, self._kernel(dtype), self.group.exchange, kept, buffers)
+
+            return decoder.open_pass(
+                attention_of,
+                plan.num_tokens,
+                has_ring=plan.shared is not None,
+                name=f"micro-batch {plan.index} of rank {self.group.rank}",
+                around=(lambda: self.activations.forward(plan)) if own else nullcontext,
+            )
+
+        return Micro(
+            plan,
+            fields,
+            pass_of(self.decoder),
+            self.group.device,
+            exchange=self.group.exchange,
+            other_passes=lambda: [pass_of(decoder) for decoder in self.others],
         )
-        return Micro(plan, fields, target, self.group.device)
 
     def offload_rule(self) -> OffloadRule | None:
         """Equation 3 for the planner, from what the layers were seen to keep; None: there is no host memory for them.

@@ -17,10 +17,9 @@ rows, divided by something that all ranks know, therefore gives the gradients of
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,34 +28,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytescale.attach.collected import Collected
+from bytescale.attach.coupled import Loss, LossOfBatch, Values, backward_of
 from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attach.documents import Batch, Documents
 from bytescale.attach.engine import Engine, require_use_of_host_memory
-from bytescale.attach.handed_out import HandedOut
 from bytescale.attach.loaded import LoadedBatches, loaded_batches
 from bytescale.attach.micro_batch import Micro
 from bytescale.attach.planned_batch import PlannedBatch, check_plan
 from bytescale.attach.planning import make_planner
 from bytescale.attach.prefill import Prefill, Ready, prefill
 from bytescale.attach.probe import ModelFacts
-from bytescale.attach.promise import Promise, layers_of
+from bytescale.attach.promise import Promise
 from bytescale.attach.rank_batch import RankBatch
-from bytescale.attach.saving import Savings
+from bytescale.attach.second_model import second_model
+from bytescale.attach.updates import Updates
 from bytescale.attach.vocabulary import require_words
 from bytescale.attach.weight_sums import weight_sums
-from bytescale.common.errors import ConfigError, NonFiniteError, PlanError, problem
+from bytescale.common.errors import PlanError, problem
 from bytescale.config import DataConfig, PlannerName
-from bytescale.cost import CostModel
+from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
 from bytescale.cost.memory import DeviceKind
 from bytescale.plan import Plan, RankPlan
-from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.runtime import RankGroup
 from bytescale.runtime.checkpointing import Checkpointing
-from bytescale.runtime.optimizers import GroupOptions
-from bytescale.runtime.take_over import take_over
 
 
-class HDP:
+class HDP(Updates):
     """Hybrid data parallelism of one model over the ranks of a process group.
 
     Attributes:
@@ -103,15 +102,12 @@ class HDP:
                 the way.
             RankFailure: if the ranks have different settings or models.
         """
-        self.model = model
-        self.group = _rank_group(group, next(model.parameters()).device)
+        super().__init__(model, _rank_group(group, next(model.parameters()).device))
         self.capacity_tokens = capacity_tokens
         self.equal_counts = equal_counts
-        self.handed_out = HandedOut()
         self.promise = Promise(self)
         self._collected: Collected | None = None
-        self._optimizer: ShardedOptimizer | None = None
-        self._saved: Savings | None = None
+        self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
         require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
         decoder = AttachedDecoder(model, longest_document=longest_document)
         with ExitStack() as undo:
@@ -144,12 +140,28 @@ class HDP:
         )
         self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
 
+    def attach(self, model: nn.Module, *, same_tokenizer: bool = False) -> None:
+        """Let a second model run the micro-batches of this object, without gradients: a reference, or a teacher.
+
+        Every rank calls it, with the same weights. ``micro.logprobs(model)`` and ``micro.inputs_for(model)`` take it
+        from then on. It may be of another family. A model that is trained needs an ``HDP`` of its own.
+
+        Args:
+            same_tokenizer: says that words have the same numbers in both models where their matrices differ in size.
+
+        Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
+        """
+        decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
+        self.group.agree("the weights of a second model", _digest(decoder.facts, weight_sums(model)))
+        self.engine.others.append(decoder)
+
     def detach(self) -> None:
         """Put the model back on the attention that it had, and leave its gradients to others. ``step`` is refused then.
 
         ``state`` and ``save`` still work.
         """
-        self.engine.decoder.attachment.detach()
+        for decoder in (self.engine.decoder, *self.engine.others):
+            decoder.attachment.detach()
         self.engine.activations.remove()
         if self._optimizer is not None:
             self._optimizer.leave(self.model)
@@ -157,7 +169,14 @@ class HDP:
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def plan(
-        self, batch: Batch, *, plan: Plan | None = None, shift_labels: bool = False, last: bool = False
+        self,
+        batch: Batch,
+        *,
+        plan: Plan | None = None,
+        shift_labels: bool = False,
+        together: Sequence[Hashable] | None = None,
+        capacity_tokens: int | None = None,
+        last: bool = False,
     ) -> PlannedBatch:
         """Plan a global batch. Returns this rank's micro-batches, to be run in order. Every rank calls it.
 
@@ -165,6 +184,10 @@ class HDP:
             batch: the documents, the same on every rank (``attach.documents``).
             plan: of these documents; None: it is made here.
             shift_labels: see ``Documents.of``.
+            together: a label for each document. Documents of one label come into one micro-batch of one group, for a
+                loss that looks at all of them.
+            capacity_tokens: tokens that a micro-batch of a rank may hold in this batch; None: as ``HDP(...)`` was told.
+                Under ``torch.no_grad()``, the plan is then one for forward alone, which holds more.
             last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
                 still compute (``attach.promise``).
 
@@ -176,13 +199,59 @@ class HDP:
         """
         self.promise.require_none("a batch was planned")
         documents = Documents.of(batch, shift_labels=shift_labels)
-        require_words(documents.fields, self.model)
-        plan = self.planner(np.array(documents.lengths)) if plan is None else plan
+        for model in (self.model, *(other.model for other in self.engine.others)):
+            require_words(documents.fields, model)
+        if plan is None:
+            plan = self.planner_of(capacity_tokens)(np.array(documents.lengths), together)
         check_plan(plan, documents.lengths, self.group.size)
         rank_plan = RankPlan.of(plan, self.group.rank)
         self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
         self._collected = None
         return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
+
+    def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
+        """The planner for another capacity; of passes without backward, where gradients are disabled."""
+        if capacity_tokens is None:
+            return self.planner
+        key = (capacity_tokens, torch.is_grad_enabled())
+        if key not in self._planners:
+            cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
+            cost = self.cost if torch.is_grad_enabled() else self.forward_cost()
+            self._planners[key] = replace(self.planner, cluster=cluster, cost=cost)
+        return self._planners[key]
+
+    def forward_cost(self) -> CostModel:
+        """What forward alone costs."""
+        return self.cost.forward_only(next(self.model.parameters()).element_size())
+
+    def backward(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        together: Sequence[Hashable] | None = None,
+        values: Values | None = None,
+        passes: int | None = None,
+        shift_labels: bool = False,
+    ) -> LossOfBatch:
+        """Run a batch forward and backward under a loss that looks at several whole documents (``attach.coupled``).
+
+        Every rank calls it. ``step`` follows.
+
+        Args:
+            batch: as ``plan`` takes it.
+            loss: called with the documents of one label, as they are in ``batch``, and of each its values ``[S, ...]``.
+                Returns a scalar, or a scalar and a dictionary of metrics. Losses and metrics are summed over labels.
+            together: a label for each document; None: all have the same.
+            values: from a micro-batch to the values of its rows, ``[T, ...]``; None: ``micro.logprobs(model)``.
+            passes: 1 keeps the documents of a label in one micro-batch; 2 computes the values of all documents in a
+                pass without gradients first; None: whatever takes less time. The numbers are the same.
+            shift_labels: see ``Documents.of``.
+
+        Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
+        ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
+        """
+        return backward_of(self, batch, loss, together=together, values=values, passes=passes, shift=shift_labels)
 
     def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
         """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
@@ -207,132 +276,6 @@ class HDP:
         Raises as ``prepare_corpus``; ``ConfigError`` if the model lacks some ids, ``CheckpointError`` for other data.
         """
         return loaded_batches(self, data, state, stop_step, last)
-
-    # -- training ------------------------------------------------------------------------------------------------
-
-    def adamw(
-        self,
-        lr: float,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        group_options: GroupOptions | None = None,
-    ) -> torch.optim.Optimizer:
-        """``optimizer`` with ``torch.optim.AdamW`` and its defaults."""
-        return self.optimizer(
-            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
-            group_options=group_options,
-        )  # fmt: skip
-
-    def optimizer(
-        self, cls: type[torch.optim.Optimizer], *, group_options: GroupOptions | None = None, **options: Any
-    ) -> torch.optim.Optimizer:
-        """Train all parameters that require a gradient with any elementwise optimizer of PyTorch.
-
-        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks.
-        A model of another ``HDP`` is taken over; ``step``, ``state`` and ``save`` of the other are refused then.
-
-        Args:
-            cls: such as ``torch.optim.SGD``; called with ``options``.
-            group_options: ``(name, parameter) -> options`` of single parameters, such as
-                ``lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0}``.
-
-        Returns:
-            The optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
-
-        Raises:
-            ConfigError: if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
-        """
-        if self._optimizer is not None:
-            raise ConfigError(
-                problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
-            )
-        if former := ShardedOptimizer.of(self.model):
-            former.leave(self.model)
-        named = list(self.model.named_parameters())
-        self._optimizer = take_over(named, self.group, cls, options, group_options, **layers_of(self.engine.decoder))
-        self._optimizer.join(self.model)
-        return self._optimizer.torch_optimizer
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
-        self.sharded().zero_grad()
-
-    def step(self, *, max_grad_norm: float = 1.0, lr: float | None = None) -> Update:
-        """Sum gradients over ranks, clip them, update the weights, give them to all ranks, and zero the gradients.
-
-        Args:
-            max_grad_norm: gradients are scaled so that their global norm is at most this; 0: they are not.
-            lr: sets the learning rate of all parameters; None: it stays.
-
-        Raises:
-            RankFailure: if a micro-batch has not been run forward and backward.
-            ConfigError: if parameters were moved, replaced, added or unfrozen since ``adamw`` or ``optimizer``, or if
-                this object was detached, or another one has taken the parameters over.
-            NonFiniteError: if the gradients' norm is not a number. The weights are as before.
-        """
-        sharded = self.sharded()
-        self.handed_out.finish()
-        self.promise.kept()
-        sharded.require_parameters_of(self.model)
-        grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5
-        if not math.isfinite(grad_norm):
-            sharded.zero_grad()
-            raise NonFiniteError(
-                problem(
-                    f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
-                    so="the update was not made, and the weights are as before",
-                    fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
-                )
-            )
-        update = sharded.update(grad_norm, max_grad_norm, lr)
-        sharded.zero_grad()
-        return update
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.
-
-        Copies, in fp32 or wider; ``step`` may follow.
-        """
-        self.promise.require_none("gradients() was called")
-        return self.sharded().whole_gradients()
-
-    def state(self) -> dict[str, Any]:
-        """The optimizer's state as whole tensors: ``{"num_updates": n, "tensors": {name: {state: tensor}}}``.
-
-        The states are ``master`` (the weights, in fp32 or wider) and those of the optimizer, such as ``exp_avg``. They
-        are in CPU memory, the same on every rank, and fit any number of ranks. Every rank calls it.
-        """
-        return self.sharded().state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state()``, exactly. Every rank calls it, after ``adamw`` or ``optimizer``.
-
-        Raises ``CheckpointError`` if it is of other parameters or another optimizer; ``ConfigError`` as ``step``.
-        """
-        self.sharded().load_state(state)
-
-    def save(self, folder: Path | str, extra: dict[str, Any] | None = None, *, keep: int = 2) -> Path:
-        """Write a checkpoint ``folder/step-<updates>`` in the trainer's format. Every rank calls it.
-
-        It appears when it is complete, and fits any number of ranks. Frozen parameters are not in it.
-
-        Args:
-            extra: what the caller wants back from ``load``, as JSON: the place in the data, for example.
-            keep: newest checkpoints in ``folder`` that are kept.
-
-        Raises ``CheckpointError`` if it cannot be written.
-        """
-        return self._savings().save(Path(folder), extra or {}, keep)
-
-    def load(self, path: Path | str) -> dict[str, Any]:
-        """Continue exactly from a checkpoint, or from the newest in a folder of checkpoints. Returns its ``extra``.
-
-        Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
-        of another model.
-        """
-        return self._savings().load(Path(path))
 
     # -- results per document --------------------------------------------------------------------------------------
 
@@ -367,30 +310,20 @@ class HDP:
         """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
         self.promise.require_none("a loop over a batch began")
         self.engine.decoder.attachment.require_attached()
+        self.require_at_home("weights")
         self.engine.activations.begin_step(part.rank_plan.micro_batches)
         self.handed_out.begin(planned.number, len(planned))
         self._collected = Collected(part)
-
-    def sharded(self) -> ShardedOptimizer:
-        """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
-        if self._optimizer is None:
-            raise ConfigError(
-                problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
-            )
-        self._optimizer.require_not_replaced(self.model)
-        return self._optimizer
-
-    def _savings(self) -> Savings:
-        optimizer = self.sharded()
-        self._saved = self._saved or Savings(self.group, optimizer, self.model)
-        return self._saved
 
     def _fingerprint(self) -> int:
         """63 bits of what has to be equal on all ranks."""
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
         settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
-        content = repr((settings, shapes, weight_sums(self.model)))
-        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
+        return _digest(settings, shapes, weight_sums(self.model))
+
+
+def _digest(*content: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:

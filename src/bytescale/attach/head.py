@@ -17,20 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from bytescale.attach.interface import KEYWORD
 from bytescale.attach.refusal import refusal
 from bytescale.attention.autocast import without_autocast
 from bytescale.common.labels import IGNORE_INDEX
-from bytescale.runtime.loss import Head, PlainHead, token_losses
-
-
-def log_probabilities(
-    model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, rows_at_a_time: int | None = None
-) -> Tensor:
-    """``[T]`` log-probability of ``labels [T]``; see ``Micro.logprobs``."""
-    hidden, head = hidden_states(model, inputs)
-    return -token_losses(head, hidden[0, : len(labels)], labels, rows_at_a_time=rows_at_a_time)
+from bytescale.runtime.loss import Head, PlainHead
 
 
 def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
@@ -140,6 +133,8 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Mod
     """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
     if KEYWORD in inputs:
         inputs[KEYWORD].require_model(model)
+    if not hasattr(model, "get_decoder") and not hasattr(model, "get_base_model"):
+        model = causal_model(model)  # without what a wrapper adds, such as a value head
     decoder = _decoder(model)
     kept: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
@@ -178,10 +173,12 @@ def _decoder(model: nn.Module) -> nn.Module:
 
 
 def causal_model(model: Any) -> Any:
-    """The model of transformers inside a module of peft."""
+    """The model of transformers inside a module of peft, or inside a wrapper of the caller's."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    return model
+    if hasattr(model, "get_decoder"):
+        return model
+    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
 
 
 @contextmanager

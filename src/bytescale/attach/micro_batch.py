@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.head import has_plain_head, hidden_states, log_probabilities
+from bytescale.attach.head import has_plain_head, hidden_states
 from bytescale.attach.interface import KEYWORD, OnlyAttached, foreign_model
 from bytescale.attach.passes import MicroBatchPass
+from bytescale.attach.row_scores import RowScores, WantedScores, row_scores
+from bytescale.attach.whole_documents import WholeDocuments
+from bytescale.attention import Exchange
 from bytescale.attention.copies import to_device
-from bytescale.common.errors import DataError
+from bytescale.common.errors import DataError, PlanError
 from bytescale.common.labels import IGNORE_INDEX
 from bytescale.plan import MicroBatch
 from bytescale.runtime.loss import PlainHead, loss_sum
@@ -33,13 +37,20 @@ class Micro:
     """
 
     def __init__(
-        self, plan: MicroBatch, fields: dict[str, Tensor], target: MicroBatchPass, device: torch.device
+        self,
+        plan: MicroBatch,
+        fields: dict[str, Tensor],
+        target: MicroBatchPass,
+        device: torch.device,
+        *,
+        exchange: Exchange,
+        other_passes: Callable[[], list[MicroBatchPass]] = list,
     ) -> None:
         self.plan = plan
         self.index = plan.index
         self.num_rows = plan.num_tokens
         self.target = target
-        self._given = fields
+        self._given, self._exchange, self._other_passes = fields, exchange, other_passes
         self._fields = {name: to_device(rows, device) for name, rows in fields.items()}
         tokens, position_ids = self._fields["tokens"], to_device(torch.as_tensor(plan.position_ids()), device)
         if not self.num_rows:
@@ -59,15 +70,26 @@ class Micro:
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
-        """``(document, start, stop)`` of the runs of tokens that the rows are, in order: NOT of whole documents.
+        """``(document, start, stop)`` of the runs of tokens that the rows are, in order, where all documents are whole.
 
-        Ranks share long documents, so that a sum or mean over these rows is not the document's. What a loss needs of
-        whole documents, such as GSPO's mean log-ratio, comes from a first pass: ``collect`` and ``collected``
-        (docs/own_loop.md, "A number of a whole document").
+        Raises ``PlanError`` where ranks share documents: a sum or mean over such a run is not the document's.
         """
-        plan = self.plan
-        bounds = (plan.segment_sequences, plan.segment_starts, plan.segment_stops)
-        return list(zip(*(array.tolist() for array in bounds), strict=True))
+        if self.plan.shared is not None:
+            raise PlanError(
+                f"micro-batch {self.index} has parts of documents that {self.plan.shared.size} ranks share",
+                so="a loss over a part, such as a mean or a ratio, would not be the document's",
+                fix="take whole documents, micro.documents(values), or hdp.backward(batch, loss) for a loss that "
+                "couples documents; micro.plan.runs has the parts themselves",
+            )
+        return self.plan.runs
+
+    def documents(self, values: Tensor) -> WholeDocuments:
+        """Whole documents from ``values [T, ...]`` of this rank's rows: ``[D]`` tensors ``[length, ...]``.
+
+        Differentiable. Ranks that share documents send one another their rows, so that all of them call it, at the same
+        place and with values of one dtype and shape. Losses of documents are added up by ``sum`` of the result.
+        """
+        return WholeDocuments(self.plan, values, self._exchange)
 
     def __getattr__(self, name: str) -> Tensor:
         fields = self.__dict__.get("_fields", {})
@@ -76,13 +98,58 @@ class Micro:
             return field
         raise AttributeError(f"the batch has no field {name!r} with one number per token; it has {sorted(fields)}")
 
-    def logprobs(self, model: nn.Module, *, rows_at_a_time: int | None = None) -> Tensor:
+    def inputs_for(self, model: nn.Module) -> dict[str, Any]:
+        """The inputs of another model than the attached one: one that ``HDP.attach`` was given, or a module around it.
+
+        It runs under ``torch.no_grad()``. Raises ``ConfigError`` for a model that was not attached.
+        """
+        if self.target.model.is_in(model):
+            return self.inputs
+        for target in self._other_passes():
+            if target.model.is_in(model):
+                return {**self.inputs, KEYWORD: target}
+        raise foreign_model(type(model).__name__)
+
+    @overload
+    def logprobs(
+        self, model: nn.Module, *, temperature: float | Tensor = 1.0, rows_at_a_time: int | None = None
+    ) -> Tensor: ...
+
+    @overload
+    def logprobs(
+        self, model: nn.Module, *, temperature: float | Tensor = 1.0, rows_at_a_time: int | None = None,
+        entropy: bool = False, top: int = 0, words: Tensor | None = None, hidden: bool = False,
+        mean_logits: bool = False,
+    ) -> RowScores: ...  # fmt: skip
+
+    def logprobs(
+        self, model: nn.Module, *, temperature: float | Tensor = 1.0, rows_at_a_time: int | None = None,
+        entropy: bool = False, top: int = 0, words: Tensor | None = None, hidden: bool = False,
+        mean_logits: bool = False,
+    ) -> Any:  # fmt: skip
         """``[T]`` log-probability of each row's label, in fp32 (fp64 for fp64); 0 where the label is -100.
 
         The logits of all rows never exist together. With gradients enabled, those of a chunk are computed again in
-        backward. ``model`` is the attached model, or a module around it. Raises ``ConfigError`` for any other.
+        backward. A second model (``HDP.attach``) runs without gradients.
+
+        Args:
+            model: the attached model, a module around it, or a second model.
+            temperature: logits are divided by it; a number, or ``[T]`` of them.
+            rows_at_a_time: rows of logits that exist together; None: as many as the vocabulary allows.
+            entropy, top, words, hidden, mean_logits: the entropy of each row, its ``top`` likeliest words, the
+                log-probabilities of ``words [T, K]``, its hidden state, and the mean of its logits. With any of them
+                the result is ``RowScores``.
+
+        Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
-        return log_probabilities(model, self.inputs, self.labels, rows_at_a_time=rows_at_a_time)
+        inputs = self.inputs_for(model)
+        wanted = WantedScores(
+            temperature=temperature, entropy=entropy, top=top, words=words, mean_logits=mean_logits,
+            rows_at_a_time=rows_at_a_time,
+        )  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and inputs is self.inputs):
+            scores = row_scores(model, inputs, self.labels, wanted)
+        return scores if entropy or top or words is not None or hidden or mean_logits else scores.logprobs
 
     def loss_sum(self, model: nn.Module, weights: Tensor | None = None) -> Tensor:
         """Sum over rows of ``weights`` times the cross-entropy of the row's label, in fp32 (fp64 for fp64).

@@ -19,7 +19,7 @@ from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.recurrence import Cuts, GroupCuts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AttachedModel:
     """The attached model as passes need it: attention by module, and the modules that draw random numbers."""
 
@@ -29,6 +29,12 @@ class AttachedModel:
     num_calls: int
     plain_heads: dict[int, bool] = field(default_factory=dict)
     """By the id of a head's weight, whether ``head.has_plain_head``; filled on demand."""
+    is_frozen: bool = False
+    """Whether it is a second model, which runs without gradients (``attach.frozen_model``)."""
+
+    def is_in(self, model: nn.Module) -> bool:
+        """Whether ``model`` is the attached model or a module around it."""
+        return self.layers.keys() | self.mixers <= set(model.modules())
 
     @staticmethod
     def of(model: nn.Module, facts: ModelFacts) -> AttachedModel:
@@ -73,7 +79,7 @@ class MicroBatchPass:
 
     def require_model(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if ``model`` is neither the attached model nor a module around it."""
-        if not self.model.layers.keys() | self.model.mixers <= set(model.modules()):
+        if not self.model.is_in(model):
             raise foreign_model(type(model).__name__)
 
     def begin(self) -> None:
@@ -86,6 +92,13 @@ class MicroBatchPass:
                 so="results would depend on the plan and on the number of ranks",
                 fix="load the model with every dropout probability at 0 (attention_dropout=0.0, ...), or call "
                 "model.eval()",
+            )
+        if self.model.is_frozen and torch.is_grad_enabled():
+            raise refusal(
+                "a second model",
+                "it runs with gradients, and was attached for passes without them",
+                so="other ranks would wait for its backward",
+                fix="call it under torch.no_grad(), and give a model that is trained an HDP of its own",
             )
         self._calls, self._in_forward = 0, True
         self.trained |= torch.is_grad_enabled()

@@ -117,7 +117,7 @@ class Prefill:
     def add(self, micro: Micro, kept: list[tuple[Tensor, Tensor]], logits: dict[int, Tensor]) -> None:
         """Keep the results of a micro-batch: keys and values ``[T, H, D]`` by layer, and logits ``[V]`` by prompt."""
         row = 0
-        for prompt, start, stop in micro.segments:
+        for prompt, start, stop in micro.plan.runs:
             rows = slice(row, row + stop - start)
             held = [(keys[rows].clone(), values[rows].clone()) for keys, values in kept]
             if stop > start:
@@ -182,7 +182,7 @@ def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | 
         kept: list[tuple[Tensor, Tensor]] = []
         micro.target.keep = lambda keys, values, kept=kept: kept.append((keys, values))
         ends, row = {}, 0
-        for prompt, start, stop in micro.segments:
+        for prompt, start, stop in micro.plan.runs:
             row += stop - start
             if stop == lengths[prompt]:
                 ends[prompt] = row - 1

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attach.blind import NUM_ROWS, Blind, MaskFunction, alike, mode, run_blind
+from bytescale.attach.head import causal_model
 from bytescale.attach.interface import Call
 from bytescale.attach.mixer_probe import LayerRecurrence, probe_mixers
 from bytescale.attach.refusal import refusal
@@ -266,7 +267,7 @@ def _window_sizes(module: nn.Module) -> list[int]:
 
 
 def _embedding(model: nn.Module) -> nn.Module:
-    getter = getattr(model, "get_input_embeddings", None)
+    getter = getattr(causal_model(model), "get_input_embeddings", None)
     embedding = None if getter is None else getter()
     if not isinstance(embedding, nn.Module):
         raise refusal(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bytescale.attach.head import causal_model
 from bytescale.common.errors import DataError
 from bytescale.common.labels import IGNORE_INDEX
 
@@ -35,5 +36,5 @@ def require_words(fields: Mapping[str, Sequence[Tensor]], model: nn.Module) -> N
 
 
 def _module(model: Any, kind: str) -> Any:
-    getter = getattr(model, f"get_{kind}_embeddings", None)
+    getter = getattr(causal_model(model), f"get_{kind}_embeddings", None)
     return None if getter is None else getter()

@@ -23,6 +23,7 @@ class Kind(IntEnum):
     FORWARD_RESULTS = auto()
     BACKWARD_QUERIES = auto()
     BACKWARD_RESULTS = auto()
+    DOCUMENT_ROWS = auto()
     FORWARD_HALO = auto()
     BACKWARD_HALO = auto()
     FORWARD_STATES = auto()

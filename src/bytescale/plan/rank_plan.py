@@ -77,6 +77,12 @@ class MicroBatch:
     def num_shared_tokens(self) -> int:
         return 0 if self.shared is None else int(self.shared.tokens_per_member[self.shared.member])
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """``(sequence, start, stop)`` of the runs of tokens that the rows are, in order."""
+        bounds = (self.segment_sequences, self.segment_starts, self.segment_stops)
+        return list(zip(*(array.tolist() for array in bounds), strict=True))
+
     def position_ids(self) -> IntArray:
         """``[num_tokens]`` place of each token inside its sequence."""
         return concatenated_ranges(self.segment_starts, self.segment_stops)

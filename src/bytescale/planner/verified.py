@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from bytescale.plan.limits import MemoryLimits
 from bytescale.plan.slices import micro_batch_tokens
 from bytescale.plan.verify import verify
 from bytescale.planner import evaluate, make_planner
+from bytescale.planner.together import plan_together
 
 
 def narrowed(plan: Plan, limits: MemoryLimits) -> Plan:
@@ -74,20 +75,29 @@ class VerifiedPlanner:
     def _step_seconds(self) -> Callable[[Plan], float] | None:
         return None if self.step_times is None else self.step_times(self.cluster, self.cost)
 
-    def __call__(self, lengths: ArrayLike) -> Plan:
-        """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule."""
-        plan = self._plan(lengths)
+    def __call__(self, lengths: ArrayLike, together: Sequence[Hashable] | None = None) -> Plan:
+        """Plan one batch. Raises ``PlanError`` if there is no plan, or if the planner's plan breaks a rule.
+
+        ``together``: labels ``[S]``; sequences of one label come into one micro-batch of one group. None: no matter.
+        """
+        if together is not None:
+            plan = plan_together(self._plan, np.asarray(lengths, dtype=np.int64), together, self._check)
+        else:
+            plan = self._plan(lengths)
         if self.limits is not None and (plan.group_columns > 1).any():
             plan = self._in_memory(plan, self.limits)
         if self.config.verify != "off":
-            verify(
-                plan,
-                num_stages=self.num_stages,
-                num_chunks=self.num_chunks,
-                level=self.config.verify,
-                limits=self.limits,
-            )
+            self._check(plan)
         return plan
+
+    def _check(self, plan: Plan) -> None:
+        verify(
+            plan,
+            num_stages=self.num_stages,
+            num_chunks=self.num_chunks,
+            level="cheap" if self.config.verify == "off" else self.config.verify,
+            limits=self.limits,
+        )
 
     def _in_memory(self, plan: Plan, limits: MemoryLimits) -> Plan:
         """The plan without grids for which there is no memory, or one with rings alone if that ends earlier."""

@@ -33,6 +33,8 @@ class Update:
     num_updates: int
     grad_norm: float
     """Of the global gradient, before it was clipped."""
+    skipped: bool = False
+    """Whether the gradients were not numbers, and the weights stayed as they were."""
 
 
 class ShardedOptimizer:
@@ -190,14 +192,23 @@ class ShardedOptimizer:
         """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
         return sum(zero.reduce_gradients() for zero in self.zeros)
 
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
+        for group in self.torch_optimizer.param_groups:
+            if unknown := sorted(options.keys() - group.keys()):
+                raise ConfigError(
+                    f"{type(self.torch_optimizer).__name__} has no option {unknown[0]}",
+                    fix=f"set one of {', '.join(sorted(group.keys() - {'params'}))}",
+                )
+            group.update(options)
+            group["lr"] = options["lr"] * group.get(LR_RATIO, 1.0) if "lr" in options else group["lr"]
+
     def update(self, grad_norm: float, largest_norm: float, lr: float | None = None) -> Update:
         """One update with gradients scaled so that their norm, now ``grad_norm``, is at most ``largest_norm`` (0: any).
 
-        ``lr``: of all parameters from now on, times their ``LR_RATIO``; None: it stays. The gradients are still there
-        afterwards.
+        ``lr``: see ``set_options``; None: it stays. The gradients are still there afterwards.
         """
-        for group in self.torch_optimizer.param_groups if lr is not None else ():
-            group["lr"] = lr * group.get(LR_RATIO, 1.0)
+        self.set_options({} if lr is None else {"lr": lr})
         for zero in self.zeros:
             zero.follow_changes()
             zero.clip(grad_norm, largest_norm)

@@ -1,0 +1,230 @@
+"""TRL's trainers over hybrid data parallelism: their losses, metrics, samplers and callbacks, our plans and updates.
+
+::
+
+    trainer = HDPSFTTrainer(model, args=args, capacity_tokens=8192, train_dataset=rows)
+    trainer.train()
+
+TRL's trainers ask a model for log-probabilities of padded batches, and compute everything else themselves. They get a
+``WholeBatch`` in the model's place, which gathers the batches of all ranks and plans them together. So the results are
+those of TRL under DistributedDataParallel with as many ranks, and no rank needs room for its longest sequence.
+
+Nothing of TRL is replaced: three methods of ``transformers.Trainer`` and, for GRPO, one of TRL are overridden.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+import trl
+from bytescale.attach.hdp import HDP
+from bytescale.common.errors import ConfigError
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.integrations.whole_batch import (
+    ENTROPY,
+    IS_TOP1,
+    LOG_PROBS,
+    MEAN_LOGITS,
+    Sequences,
+    WholeBatch,
+    require_plain,
+    word_columns,
+)
+
+_TAKEN = ("input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head")
+_STATES = "hdp"
+
+
+class HDPOptimizer(torch.optim.Optimizer):
+    """The optimizer of this rank's shards, whose ``step`` is ``hdp.step``. Schedules set its learning rate."""
+
+    def __init__(self, hdp: HDP, shards: torch.optim.Optimizer, max_grad_norm: float) -> None:
+        self.hdp, self.shards, self.max_grad_norm = hdp, shards, max_grad_norm
+        self.grad_norm = 0.0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.shards.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.grad_norm = self.hdp.step(max_grad_norm=self.max_grad_norm).grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.hdp.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shards.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shards.load_state_dict(state_dict)
+
+
+class _Planned:
+    """What TRL calls in the model's place: ``model(**inputs, labels=..., fused_lm_head=True)``."""
+
+    def __init__(self, hdp: HDP, model: nn.Module, temperature: float, guess: float = 0.0) -> None:
+        self.model, self.guess = model, guess
+        self.batch = WholeBatch(hdp, word_columns(model, temperature), num_trained=2 if model is hdp.model else 0)
+
+    def train(self, mode: bool = True) -> _Planned:
+        self.model.train(mode)
+        return self
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **more: Any) -> Any:
+        """``[B, L]`` tokens, padded on any side, and labels to results ``[B, L - 1]``, as TRL's models have them."""
+        require_plain({name: value for name, value in more.items() if name not in _TAKEN}, "the model")
+        next_labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORE_INDEX)], dim=1)
+        rows, places = attention_mask.nonzero(as_tuple=True)
+        lengths = attention_mask.sum(dim=1).tolist()
+        tokens, wanted = (ids[rows, places].split(lengths) for ids in (input_ids, next_labels))
+        values, rest = self.batch.run(Sequences(tokens, wanted), guess=self.guess)
+        columns = torch.cat([values, rest], dim=1)
+        padded = columns.new_zeros(*input_ids.shape, columns.shape[1]).index_put((rows, places), columns)[:, :-1]
+        return FusedCausalLMOutput(
+            log_probs=padded[..., LOG_PROBS],
+            entropy=padded[..., ENTROPY],
+            is_top1=padded[..., IS_TOP1] > 0,
+            mean_logits=padded[..., MEAN_LOGITS],
+            label_mask=labels[:, 1:] != IGNORE_INDEX,
+        )
+
+
+class HDPTrainerMixin:
+    """Goes before one of TRL's trainers in the bases of a class."""
+
+    hdp: HDP | None = None
+    temperature: float = 1.0
+    model: nn.Module
+    accelerator: Any
+    args: Any
+
+    def __init__(self, model: Any, *, args: Any, capacity_tokens: int, **options: Any) -> None:
+        """``capacity_tokens``: as ``HDP`` takes it. All else as TRL's trainer takes it.
+
+        Raises ``ConfigError`` for an option of TRL that plans do not have.
+        """
+        _require_known(args)
+        self.capacity_tokens = capacity_tokens
+        self._largest_norm, args = args.max_grad_norm, copy.copy(args)
+        args.max_grad_norm = 0.0  # Trainer would clip one rank's part of the gradient
+        super().__init__(model, args=args, **options)  # type: ignore[call-arg]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Attach ``HDP``, and shard the optimizer that ``args.optim`` names."""
+        # In evaluation mode accelerate moves the model and does not wrap it in DistributedDataParallel.
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        self.hdp = HDP(self.model, capacity_tokens=self.capacity_tokens)
+        if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
+            self.hdp.attach(reference)
+        cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+        decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+        shards = self.hdp.optimizer(
+            cls,
+            **{"weight_decay": self.args.weight_decay, **options},
+            group_options=lambda name, parameter: {} if name in decayed else {"weight_decay": 0.0},
+        )
+        self.optimizer = HDPOptimizer(self.hdp, shards, self._largest_norm)
+        return self.optimizer
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """TRL's own step with a ``WholeBatch`` in the model's place; then backward through the model."""
+        assert self.hdp is not None, "create_optimizer comes first"
+        planned = self._planned(self.model, self._guess(inputs, num_items_in_batch))
+        with self._planned_reference():
+            loss: Tensor = super().training_step(planned, inputs, num_items_in_batch)  # type: ignore[misc]
+        planned.batch.finish(1.0 / self.hdp.group.size)  # as DistributedDataParallel averages
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        """With the norm of the global gradient in place of this rank's."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        norm = {"grad_norm": inner.grad_norm} if "grad_norm" in logs else {}
+        super().log(logs | norm, *args)  # type: ignore[misc]
+
+    def _planned(self, model: nn.Module, guess: float = 0.0) -> _Planned:
+        assert self.hdp is not None, "create_optimizer comes first"
+        return _Planned(self.hdp, model, self.temperature, guess)
+
+    def _guess(self, inputs: Any, num_items_in_batch: Any) -> float:
+        return 0.0
+
+    @contextmanager
+    def _planned_reference(self) -> Any:
+        """The reference model on plans, too. With adapters, TRL runs each rank's own rows without them."""
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module):
+            self.ref_model: Any = self._planned(reference)
+        try:
+            yield
+        finally:
+            self.ref_model = reference
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Master weights and states of all ranks, by ``hdp.save``; the schedule by Trainer."""
+        if self.hdp is not None and dist.is_initialized():
+            self.hdp.save(Path(output_dir) / _STATES)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Go on from ``_save_optimizer_and_scheduler``, exactly, on any number of ranks."""
+        if checkpoint is not None and (Path(checkpoint) / _STATES).is_dir():
+            assert self.hdp is not None, "create_optimizer comes first"
+            self.hdp.load(Path(checkpoint) / _STATES)
+            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
+            rates = self.lr_scheduler.get_last_lr()  # type: ignore[attr-defined]
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+class HDPSFTTrainer(HDPTrainerMixin, trl.SFTTrainer):
+    """``trl.SFTTrainer``. With ``loss_type="nll"`` it takes one pass."""
+
+    def _guess(self, inputs: Any, num_items_in_batch: Any) -> float:
+        if self.args.loss_type != "nll" or num_items_in_batch is None or self.hdp is None:
+            return 0.0
+        averaged = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return -averaged / max(1.0, float(num_items_in_batch)) / self.hdp.group.size
+
+
+class HDPDPOTrainer(HDPTrainerMixin, trl.DPOTrainer):
+    """``trl.DPOTrainer``. A pair lies on one rank's batch, and its parts may run anywhere."""
+
+
+class HDPGRPOTrainer(HDPTrainerMixin, trl.GRPOTrainer):
+    """``trl.GRPOTrainer``: sampling and rewards are TRL's, all log-probabilities come from plans."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
+        if self.hdp is not None and not isinstance(model, _Planned):
+            model = self._planned(model if model is self.ref_model else self.model)
+        return super()._get_per_token_logps_and_entropies(model, *args, **options)
+
+
+def _require_known(args: Any) -> None:
+    """Raise ``ConfigError`` for options whose results would not be TRL's."""
+    wrong = {
+        "padding_free": "documents are packed by plans",
+        "packing": "documents are packed by plans",
+        "use_liger_kernel": "logits are computed a few rows at a time anyway",
+        "use_weighting": "it needs the sum of squared probabilities of each row",
+        "activation_offloading": "HDP offloads activations itself",
+        "gradient_checkpointing": "HDP computes layers again itself: it computes attention only once",
+        "fsdp": "optimizer states are sharded by HDP",
+        "deepspeed": "optimizer states are sharded by HDP",
+    }
+    for name, why in wrong.items():
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"{type(args).__name__} has {name} = {getattr(args, name)!r}: {why}",
+                so="the trainer over HDP does not have it",
+                fix=f"leave {name} out",
+            )

@@ -1,0 +1,313 @@
+"""The engine: a model of transformers under ``HDP`` behind verl's ``BaseEngine``.
+
+verl gives every data-parallel rank its part of a mini-batch, and computes losses of whole sequences from their
+log-probabilities and entropies, or values. All ranks are data-parallel ranks here. ``WholeBatch`` gathers their parts,
+plans them together with a degree per sequence, and hands each rank the results of its own sequences. So losses and
+gradients are those of verl's FSDP engine on as many ranks, and a sequence may be longer than a rank holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.utils import detach_tree
+
+from bytescale.attach.hdp import HDP
+from bytescale.common.errors import ConfigError
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.integrations.whole_batch import (
+    ENTROPY,
+    LOG_PROBS,
+    Columns,
+    Sequences,
+    WholeBatch,
+    value_columns,
+    word_columns,
+)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
+_UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
+_DEVICES = ["cpu", "cuda"]
+
+
+class _Mode(BaseEngineCtx):
+    """``train_mode`` and ``eval_mode``."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.engine.module.train(self.mode == "train")
+
+    def __exit__(self, *error: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or error[0] is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(*error)
+
+
+@EngineRegistry.register(model_type="language_model", backend="bytescale", device=_DEVICES)
+class BytescaleEngine(BaseEngine):
+    """Actor, reference and supervised fine-tuning."""
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **more: Any
+    ) -> None:
+        """Raises ``ConfigError`` for options that this engine does not have."""
+        super().__init__()
+        self.model_config, self.engine_config, self.optimizer_config = model_config, engine_config, optimizer_config
+        self.mode: str | None = None
+        _require_known(model_config, optimizer_config)
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return bool(self.engine_config.param_offload)
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return bool(self.engine_config.optimizer_offload)
+
+    def initialize(self) -> None:
+        """Load the model, attach ``HDP``, and make the optimizer and its schedule."""
+        config = self.engine_config
+        self.module: Any = self._with_adapters(self._load(_DTYPES[config.dtype])).to(get_device_name())
+        self.hdp = HDP(
+            self.module,
+            capacity_tokens=config.max_token_len_per_gpu,
+            forward_only=config.forward_only,
+            checkpointing=config.checkpointing,
+            host_gib=config.host_gib,
+        )
+        self.lr_scheduler = None
+        if not config.forward_only:
+            wanted = self.optimizer_config
+            shards = self.hdp.adamw(wanted.lr, betas=tuple(wanted.betas), weight_decay=wanted.weight_decay)
+            self.lr_scheduler = self._schedule(shards)
+        self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
+
+    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.model_config.local_path, dtype=dtype, **self._overridden())
+
+    def _overridden(self) -> dict[str, Any]:
+        changes = {
+            key: value for key, value in dict(self.model_config.override_config).items() if key != "model_config"
+        }
+        return {"config": AutoConfig.from_pretrained(self.model_config.local_path, **changes)}
+
+    def _with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
+        rank = self.model_config.lora_rank
+        if not rank:
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        targets = self.model_config.target_modules
+        lora = LoraConfig(r=rank, lora_alpha=self.model_config.lora_alpha, target_modules=targets)
+        torch.manual_seed(self.engine_config.seed)  # every rank begins with the same adapters
+        return get_peft_model(model, lora)
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        wanted = self.optimizer_config
+        warmup = wanted.lr_warmup_steps
+        if warmup is None or warmup <= 0:
+            warmup = int(wanted.lr_warmup_steps_ratio * wanted.total_training_steps)
+        if getattr(wanted, "lr_scheduler_type", "constant") == "constant":
+            return get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
+        return get_cosine_schedule_with_warmup(
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=wanted.total_training_steps,
+            min_lr_ratio=wanted.min_lr_ratio,
+            num_cycles=wanted.num_cycles,
+            zero_indexed_step=wanted.zero_indexed_step,
+        )
+
+    # -- passes ---------------------------------------------------------------------------------------------------
+
+    def train_mode(self, **options: Any) -> Any:
+        return _Mode(self, "train", **options)
+
+    def eval_mode(self, **options: Any) -> Any:
+        return _Mode(self, "eval", **options)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """verl's pass over this rank's part of a batch, planned with those of all ranks.
+
+        Returns ``model_output`` (nested ``[sequences, tokens]``), ``loss`` and ``metrics``.
+        """
+        for name in _UNKNOWN:
+            if tu.get_non_tensor_data(data=data, key=name, default=False):
+                raise ConfigError(
+                    f"the batch asks for {name}", so="this engine does not compute it", fix="leave the option out"
+                )
+        group = self.get_data_parallel_group()
+        num_tokens = data["loss_mask"].sum().to(get_device_id())
+        dist.all_reduce(num_tokens, group=group)
+        tu.assign_non_tensor(data, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size(), sp_size=1)
+        data = data.to(get_device_id())
+        capacity = self.engine_config.infer_max_token_len_per_gpu if forward_only else None
+        with torch.no_grad() if forward_only else contextlib.nullcontext():
+            columns, num_trained = self._columns()
+            batch = WholeBatch(self.hdp, columns, num_trained=num_trained)
+            values, _ = batch.run(self._sequences(data), capacity_tokens=capacity)
+            output = self._model_output(values, data)
+            loss, metrics = torch.ones((), device=values.device), dict[str, Any]()
+            if loss_function is not None:
+                loss, metrics = loss_function(model_output=output, data=data, dp_group=group)
+            if not forward_only:
+                loss.backward()
+                batch.finish(1.0 / self.get_data_parallel_size())  # as FSDP averages
+        kept = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
+        return {
+            "model_output": detach_tree(output) if kept else {},
+            "loss": [loss.detach().item()],
+            "metrics": {name: [value] for name, value in metrics.items()},
+        }
+
+    def _columns(self) -> tuple[Columns, int]:
+        return word_columns(self.module, None), 2
+
+    def _sequences(self, data: TensorDict) -> Sequences:
+        """Tokens, the next tokens as labels, and the temperature of each sequence."""
+        tokens = list(data["input_ids"].unbind())
+        labels = [torch.cat([own[1:], own.new_full((1,), IGNORE_INDEX)]) for own in tokens]
+        given = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118  # no mapping
+        each = given.flatten().tolist() if isinstance(given, Tensor) else [float(given)] * len(tokens)
+        each = each * len(tokens) if len(each) == 1 else each
+        return Sequences(tokens, labels, [torch.full((len(t),), own) for t, own in zip(tokens, each, strict=True)])
+
+    def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
+        output = {"log_probs": _nested(values[:, LOG_PROBS], data)}
+        if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False):
+            output["entropy"] = _nested(values[:, ENTROPY], data)
+        return output
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def optimizer_zero_grad(self) -> None:
+        self.hdp.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """The norm of the gradient before it was clipped. An update with one that is not a number is left out."""
+        update = self.hdp.step(max_grad_norm=self.optimizer_config.clip_grad, skip_nonfinite=True)
+        if update.skipped and dist.get_rank() == 0:
+            print(f"WARN: grad_norm is not finite: {update.grad_norm}")
+        return update.grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        assert self.lr_scheduler is not None, "an engine that is forward only makes no updates"
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        self.hdp.to(device, weights=model, gradients=grad, states=optimizer)
+
+    # -- weights and checkpoints ----------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """Weights by name, adapters merged, one at a time. Nothing is gathered: every rank has them."""
+        self.to(get_device_name(), model=True, optimizer=False, grad=False)
+        return self.hdp.weights(), None
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **options: Any,
+    ) -> None:
+        """``hdp.save`` into ``local_path/bytescale``, with the model's files in ``local_path/huggingface``."""
+        self.to(get_device_name(), model=True, optimizer=True, grad=False)
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        extra = {"global_step": global_step, "schedule": {k: v for k, v in (schedule or {}).items() if _is_plain(v)}}
+        self.hdp.save(Path(local_path) / "bytescale", extra)
+        if dist.get_rank() == 0:
+            self.module.save_pretrained(Path(local_path) / "huggingface")
+        dist.barrier()
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **options: Any
+    ) -> None:
+        extra = self.hdp.load(Path(local_path) / "bytescale")
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(extra["schedule"])
+            rates = self.lr_scheduler.get_last_lr()
+            for group, rate in zip(self.lr_scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        dist.barrier()
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def disable_adapter(self) -> Any:
+        return self.module.disable_adapter() if self.model_config.lora_rank else contextlib.nullcontext()
+
+
+@EngineRegistry.register(model_type="value_model", backend="bytescale", device=_DEVICES)
+class BytescaleValueEngine(BytescaleEngine):
+    """The critic: a model for token classification that gives each token one number."""
+
+    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
+        given = self._overridden()
+        for name, value in (("num_labels", 1), ("classifier_dropout", 0.0), ("hidden_dropout", 0.0)):
+            setattr(given["config"], name, value)
+        torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
+        return AutoModelForTokenClassification.from_pretrained(self.model_config.local_path, dtype=dtype, **given)
+
+    def _columns(self) -> tuple[Columns, int]:
+        return value_columns(self.module), 1
+
+    def _sequences(self, data: TensorDict) -> Sequences:
+        tokens = list(data["input_ids"].unbind())
+        return Sequences(tokens, [torch.full_like(own, IGNORE_INDEX) for own in tokens])
+
+    def _model_output(self, values: Tensor, data: TensorDict) -> dict[str, Tensor]:
+        return {"values": _nested(values[:, 0], data)}
+
+
+def _nested(flat: Tensor, data: TensorDict) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(flat.contiguous(), data["input_ids"].offsets())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bool, type(None))) or (
+        isinstance(value, list) and all(isinstance(one, (int, float, type(None))) for one in value)
+    )
+
+
+def _require_known(model: Any, optimizer: Any) -> None:
+    wrong = {
+        "use_liger": getattr(model, "use_liger", False),
+        "lora_adapter_path": getattr(model, "lora_adapter_path", None),
+        "trust_remote_code": getattr(model, "trust_remote_code", False),
+        "mtp.enable": getattr(getattr(model, "mtp", None), "enable", False),
+        "optim.override_optimizer_config": getattr(optimizer, "override_optimizer_config", None),
+        "optim.optimizer": getattr(optimizer, "optimizer", "AdamW") not in ("AdamW", "adamw"),
+    }
+    for name in [name for name, given in wrong.items() if given]:
+        raise ConfigError(
+            f"{name} is set", so="the engine bytescale does not have this option of verl", fix="leave it out"
+        )

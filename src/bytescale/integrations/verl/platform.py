@@ -1,0 +1,97 @@
+"""A platform of verl for machines without an accelerator: ranks on CPUs over gloo. ``VERL_PLATFORM=cpu`` selects it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+class _Module(ModuleType):
+    """``torch.cpu`` with what verl asks ``torch.cuda`` for. There is no memory of a device."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
+            return lambda *args, **options: 0
+        if name in ("empty_cache", "reset_peak_memory_stats", "ipc_collect", "set_device", "manual_seed"):
+            return lambda *args, **options: None
+        if name == "get_device_name":
+            return lambda *args, **options: "CPU"
+        if name == "mem_get_info":
+            return lambda *args, **options: (0, 0)
+        return getattr(torch.cpu, name)
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """CPUs. It is taken where ``VERL_PLATFORM`` names it, and never found by itself."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _Module("bytescale_cpu")
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False
+
+    def current_device(self) -> Any:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        raise RuntimeError("a CPU has no CUDA runtime")

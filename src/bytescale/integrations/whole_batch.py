@@ -1,0 +1,187 @@
+"""Batches of all ranks as one global batch under ``HDP``: what trainers and engines of other people run as a model.
+
+They give every rank sequences of its own, ask a model for values of their tokens, such as log-probabilities, and
+compute a loss from these, as they like. ``WholeBatch`` stands where they expect the model. ``run`` gathers the
+sequences of all ranks, plans them together, and returns the values of this rank's, as if its model had computed them.
+The loss goes backward into these values. ``finish`` then goes backward through the model, on the same plan.
+
+That takes one forward more than a model would, unless the gradient can be *guessed*: where the loss is minus the sum of
+log-probabilities over a known number, backward runs with the guess in the first pass. What the trainer's loss then says
+decides: where the guess was wrong, a second pass makes up for the difference.
+
+Shape letters: S tokens of a sequence, N of all sequences of this rank; K values of a token, D of them differentiable.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.attach.hdp import HDP
+from bytescale.attach.micro_batch import Micro
+from bytescale.attach.planned_batch import PlannedBatch
+from bytescale.common.errors import ConfigError
+from bytescale.common.labels import IGNORE_INDEX
+
+Columns = Callable[[Micro], Tensor]
+"""From a micro-batch to its values ``[T, K]``, of which the first D are differentiable."""
+LOG_PROBS, ENTROPY, IS_TOP1, MEAN_LOGITS = range(4)
+"""Values that ``word_columns`` gives; the first two are differentiable."""
+
+
+class Sequences(NamedTuple):
+    """Sequences of one rank. Integers and, perhaps, a number for each token."""
+
+    tokens: Sequence[Tensor]
+    """Of each ``[S]``."""
+    labels: Sequence[Tensor]
+    """Of each ``[S]``: what the model has to predict at each token; -100 for nothing."""
+    numbers: Sequence[Tensor] | None = None
+    """Of each ``[S]``: the micro-batches' field ``number``."""
+
+
+@dataclass(kw_only=True)
+class _Call:
+    planned: PlannedBatch
+    lengths: list[int]
+    values: Tensor
+    """``[N, D]``, a leaf."""
+    guess: Tensor | None
+
+
+class WholeBatch:
+    """Runs of one model in one training step. Every rank makes the same."""
+
+    def __init__(self, hdp: HDP, columns: Columns, *, num_trained: int) -> None:
+        """``num_trained``: D, the columns that a loss may go backward into; 0: none, as for a second model."""
+        self.hdp, self._columns, self._num_trained = hdp, columns, num_trained
+        self._calls: list[_Call] = []
+
+    def run(
+        self, sequences: Sequences, *, guess: float = 0.0, capacity_tokens: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the sequences of all ranks. Returns ``[N, D]``, a leaf where gradients are enabled, and ``[N, K - D]``.
+
+        Args:
+            guess: the gradient that the first column of each label is expected to get; 0: nothing is expected.
+            capacity_tokens: as ``HDP.plan`` takes it.
+        """
+        trains = torch.is_grad_enabled() and self._num_trained > 0
+        guess = guess if trains else 0.0
+        first, documents = self._documents_of_all(sequences, guess)
+        planned = self.hdp.plan(documents, capacity_tokens=capacity_tokens)
+        with torch.set_grad_enabled(bool(guess)):
+            for micro in planned:
+                columns = self._columns(micro)
+                if guess:
+                    (columns[:, 0] * micro.guess.to(columns)).sum().backward()
+                self.hdp.collect(micro, columns)
+        found = self.hdp.collected()[first : first + len(sequences.tokens)]
+        rows = torch.cat(found) if found else torch.zeros(0, self._num_trained, device=self.hdp.group.device)
+        values, rest = rows[:, : self._num_trained].clone(), rows[:, self._num_trained :]
+        if trains:
+            values.requires_grad_()
+            own = None
+            if guess:
+                counted = torch.cat(list(sequences.labels)) != IGNORE_INDEX
+                own = torch.zeros_like(values).index_fill_(1, torch.tensor(0), guess) * counted[:, None]
+            lengths = [len(tokens) for tokens in sequences.tokens]
+            self._calls.append(_Call(planned=planned, lengths=lengths, values=values, guess=own))
+        return values, rest
+
+    def finish(self, share: float = 1.0) -> None:
+        """Go backward through the model, after the loss has gone backward into the values of all runs.
+
+        ``share``: what gradients are multiplied with: 1 / ranks where those of all ranks are averaged.
+        """
+        calls, self._calls = self._calls, []
+        for call in calls:
+            gradient = torch.zeros_like(call.values) if call.values.grad is None else call.values.grad * share
+            if call.guess is not None:
+                gradient = gradient - call.guess
+                largest = [float(own.abs().max()) if own.numel() else 0.0 for own in (gradient, call.guess)]
+                wrong, scale = self.hdp.group.max_of(largest)
+                if wrong <= 1e-5 * scale:
+                    continue
+            _, coefficients = self._gathered(list(gradient.T.split(call.lengths, dim=1)), gradient.T)
+            for micro in call.planned:
+                columns = self._columns(micro)[:, : self._num_trained]
+                rows = [coefficients[s][:, a:b].T for s, a, b in micro.plan.runs]
+                (torch.cat([columns[:0].cpu(), *rows]).to(columns) * columns).sum().backward()
+
+    def _documents_of_all(self, sequences: Sequences, guess: float) -> tuple[int, list[dict[str, Any]]]:
+        device = self.hdp.group.device
+        own = [torch.stack(pair).to(device) for pair in zip(sequences.tokens, sequences.labels, strict=True)]
+        first, rows = self._gathered(own, torch.zeros(2, 0, dtype=torch.int64))
+        documents: list[dict[str, Any]] = [{"tokens": tokens, "labels": labels} for tokens, labels in rows]
+        for document in documents:
+            # Weights are a loss's own affair: they may sum to zero here.
+            document["weights"] = torch.ones(len(document["labels"]))
+            if guess:
+                document["guess"] = (document["labels"] != IGNORE_INDEX).double() * guess
+        if sequences.numbers is not None:
+            numbers = [number[None].to(device, torch.float64) for number in sequences.numbers]
+            _, found = self._gathered(numbers, torch.zeros(1, 0, dtype=torch.float64))
+            for document, (number,) in zip(documents, found, strict=True):
+                document["number"] = number
+        return first, documents
+
+    def _gathered(self, own: list[Tensor], like: Tensor) -> tuple[int, list[Tensor]]:
+        """All ranks' tensors ``[rows of like, S]``, in rank order, on the CPU; and the number of this rank's first."""
+        group = self.hdp.group
+        counts = [int(row[0]) for row in group.share([float(len(own))])]
+        lengths = [float(rows.shape[1]) for rows in own] + [0.0] * (max(counts) - len(own))
+        table = [[int(n) for n in row[:count]] for row, count in zip(group.share(lengths), counts, strict=True)]
+        mine = torch.zeros(1, len(like), max(map(sum, table)), dtype=like.dtype, device=group.device)
+        for rows, end in zip(own, itertools.accumulate(rows.shape[1] for rows in own), strict=True):
+            mine[0, :, end - rows.shape[1] : end] = rows
+        everything = mine.new_zeros(group.size, *mine.shape[1:])
+        group.all_gather(everything, mine)
+        whole = everything.cpu()
+        found = [part for rank, row in enumerate(table) for part in whole[rank, :, : sum(row)].split(row, dim=1)]
+        return sum(counts[: group.rank]), found
+
+
+def word_columns(model: nn.Module, temperature: float | None = 1.0) -> Columns:
+    """``[T, 4]``: log-probability, entropy, whether the label is the likeliest word, mean of logits; 0 without label.
+
+    ``temperature``: None: the micro-batches' field ``number`` has it.
+    """
+
+    def columns(micro: Micro) -> Tensor:
+        divisor = micro.number if temperature is None else temperature
+        scores = micro.logprobs(model, temperature=divisor, entropy=True, top=1, mean_logits=True)
+        assert scores.entropy is not None, "asked for"
+        assert scores.top_words is not None, "asked for"
+        assert scores.mean_logits is not None, "asked for"
+        hit = (scores.top_words[:, 0] == micro.labels).to(scores.entropy)
+        four = torch.stack([scores.logprobs, scores.entropy, hit, scores.mean_logits], dim=1)
+        return four * (micro.labels != IGNORE_INDEX)[:, None]
+
+    return columns
+
+
+def value_columns(model: nn.Module) -> Columns:
+    """``[T, 1]``: the only number that a model for token classification gives each token."""
+
+    def columns(micro: Micro) -> Tensor:
+        logits: Tensor = model(**micro.inputs).logits[0, : micro.num_rows]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    return columns
+
+
+def require_plain(asked: dict[str, Any], what: str) -> None:
+    """Raise ``ConfigError`` for inputs of a model that plans do not have, such as images."""
+    unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
+    if unknown:
+        raise ConfigError(
+            f"{what} was given {', '.join(unknown)}",
+            so="a plan has tokens alone",
+            fix="train on texts, without balance losses of experts",
+        )

@@ -1,0 +1,238 @@
+"""Losses of whole documents, and losses that couple documents: those of one process, whatever the plan."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import bytescale
+from bytescale.common.errors import DataError, NonFiniteError, PlanError
+from bytescale.parity.plans import random_plan
+
+from .support import documents, on_ranks, small_model
+
+LENGTHS = [37, 2, 8, 21, 60, 12]
+PAIRS = [0, 0, 1, 1, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return small_model("llama")
+
+
+def rollouts(lengths: list[int] = LENGTHS, seed: int = 0) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    batch = documents(lengths, seed)
+    for number, document in enumerate(batch):
+        length = len(document["tokens"])
+        document["old"] = -4.2 + torch.randn(length, generator=generator, dtype=torch.float64)
+        document["advantage"] = float(number % 3) - 0.8
+        document["number"] = number
+    return batch
+
+
+def gspo(values: Tensor, document: dict[str, Any]) -> Tensor:
+    """The ratio of a sequence is the exponential of its mean log-ratio."""
+    ratio = (values[:-1] - document["old"][:-1]).mean().exp()
+    return -torch.minimum(ratio * document["advantage"], ratio.clamp(0.8, 1.2) * document["advantage"])
+
+
+def length_normalised(values: Tensor, document: dict[str, Any]) -> Tensor:
+    return -(values * document["weights"]).sum() / document["weights"].sum()
+
+
+def dpo(pair: list[Any], values: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    chosen, rejected = ((v - d["old"])[:-1].sum() for d, v in zip(pair, values, strict=True))
+    margin = 0.1 * (chosen - rejected)
+    return -F.logsigmoid(margin), {"margin": margin.detach(), "accuracy": float(margin > 0)}
+
+
+def group_advantages(group: list[Any], values: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    """Every document's sum is compared with the others', through a softmax over the group."""
+    scores = torch.stack([v.sum() for v in values])
+    return -scores.log_softmax(0)[0] + scores.var(), {"best": scores.detach().max()}
+
+
+def one_process(
+    model: nn.Module, batch: list[dict[str, Any]], loss: Callable[[list[Tensor]], Any]
+) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """Loss, gradients and metrics of whole documents, each in a pass of its own."""
+    model = copy.deepcopy(model)
+    values = []
+    for document in batch:
+        logits = model(input_ids=document["tokens"][None]).logits[0, :-1]
+        values.append(F.pad(-F.cross_entropy(logits, document["tokens"][1:], reduction="none"), (0, 1)))
+    total, metrics = loss(values)
+    total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(total), gradients, {name: float(value) for name, value in metrics.items()}
+
+
+def by_labels(batch: list[dict[str, Any]], labels: list[int], loss: Callable[..., Any]) -> Callable[..., Any]:
+    def of_all(values: list[Tensor]) -> Any:
+        total, metrics = torch.zeros((), dtype=torch.float64), dict[str, float]()
+        for label in dict.fromkeys(labels):
+            own = [number for number, other in enumerate(labels) if other == label]
+            part, told = loss([batch[n] for n in own], [values[n] for n in own])
+            total = total + part
+            for name, value in told.items():
+                metrics[name] = metrics.get(name, 0.0) + float(value)
+        return total, metrics
+
+    return of_all
+
+
+def assert_gradients(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    largest = max(float(value.abs().max()) for value in wanted.values())
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10 * max(1.0, largest))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("loss", [gspo, length_normalised])
+def test_a_loss_per_document(llama: nn.Module, loss: Any, num_ranks: int) -> None:
+    """Under random plans, in which any ranks share any documents in grids of any shape."""
+    batch = rollouts()
+
+    def of_all(values: list[Tensor]) -> Any:
+        losses = [loss(v, d) for v, d in zip(values, batch, strict=True)]
+        return sum(losses), {"largest": max(float(x) for x in losses)}
+
+    wanted, gradients, _ = one_process(llama, batch, of_all)
+
+    def work(group: Any, model: nn.Module) -> tuple[list[float], list[dict[str, Tensor]]]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=60)
+        hdp.adamw(lr=0.0)
+        found: tuple[list[float], list[dict[str, Tensor]]] = ([], [])
+        for seed in range(4):
+            plan = random_plan(LENGTHS, num_ranks, seed, weighted=seed % 2 == 1)
+            share = 0.0
+            for micro in hdp.plan(batch, plan=plan):
+                whole = micro.documents(micro.logprobs(model))
+                total = whole.sum([loss(v, batch[n]) for n, v in zip(whole.numbers, whole, strict=True)])
+                total.backward()
+                share += float(total.detach())
+            found[0].append(share)
+            found[1].append(hdp.gradients())
+            hdp.step()
+        return found
+
+    results = on_ranks(num_ranks, llama, work)
+    for seed in range(4):
+        assert sum(shares[seed] for shares, _ in results) == pytest.approx(wanted, rel=1e-10)
+        assert_gradients(results[-1][1][seed], gradients)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("loss", "labels"), [(dpo, PAIRS), (group_advantages, [0, 1, 0, 1, 1, 0])])
+def test_a_loss_that_couples_documents(llama: nn.Module, loss: Any, labels: list[int], num_ranks: int) -> None:
+    """In one pass and in two, loss, gradients and metrics are those of one process."""
+    batch = rollouts()
+    wanted, gradients, metrics = one_process(llama, batch, by_labels(batch, labels, loss))
+
+    def work(group: Any, model: nn.Module) -> list[Any]:
+        hdp = bytescale.HDP(model, group, capacity_tokens=160 // num_ranks)
+        hdp.adamw(lr=0.0)
+        found = []
+        for passes in (1, 2, None):
+            result = hdp.backward(batch, loss, together=labels, passes=passes)
+            assert passes in (None, result.passes)
+            found.append((result, hdp.gradients()))
+            hdp.step()
+        return found
+
+    for rank_results in on_ranks(num_ranks, llama, work):
+        for result, ours in rank_results:
+            assert result.loss == pytest.approx(wanted, rel=1e-10)
+            assert result.metrics == pytest.approx(metrics, rel=1e-10)
+            assert_gradients(ours, gradients)
+
+
+def test_documents_that_no_group_holds_take_two_passes(llama: nn.Module) -> None:
+    """Without labels all documents are coupled: 140 tokens, where two ranks hold 2 x 45 at once."""
+    batch = rollouts()
+    wanted, gradients, _ = one_process(llama, batch, by_labels(batch, [0] * 6, group_advantages))
+
+    def work(group: Any, model: nn.Module) -> Any:
+        hdp = bytescale.HDP(model, group, capacity_tokens=45)
+        hdp.adamw(lr=0.0)
+        with pytest.raises(PlanError, match="keeps the documents of every label together"):
+            hdp.backward(batch, group_advantages, passes=1)
+        return hdp.backward(batch, group_advantages), hdp.gradients()
+
+    for result, ours in on_ranks(2, llama, work):
+        assert (result.passes, result.loss) == (2, pytest.approx(wanted, rel=1e-10))
+        assert_gradients(ours, gradients)
+
+
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3)), min_size=1, max_size=12), st.integers(1, 5))
+def test_plans_keep_documents_together(items: list[tuple[int, int]], num_ranks: int) -> None:
+    lengths, labels = [length for length, _ in items], [label for _, label in items]
+    largest = max(sum(length for length, other in items if other == label) for label in labels)
+    planner = bytescale.make_planner(num_ranks=num_ranks, capacity_tokens=-(-largest // num_ranks) + 60)
+    plan = planner(np.array(lengths), labels)
+    assert plan.lengths.tolist() == lengths
+    group_of = {int(s): group for group in range(plan.num_groups) for s in plan.sequences_of(group)}
+    for label in labels:
+        assert len({group_of[n] for n, other in enumerate(labels) if other == label}) == 1
+
+
+def test_parts_of_documents_are_told(llama: nn.Module) -> None:
+    batch = rollouts([60, 9])
+
+    def work(group: Any, model: nn.Module) -> None:
+        hdp = bytescale.HDP(model, group, capacity_tokens=40)
+        hdp.adamw(lr=0.0)
+        with torch.no_grad():
+            for micro in hdp.plan(batch):
+                if micro.plan.shared is not None:
+                    with pytest.raises(PlanError, match="parts of documents that 2 ranks share"):
+                        micro.segments  # noqa: B018
+                    whole = micro.documents(micro.old)
+                    with pytest.raises(PlanError, match="Document 7 is not in micro-batch"):
+                        whole.of(7)
+                    with pytest.raises(PlanError, match="one loss for each document"):
+                        whole.sum(torch.zeros(5))
+                    assert torch.equal(whole.of(0), batch[0]["old"])
+                with pytest.raises(PlanError, match="without the row that stands for none"):
+                    micro.documents(torch.zeros(77))
+
+    on_ranks(2, llama, work)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loss_that_is_no_number_is_told_on_every_rank(llama: nn.Module, passes: int) -> None:
+    batch = rollouts([30, 9, 5, 6])
+
+    def loss(pair: list[Any], values: list[Tensor]) -> Tensor:
+        return values[0].sum() * (math.nan if pair[0]["number"] == 2 else 1.0)
+
+    def work(group: Any, model: nn.Module) -> None:
+        hdp = bytescale.HDP(model, group, capacity_tokens=45)
+        hdp.adamw(lr=1e-2)
+        with pytest.raises(NonFiniteError, match=r"The loss of documents \[2, 3\] is not a number"):
+            hdp.backward(batch, loss, together=[0, 0, 1, 1], passes=passes)
+        assert all(float(gradient.abs().max()) == 0 for gradient in hdp.gradients().values())
+
+    on_ranks(2, llama, work)
+
+
+def test_rewards_that_are_no_numbers_are_told(llama: nn.Module) -> None:
+    hdp = bytescale.HDP(copy.deepcopy(llama), capacity_tokens=40)
+    for value, name in ((math.inf, "inf"), (math.nan, "nan")):
+        with pytest.raises(DataError, match=f"Field 'reward' of document 1 is {name}"):
+            hdp.plan([{"tokens": [3, 4], "reward": 1.0}, {"tokens": [3, 4], "reward": value}])
+    with pytest.raises(PlanError, match="is a float of shape"):
+        hdp.backward(rollouts([5]), lambda own, values: 1.0)
+    with pytest.raises(PlanError, match="1 labels say which of 2 documents"):
+        hdp.plan(rollouts([5, 6]), together=[1])

@@ -1,0 +1,114 @@
+"""What ``make check-trl`` runs in an environment of its own: TRL's trainers alone, under DDP, and over HDP.
+
+torchrun --nproc-per-node N check.py KIND FOLDER OUT [--plain]
+
+Writes the log of every update, and the trained weights, to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import trl
+from bytescale.integrations.trl import HDPDPOTrainer, HDPGRPOTrainer, HDPSFTTrainer
+
+STEPS = 4
+WORDS = ["<pad>", "<eos>", *(f"w{n}" for n in range(62))]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def text(generator: torch.Generator, length: int) -> str:
+    return " ".join(WORDS[int(n)] for n in torch.randint(2, 64, (length,), generator=generator))
+
+
+def rows(kind: str) -> Dataset:
+    """Prompts and answers of very unequal lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [60, 3, 9, 25, 2, 14, 40, 5] * 2 * STEPS
+    made = []
+    for number, length in enumerate(lengths):
+        prompt = text(generator, 2 + number % 4)
+        if kind == "sft":
+            made.append({"prompt": prompt, "completion": " " + text(generator, length)})
+        elif kind == "dpo":
+            answers = {"chosen": " " + text(generator, length), "rejected": " " + text(generator, 1 + length // 2)}
+            made.append({"prompt": prompt, **answers})
+        else:
+            made.append({"prompt": prompt})
+    return Dataset.from_list(made)
+
+
+def reward(completion_ids: list[list[int]], **more: Any) -> list[float]:
+    """Even words are good."""
+    return [sum(1.0 - token % 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def trainer(kind: str, out: Path, plain: bool) -> Any:
+    common: dict[str, Any] = {
+        "output_dir": str(out / "trainer"), "max_steps": STEPS, "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.5, "seed": 1,
+        "lr_scheduler_type": "linear", "dataloader_num_workers": 0,
+    }  # fmt: skip
+    options: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": rows(kind)}
+    if not plain:
+        options["capacity_tokens"] = 70
+    if kind == "sft":
+        made = trl.SFTTrainer if plain else HDPSFTTrainer
+        return made(model(), args=trl.SFTConfig(**common, max_length=128, gradient_accumulation_steps=2), **options)
+    if kind == "dft":
+        made = trl.SFTTrainer if plain else HDPSFTTrainer
+        options["train_dataset"] = rows("sft")
+        return made(model(), args=trl.SFTConfig(**common, max_length=128, loss_type="dft"), **options)
+    if kind == "dpo":
+        made = trl.DPOTrainer if plain else HDPDPOTrainer
+        config = trl.DPOConfig(**common, max_length=128, beta=0.5)
+        return made(model(), args=config, ref_model=model(seed=5), **options)
+    made = trl.GRPOTrainer if plain else HDPGRPOTrainer
+    config = trl.GRPOConfig(
+        **common, num_generations=4, max_completion_length=24, temperature=0.9, beta=0.1, num_iterations=2,
+        importance_sampling_level="sequence", epsilon=0.05,
+    )  # fmt: skip
+    model().save_pretrained(out / "start")  # TRL loads the reference from there; the first rank writes it
+    dist.barrier()
+    return made(str(out / "start"), reward_funcs=reward, args=config, **options)
+
+
+def main() -> None:
+    kind, out, plain = sys.argv[1], Path(sys.argv[2]), "--plain" in sys.argv
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo")
+    made = trainer(kind, out, plain)
+    made.train()
+    if dist.get_rank() == 0:
+        (out / "log.json").write_text(json.dumps(made.state.log_history))
+        torch.save({name: value.detach().clone() for name, value in made.model.named_parameters()}, out / "weights.pt")
+
+
+if __name__ == "__main__":
+    main()

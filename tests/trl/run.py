@@ -1,0 +1,79 @@
+"""``make check-trl``: TRL's trainers alone and over HDP, on one rank and on two, in an environment of its own.
+
+It needs Python and the network (TRL, torch and what they need: 3 GB in .trl/, once). ``PYTHON_OF_TRL`` names a Python
+that has TRL already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = ROOT / ".trl"
+KINDS = ("sft", "dft", "dpo", "grpo")
+PACKAGES = ("trl==1.16.0", "peft>=0.15")
+TOLERANCE = 2e-4
+"""Relative, of fp32 with sums in another order, over updates of AdamW; 1e-4 of sums over a document."""
+LEFT_OUT = ("runtime", "per_second", "step_time", "flos")
+
+
+def main() -> int:
+    """Exit code 1 if a trainer over HDP differs from TRL's own under as many ranks."""
+    python = prepared()
+    failed = 0
+    for kind in sys.argv[1:] or KINDS:
+        for ranks in (1, 2):
+            with tempfile.TemporaryDirectory() as folder:
+                plain, ours = (run(python, kind, ranks, Path(folder) / name, name) for name in ("plain", "ours"))
+            differences = [told for a, b in zip(plain, ours, strict=True) for told in compared(a, b)]
+            failed += bool(differences)
+            result = "; ".join(differences[:6]) or f"{len(ours) - 1} updates are equal"
+            print(f"{kind} on {ranks} rank(s): {result}", flush=True)
+    return 1 if failed else 0
+
+
+def prepared() -> str:
+    """The Python with TRL. It is made at the first call."""
+    if "PYTHON_OF_TRL" in os.environ:
+        return os.environ["PYTHON_OF_TRL"]
+    python = ENVIRONMENT / "bin" / "python"
+    if not (ENVIRONMENT / ".ready").exists():
+        venv.create(ENVIRONMENT, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", f"{ROOT}[hf]"], check=True)
+        (ENVIRONMENT / ".ready").touch()
+    return str(python)
+
+
+def run(python: str, kind: str, ranks: int, out: Path, name: str) -> list[dict[str, float]]:
+    """The log of every update."""
+    port = 29400 + os.getpid() % 400
+    command = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    command += [str(ROOT / "tests/trl/check.py"), kind, str(out), *(["--plain"] if name == "plain" else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    if done.returncode:
+        raise SystemExit(f"{kind}, {name}, {ranks} rank(s) failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    logged: list[dict[str, float]] = json.loads((out / "log.json").read_text(encoding="utf-8"))
+    return logged
+
+
+def compared(plain: dict[str, float], ours: dict[str, float]) -> list[str]:
+    """What differs in one line of the log, which has to have the same metrics."""
+    told = [f"only one has {name}" for name in plain.keys() ^ ours.keys()]
+    for name in plain.keys() & ours.keys():
+        if any(part in name for part in LEFT_OUT):
+            continue
+        a, b = float(plain[name]), float(ours[name])
+        if abs(a - b) > TOLERANCE * max(abs(a), abs(b)) + 1e-4 and not (a != a and b != b):
+            told.append(f"{name} is {b} and not {a} at update {plain.get('step')}")
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

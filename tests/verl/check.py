@@ -1,0 +1,253 @@
+"""What ``make check-verl`` runs on two gloo ranks: verl's own worker, losses and batches on the engine bytescale.
+
+torchrun --nproc-per-node 2 check.py OUT
+
+The bodies of verl's test_actor_engine and test_per_tensor_generator, on CPUs; and updates of SFT, PPO, GSPO and a
+critic beside a plain model with the same losses, one sequence after the other, gradients averaged as FSDP does.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
+    ActorConfig,
+    CriticConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    PolicyLossConfig,
+)
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
+
+from bytescale.integrations.verl import BytescaleEngineConfig
+
+WORDS, LR, CLIP, UPDATES = 64, 1e-2, 0.5, 10
+PROMPTS, RESPONSES = (3, 9, 2, 5), (40, 4, 17, 2)
+LENGTHS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+def make_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def rollouts(rank: int, step: int) -> TensorDict:
+    """Recorded rollouts of one rank: nested sequences of very unequal lengths, and padded numbers of the responses."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    longest, size, ranks = max(RESPONSES), len(PROMPTS), dist.get_world_size()
+    ids, mask, prompts, responses = [], [], [], []
+    padded = {
+        name: torch.zeros(size, longest)
+        for name in ("response_mask", "old_log_probs", "advantages", "values", "returns")
+    }
+    for number, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        tokens = torch.randint(1, WORDS, (prompt + response,), generator=generator)
+        ids.append(tokens)
+        prompts.append(tokens[:prompt])
+        responses.append(tokens[prompt:])
+        mask.append(torch.cat([torch.zeros(prompt), torch.ones(response)]).long())
+        padded["response_mask"][number, :response] = 1
+        padded["old_log_probs"][number, :response] = -4.1 + 0.2 * torch.randn(response, generator=generator)
+        padded["advantages"][number, :response] = float(torch.randn((), generator=generator))
+        padded["values"][number, :response] = 0.1 * torch.randn(response, generator=generator)
+        padded["returns"][number, :response] = torch.randn(response, generator=generator)
+
+    def nested(parts: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    data = tu.get_tensordict(
+        tensor_dict={
+            "input_ids": nested(ids),
+            "position_ids": nested([torch.arange(len(own)) for own in ids]),
+            "loss_mask": nested(mask),
+            "prompts": nested(prompts),
+            "responses": nested(responses),
+            "attention_mask": nested([torch.ones_like(own) for own in ids]),
+            **padded,
+        },
+        non_tensor_dict={
+            "temperature": 0.8,
+            "calculate_entropy": True,
+            "global_batch_size": size * ranks,
+        },
+    )
+    data["response_mask"] = data["response_mask"].bool()
+    return data
+
+
+def worker(folder: Path, kind: str) -> TrainingWorker:
+    model = HFModelConfig(path=str(folder), load_tokenizer=False, use_remove_padding=True)
+    engine = BytescaleEngineConfig(dtype="float32", max_token_len_per_gpu=32, infer_max_token_len_per_gpu=64)
+    optimizer = FSDPOptimizerConfig(lr=LR, weight_decay=0.01, total_training_steps=100, clip_grad=CLIP)
+    made = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="value_model" if kind == "critic" else "language_model",
+            model_config=model,
+            engine_config=engine,
+            optimizer_config=optimizer,
+            checkpoint_config=CheckpointConfig(),
+            profiler_config=None,
+        )
+    )
+    made.reset()
+    return made
+
+
+def loss_of(kind: str) -> Any:
+    if kind == "sft":
+        return partial(sft_loss, config=None)
+    if kind == "critic":
+        return partial(value_loss, config=CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1))
+    policy = PolicyLossConfig(loss_mode="gspo" if kind == "gspo" else "vanilla")
+    aggregation = "seq-mean-token-mean" if kind == "gspo" else "token-mean"
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy, entropy_coeff=0.01,
+        loss_agg_mode=aggregation, use_kl_loss=False, clip_ratio=0.2,
+    )  # fmt: skip
+    return partial(ppo_loss, config=config)
+
+
+class Plain:
+    """The same model and loss without any parallelism: this rank's sequences, gradients averaged over ranks."""
+
+    def __init__(self, model: torch.nn.Module, kind: str) -> None:
+        self.model, self.kind, self.loss = model.train(), kind, loss_of(kind)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+
+    def outputs(self, data: TensorDict) -> dict[str, Tensor]:
+        columns: dict[str, list[Tensor]] = {"log_probs": [], "entropy": [], "values": []}
+        for tokens in data["input_ids"].unbind():
+            logits = self.model(tokens[None]).logits[0].float()
+            if self.kind == "critic":
+                columns["values"].append(logits[:, 0])
+                continue
+            log_p = (logits / data["temperature"]).log_softmax(1)
+            chosen = log_p[:-1].gather(1, tokens[1:, None])[:, 0]
+            columns["log_probs"].append(torch.nn.functional.pad(chosen, (0, 1)))
+            columns["entropy"].append(-(log_p.exp() * log_p).sum(1))
+        offsets = data["input_ids"].offsets()
+        return {
+            name: torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
+            for name, parts in columns.items()
+            if parts
+        }
+
+    def update(self, data: TensorDict) -> tuple[float, float]:
+        ranks = dist.get_world_size()
+        num_tokens = data["loss_mask"].sum()
+        dist.all_reduce(num_tokens)
+        tu.assign_non_tensor(data, batch_num_tokens=num_tokens.item(), dp_size=ranks)
+        self.optimizer.zero_grad()
+        loss, _ = self.loss(model_output=self.outputs(data), data=data, dp_group=dist.group.WORLD)
+        loss.backward()
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / ranks, float(norm)
+
+
+def compare(kind: str, folder: Path) -> str:
+    """Ten updates beside the plain model."""
+    made = worker(folder, kind)
+    made.set_loss_fn(loss_of(kind))
+    cls = AutoModelForTokenClassification if kind == "critic" else AutoModelForCausalLM
+    model = cls.from_pretrained(folder, config=copy.deepcopy(made.engine.module.config), attn_implementation="sdpa")
+    model.load_state_dict(made.engine.module.state_dict())
+    plain = Plain(model, kind)
+    worst = first = 0.0
+    for step in range(UPDATES):
+        data = rollouts(dist.get_rank(), step)
+        wanted = plain.update(data.clone())
+        tu.assign_non_tensor(data, global_token_num=LENGTHS, update_lr_scheduler=True)
+        metrics = tu.get(made.train_batch(data), "metrics")
+        for ours, theirs in zip((metrics["loss"], metrics["grad_norm"]), wanted, strict=True):
+            worst = max(worst, abs(ours - theirs) / max(abs(theirs), 1e-3))
+        first = first if step else worst
+    assert first < 1e-5, f"{kind}: the first loss or norm differs by {first}"
+    assert worst < 1e-3, f"{kind}: losses or norms differ by {worst}"
+    told = f"{UPDATES} updates, losses and gradient norms within {worst:.1e} of a plain model's ({first:.1e} the first)"
+    return f"{kind}: {told}"
+
+
+def actor_engine(folder: Path, out: Path) -> str:
+    """verl's test_actor_engine: inference, training, and a checkpoint that goes on exactly; and weights by name."""
+    made = worker(folder, "ppo")
+    data = rollouts(dist.get_rank(), 0)
+    tu.assign_non_tensor(data, global_token_num=LENGTHS, compute_loss=False)
+    output = made.infer_batch(data.clone())
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        wanted = Plain(reference, "ppo").outputs(data)
+    for name in ("log_probs", "entropy"):
+        for ours, theirs, mask in zip(
+            output[name].unbind(), wanted[name].unbind(), data["loss_mask"].unbind(), strict=True
+        ):
+            rows = mask.roll(-1).bool()
+            rows[-1] = False
+            torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-4, atol=1e-4)
+    made.set_loss_fn(loss_of("ppo"))
+
+    def train(steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            data = rollouts(dist.get_rank(), step)
+            tu.assign_non_tensor(data, global_token_num=LENGTHS, update_lr_scheduler=True)
+            found.append(tu.get(made.train_batch(data), "metrics")["loss"])
+        return found
+
+    train(range(2))
+    made.save_checkpoint(str(out / "actor"), None, 2)
+    ahead = train(range(2, 4))
+    made.load_checkpoint(str(out / "actor"))
+    assert train(range(2, 4)) == ahead, "an update after a restore differs"
+    stream, adapter = made.engine.get_per_tensor_param()
+    names = {name: tensor.shape for name, tensor in stream}
+    files = {name: value.shape for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+    assert adapter is None
+    assert names == files, names.keys() ^ files.keys()
+    return "actor: inference, training, checkpoint and weights by name"
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = out / "model"
+    if dist.get_rank() == 0:
+        make_model(folder)
+    dist.barrier()
+    for kind in sys.argv[2:] or ("sft", "ppo", "gspo", "critic"):
+        told = compare(kind, folder)
+        if dist.get_rank() == 0:
+            print(told, flush=True)
+    told = actor_engine(folder, out)
+    if dist.get_rank() == 0:
+        print(told, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""``make check-verl``: verl's worker, losses and batches on the engine bytescale, in an environment of its own.
+
+It needs Python and the network (verl 0.9, torch and what they need: 6 GB in .verl/, once). ``PYTHON_OF_VERL`` names a
+Python that has verl already.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = ROOT / ".verl"
+PACKAGES = ("verl==0.9.1", "uvicorn", "fastapi", "peft>=0.15")
+
+
+def main() -> int:
+    """The exit code of the checks on two ranks."""
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    python = prepared()
+    if "PYTHON_OF_VERL" in os.environ:  # it may not have our entry point
+        environment |= {"PYTHONPATH": str(ROOT / "src"), "VERL_USE_EXTERNAL_MODULES": "bytescale.integrations.verl"}
+    with tempfile.TemporaryDirectory() as out:
+        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [str(ROOT / "tests/verl/check.py"), out]
+        return subprocess.run(command, env=environment, timeout=900, check=False).returncode
+
+
+def prepared() -> str:
+    """The Python with verl. It is made at the first call."""
+    if "PYTHON_OF_VERL" in os.environ:
+        return os.environ["PYTHON_OF_VERL"]
+    python = ENVIRONMENT / "bin" / "python"
+    if not (ENVIRONMENT / ".ready").exists():
+        venv.create(ENVIRONMENT, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES, "--editable", str(ROOT)], check=True)
+        (ENVIRONMENT / ".ready").touch()
+    return str(python)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
