@@ -128,8 +128,8 @@ def _trials(batch: RoundBatch, fewest: int) -> Iterator[_Trial]:
     }
     for runs in all_runs.values():
         placed = _placed(batch, runs)
-        for count in range(fewest, max(fewest, len(runs)) + 3) if placed is not None else ():
-            if count >= len(runs):
+        for count in range(fewest, max(fewest, len(runs)) + 3):
+            if placed is not None and count >= len(runs):
                 trial = _levelled(batch, placed, count)
                 promised = float(np.maximum(trial.seconds + cost.micro_batch_seconds, cost.gather_seconds).sum())
                 found.append((promised, len(found), trial))
