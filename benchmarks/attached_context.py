@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from bytescale.attach.measure import kernel_bytes_per_token, ring_widths
 from bytescale.attention import select_kernel
 from bytescale.config import Config, ModelConfig, resolve_model
 from bytescale.cost.memory import Checkpointing, MeasuredMemory, MeasuredRows, States, nccl_reserve_bytes
+from bytescale.hf.costs.measure import kernel_bytes_per_token, ring_widths
 from bytescale.parity import small_model
 from bytescale.train.parts.attached_model import HFModel, build_attached_model
 

@@ -5,7 +5,7 @@
 Every rank is a node of its own (``benchmarks/cluster``), whose link has ``--mbit`` in each direction. The ranks run the
 forward and the backward of one layer's attention on one sequence. Each round runs all shapes in turn. Times are those
 of the slowest rank, and medians of the rounds. Bytes are the payload that all ranks together hand to gloo, beside what
-the formula of ``attention.grid`` says.
+the formula of ``attention.rings.grid`` says.
 
 "Predicted" is what the simulator says of the plan. It is given what the same processes have measured before: the rate
 and latency of a ring over all ranks, as ``bytescale profile`` measures them, and the seconds of a block of attention
@@ -65,7 +65,7 @@ def cases(num_ranks: int) -> list[Case]:
 
 
 def formula_bytes(case: Case, num_ranks: int, num_tokens: int) -> int:
-    """What all ranks together send in a forward and a backward, fp32 (``attention.grid``)."""
+    """What all ranks together send in a forward and a backward, fp32 (``attention.rings.grid``)."""
     rows, heads, keys = num_ranks // case.columns, QUERY_HEADS, case.key_heads * 2 * WIDTH
     forward = (rows - 1) * keys * 4 + (case.columns - 1) * heads * (2 * WIDTH * 4 + 4)
     backward = (rows - 1) * keys * 8 + (case.columns - 1) * heads * (3 * WIDTH * 4 + 8)

@@ -32,9 +32,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import bytescale
-from bytescale.attach.decoder import AttachedDecoder
 from bytescale.attention import AttentionRules, PackedAttention, RingBuffers, select_kernel
 from bytescale.config import ModelConfig, OptimizerConfig, resolve_architecture
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Activations, Decoder, Executor, FlatParameters, Mesh, RankGroup, ShardedOptimizer

@@ -41,8 +41,8 @@ from bytescale.plan import Plan, RankPlan
 from bytescale.plan.verify import verify
 from bytescale.planner import align
 from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, MeshShape
-from bytescale.runtime.activations import Activations
-from bytescale.runtime.replicas import sum_replicas
+from bytescale.runtime.optimizer.replicas import sum_replicas
+from bytescale.runtime.saved.activations import Activations
 
 DTYPE, TOLERANCE = torch.float64, 1e-10
 BLOCK = 100

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import bytescale
-from bytescale.attach.rollouts import rollout_documents
+from bytescale.hf.batch.rollouts import rollout_documents
 from bytescale.runtime.plain_data import all_gather_json
 
 WORDS, END, PER_PROMPT = 32, 1, 6

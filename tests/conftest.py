@@ -21,7 +21,7 @@ NEEDED_BY = {
     "tyro": ("cli", "data/test_commands.py", "test_docs.py"),
     "pyarrow": ("data",),
     "ray": ("remote",),
-    "peft": ("attach",),
+    "peft": ("hf",),
 }
 MISSING = [name for name in NEEDED_BY if importlib.util.find_spec(name) is None]
 # A bare GPU machine has none of them, and `pytest -m gpu` imports every test file that it collects.

@@ -2,7 +2,7 @@
 
 An implementation of ByteScale (Ge et al., SIGCOMM 2025, arXiv 2502.21231). The layers, lowest first, are
 ``common``; ``config`` and ``plan``; ``cost`` and ``attention``; ``planner`` and ``models``; ``simulator``, ``data`` and
-``runtime``; ``checkpoint``; ``attach``; ``train`` and ``parity``; ``report``; ``cli``. A module imports lower layers
+``runtime``; ``checkpoint``; ``hf``; ``train`` and ``parity``; ``report``; ``cli``. A module imports lower layers
 only (docs/architecture.md).
 
 ``bytescale.HDP`` attaches to a model of Hugging Face's transformers in a loop of one's own. The names in ``__all__``
@@ -15,27 +15,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bytescale.attach.hdp import HDP
-    from bytescale.attach.micro_batch import Micro
-    from bytescale.attach.planned_batch import PlannedBatch
-    from bytescale.attach.planning import make_planner
-    from bytescale.attach.rank_batch import RankBatch, cut
-    from bytescale.attach.score import score
+    from bytescale.hf.batch.planning import make_planner
+    from bytescale.hf.batch.rank_batch import RankBatch, cut
+    from bytescale.hf.loop.hdp import HDP
+    from bytescale.hf.loop.micro_batch import Micro
+    from bytescale.hf.loop.planned_batch import PlannedBatch
+    from bytescale.hf.scoring.score import score
     from bytescale.plan import Plan
     from bytescale.runtime import Update
 
 __version__ = "0.2.0"
 
 _PLACES = {
-    "HDP": "bytescale.attach.hdp",
-    "PlannedBatch": "bytescale.attach.planned_batch",
-    "RankBatch": "bytescale.attach.rank_batch",
+    "HDP": "bytescale.hf.loop.hdp",
+    "PlannedBatch": "bytescale.hf.loop.planned_batch",
+    "RankBatch": "bytescale.hf.batch.rank_batch",
     "Update": "bytescale.runtime",
-    "cut": "bytescale.attach.rank_batch",
-    "Micro": "bytescale.attach.micro_batch",
-    "make_planner": "bytescale.attach.planning",
+    "cut": "bytescale.hf.batch.rank_batch",
+    "Micro": "bytescale.hf.loop.micro_batch",
+    "make_planner": "bytescale.hf.batch.planning",
     "Plan": "bytescale.plan",
-    "score": "bytescale.attach.score",
+    "score": "bytescale.hf.scoring.score",
 }
 
 __all__ = ["HDP", "Micro", "Plan", "PlannedBatch", "RankBatch", "Update", "cut", "make_planner", "score"]

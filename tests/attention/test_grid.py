@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bytescale.attention import reference_attention
 from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
-from bytescale.attention.grid import _equivalent_output
 from bytescale.attention.kernels import MathKernel, merge_rows
+from bytescale.attention.rings.grid import _equivalent_output
 from bytescale.common.errors import PlanError
 from bytescale.plan import Plan, RankPlan, SharedGroup
 from bytescale.plan.io import load_plan, save_plan
@@ -102,7 +102,7 @@ def test_gathering_everything_and_computing_every_tile_alone_gives_the_same(size
 @pytest.mark.parametrize(("size", "columns"), one_in(13, SHAPES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grid_sends_what_the_formula_says_to_the_byte(size: int, columns: int, dtype: torch.dtype) -> None:
-    """The docstring of ``attention.grid``, summed over slices: each is as long as it is."""
+    """The docstring of ``attention.rings.grid``, summed over slices: each is as long as it is."""
     rows, b, w = size // columns, dtype.itemsize, 4
     for narrow in (None, torch.bfloat16):
         _, sent = attend(grid_plan([103], size, columns), inputs([103], dtype), ring_gradients=narrow)

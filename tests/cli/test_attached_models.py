@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.attach.costs import spec_of
-from bytescale.attach.interface import Attachment
-from bytescale.attach.probe import probe
 from bytescale.cli.main import main
 from bytescale.config import Config, MemoryConfig, ParallelConfig, config_to_toml
 from bytescale.cost import Cluster, Profile, load_profile
+from bytescale.hf.model.costs import spec_of
+from bytescale.hf.model.interface import Attachment
+from bytescale.hf.model.probe import probe
 from bytescale.parity import small_model
 from bytescale.planner import naive_plan
 from bytescale.simulator import ClusterConfig, simulate

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from bytescale import HDP, score
-from bytescale.attach.score_file import ScoreFile
 from bytescale.cli.score import ScoreOptions, check_options, load_model, run, score_on_ranks
 from bytescale.common.errors import ConfigError, DataError
+from bytescale.hf.scoring.score_file import ScoreFile
 from bytescale.parity import small_model
-from tests.attach.support import on_ranks
 from tests.data.chats import chat_folder, conversations
 from tests.data.support import write_jsonl
 from tests.helpers.forks import run_forked
+from tests.hf.support import on_ranks
 
 pytest.importorskip("transformers")
 LENGTHS = (5, 200, 3, 90, 2, 150, 40, 40, 7)

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale.attention import Exchange, PackedAttention
 from bytescale.attention.blocks import BlockSet, blocks_between, causal_triangles
-from bytescale.attention.exchange import Message
 from bytescale.attention.kernels import CudaFlashKernel, OfQueries
+from bytescale.attention.rings.exchange import Message
 from bytescale.config import PRESETS, Architecture, OptimizerConfig
 from bytescale.models import build_model
 from bytescale.models.head_groups import apply_head_groups
@@ -41,8 +41,8 @@ from bytescale.models.tensor_parallel import apply_tensor_parallelism, row_wise_
 from bytescale.plan import MicroBatch, Plan, RankPlan, member_segments
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import FlatParameters, HostPool, Mesh, RankGroup, ShardedOptimizer, TokenShards, zero
-from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import accumulated_at_once, linear_cross_entropy
+from bytescale.runtime.saved.activations import Activations
 from tests.cuda import fake
 
 BF16, FP32 = torch.bfloat16, torch.float32

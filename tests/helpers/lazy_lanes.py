@@ -27,7 +27,7 @@ class LazyEvent:
 
 
 class LazyLane:
-    """``runtime.copy_lane.CopyLane`` that puts everything off."""
+    """``runtime.saved.copy_lane.CopyLane`` that puts everything off."""
 
     def __init__(self, device: torch.device) -> None:
         self._copies: list[tuple[list[tuple[_Region, _Region]], list[LazyEvent | None]]] = []

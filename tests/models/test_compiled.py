@@ -30,8 +30,8 @@ from bytescale.models.head_groups import apply_head_groups
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, HostPool, MeshShape, RankGroup
-from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.saved.activations import Activations
 from bytescale.train import train
 from tests.helpers.plans import random_plan
 from tests.helpers.steps import make_model, random_batch, reference_step, slice_batch, small_shape, worst_relative_error

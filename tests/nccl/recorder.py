@@ -217,7 +217,7 @@ def _record_rank(rank: int, shape: MeshShape, step: Callable[[Mesh], object], op
     with (
         patch.object(_Run, "forward", labelled(_Run.forward)),
         patch.object(_Run, "backward", labelled(_Run.backward)),
-        patch("bytescale.attention.exchange.dist", batching()),
+        patch("bytescale.attention.rings.exchange.dist", batching()),
         _Launches(log),
     ):
         step(mesh)

@@ -40,7 +40,7 @@ def loop(plan: Plan, *, last: bool = True) -> list[list[Event]]:
         return 1.0  # nothing was received, so that numbers mean nothing
 
     with (
-        patch("bytescale.runtime.take_over.BUCKET_BYTES", 1),
+        patch("bytescale.runtime.optimizer.take_over.BUCKET_BYTES", 1),
         patch.object(ShardedOptimizer, "reduce_gradients", norm),
     ):
         return record(MeshShape(hdp=plan.num_ranks), steps)

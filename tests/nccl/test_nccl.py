@@ -256,7 +256,7 @@ def test_a_reduction_before_the_last_message_is_caught() -> None:
     """Rank 0 would reduce amid a ring; rank 1 comes to its reductions only behind the ring."""
     programs = {}
     for silent in (last_backward_is_silent, lambda rank_plan, stage: rank_plan.rank == 0):
-        with patch("bytescale.runtime.buckets.last_backward_is_silent", silent):
+        with patch("bytescale.runtime.optimizer.buckets.last_backward_is_silent", silent):
             programs[silent] = recorded(uneven([1, 1], [9]), MeshShape(hdp=2), bucket_bytes=1)
     right, wrong = programs.values()
     assert_finishes(right)

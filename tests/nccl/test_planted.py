@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytescale.plan import RankPlan
 from bytescale.runtime import Mesh, MeshShape, RankGroup, token_shards
-from bytescale.runtime.buckets import BucketCollectives
+from bytescale.runtime.optimizer.buckets import BucketCollectives
 from tests.nccl.recorder import Event, Log, RecordedGroup
 from tests.nccl.steps import uneven
 from tests.nccl.test_nccl import assert_finishes, recorded
@@ -37,7 +37,7 @@ def amid_rings() -> AbstractContextManager:
     def always(rank_plan: RankPlan, stage: int) -> bool:
         return stage == 0 and bool(rank_plan.micro_batches)
 
-    return patch("bytescale.runtime.buckets.last_backward_is_silent", always)
+    return patch("bytescale.runtime.optimizer.buckets.last_backward_is_silent", always)
 
 
 def in_reverse() -> AbstractContextManager:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.attention.exchange import Exchange
+from bytescale.attention.rings.exchange import Exchange
 from bytescale.runtime import MeshShape
 from tests.helpers.effort import examples
 from tests.nccl.replay import Mismatch

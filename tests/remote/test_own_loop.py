@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attach.test_loaded import killed_and_resumed, records, settings, trained
 from tests.data.support import write_jsonl
+from tests.hf.test_loaded import killed_and_resumed, records, settings, trained
 
 
 @pytest.mark.exhaustive

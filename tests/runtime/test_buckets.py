@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bytescale.attention import select_kernel
-from bytescale.attention.exchange import Exchange, Transfer
+from bytescale.attention.rings.exchange import Exchange, Transfer
 from bytescale.config import Architecture, OptimizerConfig
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.last_message import last_backward_is_silent, silent_last_backwards
@@ -30,9 +30,9 @@ from bytescale.runtime import (
     RankGroup,
     ShardedOptimizer,
 )
-from bytescale.runtime.buckets import BucketCollectives, Overlap
-from bytescale.runtime.flat import ALIGNMENT
 from bytescale.runtime.group import PendingCollective
+from bytescale.runtime.optimizer.buckets import BucketCollectives, Overlap
+from bytescale.runtime.optimizer.flat import ALIGNMENT
 from bytescale.train.parts.own_model import build_own_model
 from tests.helpers.effort import one_of, pairs
 from tests.helpers.plans import random_plan

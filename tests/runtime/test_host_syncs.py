@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bytescale.runtime.executor as executor
-from bytescale.attach import micro_batch
-from bytescale.attach.head import ModelHead
-from bytescale.attach.micro_batch import Micro
 from bytescale.attention import Exchange, blocks, copies
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
+from bytescale.hf import micro_batch
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.model.head import ModelHead
 from bytescale.models import build_model
 from bytescale.models.head_groups import apply_head_groups
 from bytescale.models.tensor_parallel import row_wise_parts
@@ -81,7 +81,7 @@ def run_on_meta(monkeypatch: pytest.MonkeyPatch, *, checkpointing: str, head_gro
     log = Log(0)
     hdp = RankGroup(RecordedGroup(log, "HDP", [0, 1]), device=META)
     hdp.exchange = Exchange(hdp.group, 0, batched=True)
-    monkeypatch.setattr("bytescale.attention.exchange.dist", batching())
+    monkeypatch.setattr("bytescale.attention.rings.exchange.dist", batching())
     monkeypatch.setattr(executor._Run, "result", lambda self: None)  # the one place where the host reads a number
     with META:
         model = build_model(shape).to(torch.bfloat16)
@@ -119,7 +119,7 @@ def test_a_step_never_waits_for_the_device(
 
 
 class OtherHead(nn.Linear):
-    """A head whose logits its own code makes (``attach.head.ModelHead``)."""
+    """A head whose logits its own code makes (``hf.model.head.ModelHead``)."""
 
     group, num_words, add_loss, losses = None, 8, ModelHead.add_loss, ModelHead.losses
 

@@ -27,10 +27,10 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.plan.verify import verify
 from bytescale.planner import align, make_planner
 from bytescale.runtime import Decoder, Executor, FlatParameters, HostPool, Mesh, MeshShape, TokenShards
-from bytescale.runtime.activations import Activations
 from bytescale.runtime.mesh import boundary_colour
+from bytescale.runtime.optimizer.replicas import sum_replicas
 from bytescale.runtime.pipeline import StageLinks
-from bytescale.runtime.replicas import sum_replicas
+from bytescale.runtime.saved.activations import Activations
 from tests.helpers.effort import examples, one_in
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_mesh

@@ -15,8 +15,8 @@ from bytescale.models.moe import MixtureOfExperts, looped_products, route
 from bytescale.plan import Plan, RankPlan
 from bytescale.plan.plan import GroupSpec
 from bytescale.runtime import Decoder, Executor, FlatParameters, Mesh, RankGroup
-from bytescale.runtime.activations import Activations
 from bytescale.runtime.loss import reference_cross_entropy
+from bytescale.runtime.saved.activations import Activations
 from tests.helpers.effort import examples
 from tests.helpers.plans import random_plan
 from tests.helpers.ranks import run_ranks

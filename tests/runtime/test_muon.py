@@ -13,8 +13,8 @@ from bytescale.common.cut import Cut
 from bytescale.common.errors import ConfigError
 from bytescale.config import OptimizerConfig, validate
 from bytescale.runtime import FlatParameters, Mesh, RankGroup, ShardedOptimizer
-from bytescale.runtime.flat import Entry
-from bytescale.runtime.muon import deal, is_hidden_matrix, orthogonalised
+from bytescale.runtime.optimizer.flat import Entry
+from bytescale.runtime.optimizer.muon import deal, is_hidden_matrix, orthogonalised
 from tests.helpers.effort import one_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.steps import make_model, small_shape

@@ -28,8 +28,8 @@ from bytescale.runtime import (
     RankGroup,
     linear_cross_entropy,
 )
-from bytescale.runtime.host_pool import PageWriter
-from bytescale.runtime.offload import offloaded_tokens
+from bytescale.runtime.saved.host_pool import PageWriter
+from bytescale.runtime.saved.offload import offloaded_tokens
 from tests.helpers.effort import examples, one_in
 from tests.helpers.lazy_lanes import use_lazy_lanes
 from tests.helpers.plans import random_plan

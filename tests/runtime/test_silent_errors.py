@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from bytescale.common.errors import ConfigError
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.runtime import FlatParameters, RankGroup, linear_cross_entropy
-from bytescale.runtime.checkpointing import KeptAttention, apply_checkpointing
 from bytescale.runtime.loss import accumulated_at_once, reference_cross_entropy
-from bytescale.runtime.take_over import take_over
+from bytescale.runtime.optimizer.take_over import take_over
+from bytescale.runtime.saved.checkpointing import KeptAttention, apply_checkpointing
 
 
 class Layer(nn.Module):

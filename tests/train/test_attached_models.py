@@ -18,10 +18,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import bytescale
-from bytescale.attach.folder import load_model
-from bytescale.attach.live_bytes import LiveBytes
-from bytescale.attach.measure import DOCUMENT_TOKENS
-from bytescale.attach.planned_batch import local_documents
 from bytescale.attention import PackedAttention, select_kernel
 from bytescale.cli.main import main
 from bytescale.common.errors import CheckpointError, ConfigError
@@ -29,14 +25,18 @@ from bytescale.config import Config, MemoryConfig, ModelConfig, config_to_toml, 
 from bytescale.cost.assumed import assumed_cost
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import LocalFeed
+from bytescale.hf.costs.live_bytes import LiveBytes
+from bytescale.hf.costs.measure import DOCUMENT_TOKENS
+from bytescale.hf.files.folder import load_model
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.parity import small_model
+from bytescale.plan import MicroBatch
 from bytescale.runtime import RankGroup
 from bytescale.train import train
 from bytescale.train.loop.learning_rate import learning_rate
 from bytescale.train.parts.attached_model import HFModel, build_attached_model
-from tests.attach.support import on_ranks as on_thread_ranks
 from tests.helpers.effort import one_in, one_of
+from tests.hf.support import on_ranks as on_thread_ranks
 
 from .runs import interrupt, losses, on_ranks, run, small_run, with_trainer, write_corpus
 
@@ -272,7 +272,7 @@ def test_measured_memory_is_that_of_a_larger_micro_batch(
     architecture: Any = resolve_model(config.model)
     kernel = select_kernel("auto", CPU, torch.float32)
     model = build_attached_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
-    micro_batch = local_documents(0, [DOCUMENT_TOKENS] * 40 + [150, 70])
+    micro_batch = MicroBatch.of_documents(0, [DOCUMENT_TOKENS] * 40 + [150, 70])
     memory = model.activations.attention_memory
     attention = PackedAttention(micro_batch, kernel, RankGroup(device=CPU).exchange, memory)
     rows, positions = micro_batch.num_tokens, torch.as_tensor(micro_batch.position_ids())
@@ -308,7 +308,7 @@ def test_all_that_movable_layers_keep_leaves_the_device_and_no_bit_changes(
     assert model.rows.movable_per_token == pytest.approx(3 * of_layer, rel=0.01)
     assert model.rows.moved_per_token == pytest.approx(3 * of_layer, rel=0.01)
 
-    micro_batch = local_documents(0, [70, 1, 40])
+    micro_batch = MicroBatch.of_documents(0, [70, 1, 40])
     kernel, offload = select_kernel("auto", CPU, torch.float32), model.activations.offload
     assert offload is not None
     tokens, positions = torch.arange(111) % 300, torch.as_tensor(micro_batch.position_ids())

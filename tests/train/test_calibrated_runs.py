@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale.attention.exchange import Exchange, TimedMessage
+from bytescale.attention.rings.exchange import Exchange, TimedMessage
 from bytescale.config import Config, CostConfig
 from bytescale.cost import CostModel
 from bytescale.cost.calibration import Calibrator, State, lag_of

@@ -5,11 +5,11 @@ transfers together.
 """
 
 from bytescale.attention.choose import select_kernel
-from bytescale.attention.exchange import Exchange
 from bytescale.attention.kernels import AttentionKernel
-from bytescale.attention.messages import RingBuffers
 from bytescale.attention.packed import PackedAttention
 from bytescale.attention.reference import reference_attention
+from bytescale.attention.rings.exchange import Exchange
+from bytescale.attention.rings.messages import RingBuffers
 from bytescale.attention.rules import AttentionRules
 
 __all__ = [

@@ -19,16 +19,16 @@ from torch import Tensor
 from bytescale.attention.autocast import without_autocast
 from bytescale.attention.blocks import BlockSet, causal_triangles
 from bytescale.attention.choose import kernel_for
-from bytescale.attention.exchange import Exchange
-from bytescale.attention.grid import BlockWork, grid_backward, grid_forward
-from bytescale.attention.grid_messages import Grid
 from bytescale.attention.kernels import AttentionKernel, OfQueries, merge_rows
-from bytescale.attention.messages import RingBuffers
+from bytescale.attention.rings.exchange import Exchange
+from bytescale.attention.rings.grid import BlockWork, grid_backward, grid_forward
+from bytescale.attention.rings.grid_messages import Grid
+from bytescale.attention.rings.messages import RingBuffers
+from bytescale.attention.rings.window import WindowLayout
+from bytescale.attention.rings.windowed_ring import WindowedRing, windowed_backward, windowed_forward
 from bytescale.attention.row_compiler import CompiledMerges
 from bytescale.attention.rules import PLAIN, AttentionRules
 from bytescale.attention.sinks import check_sinks, join_sinks, sinks_gradient
-from bytescale.attention.window import WindowLayout
-from bytescale.attention.windowed_ring import WindowedRing, windowed_backward, windowed_forward
 from bytescale.plan import MicroBatch
 
 

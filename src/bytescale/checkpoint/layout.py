@@ -1,8 +1,8 @@
 """Which rectangles of the model's tensors each rank writes: a function of the mesh and the flat buffers' layout alone.
 
 The ranks of an HDP group hold the same parameters in one flat buffer, and each owns a part of every bucket of it
-(``runtime.flat``). A range of a flat buffer is a few rectangles of each parameter that it touches, because tensors are
-stored row by row::
+(``runtime.optimizer.flat``). A range of a flat buffer is a few rectangles of each parameter that it touches, because
+tensors are stored row by row::
 
     parameter [4, 5], elements 3 to 17 of it:      . . . A A
                                                    B B B B B

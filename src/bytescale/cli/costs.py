@@ -274,8 +274,8 @@ def _attached_model(config: Config, longest: int) -> HFModel | None:
     check_attached(settings, architecture)
     import torch
 
-    from bytescale.attach.folder import parameters_of
     from bytescale.attention import select_kernel
+    from bytescale.hf.files.folder import parameters_of
     from bytescale.train.parts.attached_model import build_attached_model
     from bytescale.train.parts.budget import machine_bytes
 

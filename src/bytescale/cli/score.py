@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def check_options(options: ScoreOptions) -> None:
     """Raise ``ConfigError`` for what cannot be right, before any data is read."""
-    from bytescale.attach.score_file import ScoreFile
+    from bytescale.hf.scoring.score_file import ScoreFile
 
     folder = Path(options.model).expanduser()
     if not (folder / "config.json").is_file():
@@ -102,9 +102,9 @@ def check_options(options: ScoreOptions) -> None:
 
 def prepare(options: ScoreOptions) -> None:
     """Tokenise the corpus and check its documents, before any rank is started."""
-    from bytescale.attach.score_file import check_documents
     from bytescale.data.loading.corpus import prepare_corpus
     from bytescale.data.tokens.progress import progress_bar
+    from bytescale.hf.scoring.score_file import check_documents
 
     with progress_bar() as progress:
         corpus = prepare_corpus(options.corpus_config(), progress)
@@ -113,9 +113,9 @@ def prepare(options: ScoreOptions) -> None:
 
 def score_on_ranks(options: ScoreOptions) -> None:
     """Score on this rank, together with the others."""
-    from bytescale.attach.hdp import HDP
-    from bytescale.attach.score_file import ScoreFile, score_corpus
     from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
+    from bytescale.hf.loop.hdp import HDP
+    from bytescale.hf.scoring.score_file import ScoreFile, score_corpus
     from bytescale.train.ranks import open_ranks
 
     with open_ranks(options.run_config()) as ranks:
@@ -137,9 +137,9 @@ def score_on_ranks(options: ScoreOptions) -> None:
 
 
 def load_model(folder: str, dtype: Any) -> Any:
-    """A causal model of transformers, in evaluation mode. Raises as ``attach.folder.read_model``."""
-    from bytescale.attach.folder import read_model
+    """A causal model of transformers, in evaluation mode. Raises as ``hf.files.folder.read_model``."""
     from bytescale.config.hugging_face import read_hf_config
+    from bytescale.hf.files.folder import read_model
 
     path = Path(folder).expanduser()
     return read_model(path, read_hf_config(path), dtype).eval()

@@ -10,7 +10,7 @@ MICRO_BATCH_NAMES = (
     "inputs", "num_rows", "index", "logprobs", "loss_sum", "segments", "position_ids", "plan", "target",
     "documents", "inputs_for",
 )  # fmt: skip
-"""What a micro-batch of a loop of one's own has itself (``attach.micro_batch``)."""
+"""What a micro-batch of a loop of one's own has itself (``hf.loop.micro_batch``)."""
 
 RESERVED_FIELDS = (*MICRO_BATCH_NAMES, *OWN_FIELDS, "tokens", "input_ids")
 """Names that ``data.fields`` cannot have."""

@@ -1,7 +1,7 @@
 """Models that run on transformers' own code: what config.json says of them. Free of torch and of transformers.
 
 The trainer has two kinds of models. Llama and Mixtral are our own code (``Architecture``). Every other decoder is
-transformers' model, put on our attention (``bytescale.attach``), and is described by its whole config.json.
+transformers' model, put on our attention (``bytescale.hf``), and is described by its whole config.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AttachedArchitecture:
     Attributes:
         content: of config.json, all of it.
         buffers: constants that belong to the weights and are not trained, such as a router's correction, as
-            ``attach.folder.constants_of`` writes them. They are known once the model exists.
+            ``hf.files.folder.constants_of`` writes them. They are known once the model exists.
         trained: what is trained of it (``trained_of``); empty: every weight.
     """
 

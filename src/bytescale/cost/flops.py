@@ -135,7 +135,7 @@ def row_bytes_per_token(
 
     ``((there, home) in forward, (there, home) in backward)``. Forward sends the queries, and brings partial outputs and
     LSE home. Backward sends the output's gradient, the queries, LSE and delta, and brings the queries' gradient home
-    (``attention.grid``). LSE, delta and sums are in fp32 or wider.
+    (``attention.rings.grid``). LSE, delta and sums are in fp32 or wider.
     """
     heads, wide = architecture.num_heads, max(4, bytes_per_element)
     width = heads * architecture.head_dim

@@ -1,7 +1,7 @@
 """The costs that a step has once: gradients are reduced and parameters are gathered (ZeRO-1 over HDP).
 
-Both are done bucket by bucket (``runtime.buckets``), one bucket after the other. The visible part is the time that
-computation does not hide. With K buckets::
+Both are done bucket by bucket (``runtime.optimizer.buckets``), one bucket after the other. The visible part is the time
+that computation does not hide. With K buckets::
 
     reduction   Bucket i starts when bucket i - 1 is done and every rank has the bucket's gradients. A rank whose last
                 backward is silent (plan.last_message) finishes them evenly over that backward, and every other rank at

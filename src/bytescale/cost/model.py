@@ -7,10 +7,11 @@ simulator.
     member of a group of D                    (a S + b T) / D  +  exposed ring time  +  g
     with T = sum of s, S = sum of q(s) over the group's sequences
 
-The members form a grid of P rows and Q columns, D = P Q (``attention.grid``). A ring is the case Q = 1. Only the time
-by which a message is longer than the attention beside it is exposed (paper section 3: O(s^2) work hides O(s) traffic).
-``cost.visible`` has the formula, which the simulator uses too. It holds for forward and backward separately, since a
-message that backward does not hide is not hidden by forward's attention. Each pass has a share of every sum below::
+The members form a grid of P rows and Q columns, D = P Q (``attention.rings.grid``). A ring is the case Q = 1. Only the
+time by which a message is longer than the attention beside it is exposed (paper section 3: O(s^2) work hides O(s)
+traffic). ``cost.visible`` has the formula, which the simulator uses too. It holds for forward and backward separately,
+since a message that backward does not hide is not hidden by forward's attention. Each pass has a share of every sum
+below::
 
     x = ring bytes   T / (D bandwidth) + latency     a message around the column
     y = queries'     T / (D bandwidth) + latency     one along the row, and z, one of results home

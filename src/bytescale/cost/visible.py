@@ -1,8 +1,9 @@
 """The time of a shared group's messages that its attention does not hide: one formula, for planner and simulator.
 
-A group of P rows and Q columns (``attention.grid``) computes P Q blocks of ``c`` seconds on each member. Meanwhile, one
-after the other, Q - 1 messages of queries arrive along the row, and P - 1 messages of keys around the column. At last
-Q - 1 results go home. A message travels while a member computes the blocks that the message before has made ready::
+A group of P rows and Q columns (``attention.rings.grid``) computes P Q blocks of ``c`` seconds on each member.
+Meanwhile, one after the other, Q - 1 messages of queries arrive along the row, and P - 1 messages of keys around the
+column. At last Q - 1 results go home. A message travels while a member computes the blocks that the message before has
+made ready::
 
     queries there, y    Q - 1 messages, each beside one block
     keys, x             P - 1 messages; the first beside one block, each other beside the Q blocks of the one before

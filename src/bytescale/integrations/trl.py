@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 import trl
-from bytescale.attach.hdp import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.hdp import HDP
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     IS_TOP1,

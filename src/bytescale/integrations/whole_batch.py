@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bytescale.attach.hdp import HDP
-from bytescale.attach.micro_batch import Micro
-from bytescale.attach.planned_batch import PlannedBatch
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.hdp import HDP
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.planned_batch import PlannedBatch
 
 Columns = Callable[[Micro], Tensor]
 """From a micro-batch to its values ``[T, K]``, of which the first D are differentiable."""

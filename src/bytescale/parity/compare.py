@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bytescale.attach.hdp import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.hdp import HDP
 from bytescale.parity.plans import random_plan
 from bytescale.parity.thread_ranks import run_ranks
 from bytescale.parity.wide_casts import WideCasts

@@ -1,10 +1,10 @@
 """When may a rank start to reduce gradients? Only after its last message: the rule and its proof.
 
-Gradients are reduced bucket by bucket while ranks still compute (``runtime.buckets``). Under NCCL, a reduction that is
-posted too early can hang the run. Some CUDA calls wait for ALL streams of a device: a retry of the allocator, the first
-launch of a kernel, an allocation of pinned memory. A rank that makes such a call blocks until every reduction that it
-has posted is complete, and so until every other rank has posted these reductions too. If one of these ranks first needs
-this rank's next ring message, both wait for ever.
+Gradients are reduced bucket by bucket while ranks still compute (``runtime.optimizer.buckets``). Under NCCL, a
+reduction that is posted too early can hang the run. Some CUDA calls wait for ALL streams of a device: a retry of the
+allocator, the first launch of a kernel, an allocation of pinned memory. A rank that makes such a call blocks until
+every reduction that it has posted is complete, and so until every other rank has posted these reductions too. If one of
+these ranks first needs this rank's next ring message, both wait for ever.
 
 The rule: **a rank posts reductions only after its last point-to-point message of the step**, sent or received.
 

@@ -4,9 +4,9 @@ A global batch is a list of sequences, numbered 0..S-1, of ``lengths`` tokens. A
 
 * A **slice group** is a set of sequences sharded over the same ranks. On one rank, its sequences are whole and cause no
   traffic (a *local* group, or pack). On several ranks the group is *shared*: its members form a grid of rows, which
-  share queries, and columns, which share keys (``attention.grid``). A grid of one column is a ring. A group's number is
-  its place in ONE total order: every rank runs its shared groups in rising order, so no two ranks ever wait for each
-  other.
+  share queries, and columns, which share keys (``attention.rings.grid``). A grid of one column is a ring. A group's
+  number is its place in ONE total order: every rank runs its shared groups in rising order, so no two ranks ever wait
+  for each other.
 * A **micro-batch** of a rank consists of at most one slice of a shared group and any number of local groups. Together
   they hold at most the rank's capacity in tokens.
 * A **rank** (an HDP rank; a whole pipeline when pp > 1) runs its micro-batches in order. Ranks may have different

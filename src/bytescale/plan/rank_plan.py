@@ -8,6 +8,7 @@ laid out in exactly this order on the rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,6 +69,20 @@ class MicroBatch:
     segment_stops: IntArray  # [P] one past the last token
     local_lengths: IntArray  # [number of local sequences] tokens of each, in layout order
     offload_ratios: tuple[tuple[int, float], ...]  # (tokens, r) of each group, in layout order
+
+    @staticmethod
+    def of_documents(index: int, lengths: Sequence[int]) -> MicroBatch:
+        """A micro-batch of whole sequences of these lengths, without a plan."""
+        stops = np.array(lengths, dtype=np.int64)
+        return MicroBatch(
+            index=index,
+            shared=None,
+            segment_sequences=np.arange(len(stops)),
+            segment_starts=np.zeros_like(stops),
+            segment_stops=stops,
+            local_lengths=stops,
+            offload_ratios=(),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.exchange import Message
-from bytescale.attention.grid_messages import Grid
 from bytescale.attention.kernels import add_rows
-from bytescale.attention.messages import Kind
-from bytescale.attention.window import RowsBefore
+from bytescale.attention.rings.exchange import Message
+from bytescale.attention.rings.grid_messages import Grid
+from bytescale.attention.rings.messages import Kind
+from bytescale.attention.rings.window import RowsBefore
 from bytescale.recurrence.states import EntryStates, act
 
 
@@ -151,7 +151,7 @@ class OneProcessCuts:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def take_numbers(self) -> dict[str, int]:
-        """Numbers of states, decays and halo rows of a fragment since the last call (``attach.probe``)."""
+        """Numbers of states, decays and halo rows of a fragment since the last call (``hf.model.probe``)."""
         taken, self._numbers = self._numbers, {}
         return {name: taken.get(name, 0) for name in ("state_numbers", "decay_numbers", "halo_numbers")}
 

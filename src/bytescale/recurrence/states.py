@@ -19,7 +19,7 @@ So it is the scan of the transposed maps ``(D^T, dE)`` from the last position to
 counted from the end, are the same two.
 
 Why this finishes under NCCL: all messages of a round are one operation of each member, and rounds have one order on all
-members (``attention.windowed_ring``). In the chain every message is an operation, in the order of positions.
+members (``attention.rings.windowed_ring``). In the chain every message is an operation, in the order of positions.
 
 Shape letters: N members, K sequences of the group, H heads, R rows and C columns of a state.
 """
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import PackedAttention
-from bytescale.attention.exchange import Message, Transfer
-from bytescale.attention.grid_messages import Grid
-from bytescale.attention.messages import Kind
+from bytescale.attention.rings.exchange import Message, Transfer
+from bytescale.attention.rings.grid_messages import Grid
+from bytescale.attention.rings.messages import Kind
 from bytescale.plan.states import chain_is_faster, holder
 
 

@@ -3,16 +3,16 @@
 The runtime works with any ``nn.Module`` that fits ``executor.DecoderModule``; it never imports ``models``.
 """
 
-from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import HasBatchLoss
 from bytescale.runtime.executor import Decoder, DecoderModule, Executor, StepResult
-from bytescale.runtime.flat import DTYPES, FlatParameters, Range, values_of
 from bytescale.runtime.group import RankGroup
-from bytescale.runtime.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.loss import IGNORE_INDEX, linear_cross_entropy
 from bytescale.runtime.mesh import Mesh, MeshShape
-from bytescale.runtime.replicas import TiedHead
-from bytescale.runtime.sharded_optimizer import ShardedOptimizer, Update
+from bytescale.runtime.optimizer.flat import DTYPES, FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.replicas import TiedHead
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer, Update
+from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.saved.host_pool import HostMemoryError, HostPool
 from bytescale.runtime.token_shards import TokenShards
 
 __all__ = [

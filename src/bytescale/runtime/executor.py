@@ -20,11 +20,11 @@ from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers
 from bytescale.attention.copies import to_device
 from bytescale.common.arrays import IntArray
 from bytescale.plan import MicroBatch, RankPlan
-from bytescale.runtime.activations import Activations
 from bytescale.runtime.auxiliary import begin_batch_loss, finish_batch_loss
 from bytescale.runtime.loss import IGNORE_INDEX, Head, PlainHead, loss_sum, token_losses
 from bytescale.runtime.mesh import Mesh
 from bytescale.runtime.pipeline import Action, StageLinks
+from bytescale.runtime.saved.activations import Activations
 
 
 class DecoderModule(Protocol):
@@ -32,7 +32,7 @@ class DecoderModule(Protocol):
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        """In the order of forward. Each is given the hidden states (``runtime.layers``)."""
+        """In the order of forward. Each is given the hidden states (``runtime.saved.layers``)."""
         ...
 
     @property

@@ -2,9 +2,9 @@
 
 Without tensor and pipeline parallelism there is one HDP group for messages and sums, and a second group of the same
 ranks for gradients and parameters (``runtime.mesh`` has the others). No collective lies between micro-batches: ranks
-check that they agree before the first forward, and share statistics after the last backward. ``runtime.buckets`` says
-when gradients are reduced and parameters gathered. A model with a load-balancing loss for its experts adds one sum of a
-few KB after the last backward.
+check that they agree before the first forward, and share statistics after the last backward.
+``runtime.optimizer.buckets`` says when gradients are reduced and parameters gathered. A model with a load-balancing
+loss for its experts adds one sum of a few KB after the last backward.
 """
 
 from __future__ import annotations

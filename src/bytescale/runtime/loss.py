@@ -10,7 +10,7 @@ the logit of the target, which exactly one rank has. The gradient of the hidden 
 the end.
 
 A head is one product with a weight (``PlainHead``), or whatever else a model makes logits with: a bias, a scale, a soft
-cap (``attach.head.ModelHead``). Chunks, weights of tokens and sums are the same for both.
+cap (``hf.model.head.ModelHead``). Chunks, weights of tokens and sums are the same for both.
 
 Memory in addition to the inputs, with n tokens a chunk: n V logits; the gradient of the hidden states ``[T, C]``; and
 that of the weight ``[V, C]``, which is summed over chunks in fp32, because a hundred chunks summed in BF16 would keep 8

@@ -160,8 +160,8 @@ class Mesh:
 
         Args:
             interleaved: the last stage also sends to the first.
-            overlapped: gradients are reduced while ranks compute (``runtime.buckets``), in a group of their own.
-            nodes: for every world rank, a number that names its node. None: all ranks are on one node.
+            overlapped: gradients are reduced while ranks compute (``runtime.optimizer.buckets``), in a group of their
+            own. nodes: for every world rank, a number that names its node. None: all ranks are on one node.
         """
         if world.size != shape.size:
             raise ValueError(f"a mesh of {shape.pp} x {shape.hdp} x {shape.tp} ranks, but there are {world.size}")

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from bytescale.attention.exchange import Transfer
+from bytescale.attention.rings.exchange import Transfer
 from bytescale.plan import RankPlan
 from bytescale.plan.schedule import Message, messages, stage_actions
 from bytescale.runtime.group import RankGroup

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bytescale.runtime.checkpointing import save_now
 from bytescale.runtime.group import PendingCollective, RankGroup
+from bytescale.runtime.saved.checkpointing import save_now
 
 MOST_SLICES = 4
 """A quarter of a message cannot be hidden then. More slices would make small products, and messages, slower."""

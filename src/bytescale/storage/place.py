@@ -1,4 +1,5 @@
-"""Places of files and folders: a ``Path`` on this machine, or a ``Url`` that fsspec can open (s3://, hdfs://, memory://).
+"""Places of files and folders: a ``Path`` on this machine, or a ``Url`` that fsspec can open (s3://, hdfs://,
+memory://).
 
 Every error of a remote file system becomes an ``OSError`` that names the URL (``storage.filesystems``), so that
 retries and messages deal with one kind of failure only. Methods of ``Url`` that ``Path`` has too make one attempt,

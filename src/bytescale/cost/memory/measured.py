@@ -1,7 +1,7 @@
 """Peak memory of a model that is not ours: counted where counting is exact, and measured on a few rows elsewhere.
 
 States and logits follow from numbers of weights and words, and a ring's buffers from the widths of heads. What layers
-keep of a token, and what their backward needs beside it, is measured at two numbers of rows (``attach.measure``).
+keep of a token, and what their backward needs beside it, is measured at two numbers of rows (``hf.costs.measure``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     attention  backward of CUDA's flash attention, which sums in fp32 (``KernelMemory.fused_attention``)
     ring       backward of attention over a shared group: a block's gradients, sums in fp32
 
-A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.messages``). A
+A ring's four message buffers are allocated once and serve all layers of a micro-batch (``attention.rings.messages``). A
 micro-batch with a shared group has them in every phase but the loss. So it is with the buffers of a grid's row.
 """
 

@@ -24,9 +24,9 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import detach_tree
 
-from bytescale.attach.hdp import HDP
 from bytescale.common.errors import ConfigError
 from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.loop.hdp import HDP
 from bytescale.integrations.whole_batch import (
     ENTROPY,
     LOG_PROBS,

@@ -12,11 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytescale.attach.decoder import AttachedDecoder
-from bytescale.attach.folder import constants_of, load_model, make_model, set_constants
-from bytescale.attach.measure import measure_rows, measured_memory
-from bytescale.attach.partly_trained import train_a_part
-from bytescale.attach.widths import check_widths
 from bytescale.attention import AttentionKernel
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.checkpoint.initial_weights import folder_of, load_master_weights
@@ -24,9 +19,14 @@ from bytescale.config import CHECKPOINT_PREFIX, HF_PREFIX, AttachedArchitecture,
 from bytescale.config.validate import may_offload
 from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows
 from bytescale.cost.spec import ModelSpec
+from bytescale.hf.costs.measure import measure_rows, measured_memory
+from bytescale.hf.costs.widths import check_widths
+from bytescale.hf.files.folder import constants_of, load_model, make_model, set_constants
+from bytescale.hf.files.partly_trained import train_a_part
+from bytescale.hf.model.decoder import AttachedDecoder
 from bytescale.models.hf_folder import exact_dtype
 from bytescale.runtime import Activations, Decoder, FlatParameters, HostPool, ShardedOptimizer
-from bytescale.runtime.buckets import Chunk
+from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.train.parts.budget import MemoryBudget, usable_host_bytes
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch.distributed as dist
 
-from bytescale.attention.exchange import TimedMessage
+from bytescale.attention.rings.exchange import TimedMessage
 from bytescale.common.parsing import parse_json
 from bytescale.cost import CostModel
 from bytescale.cost.calibration import FIRST_STEPS, LinkSamples, RankCounts, State

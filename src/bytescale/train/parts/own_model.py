@@ -27,7 +27,7 @@ from bytescale.runtime import (
     TiedHead,
     TokenShards,
 )
-from bytescale.runtime.buckets import Chunk
+from bytescale.runtime.optimizer.buckets import Chunk
 from bytescale.train.parts.budget import MemoryBudget
 from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks

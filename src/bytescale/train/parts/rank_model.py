@@ -20,7 +20,7 @@ from bytescale.train.parts.run_kernels import Kernels
 from bytescale.train.ranks import Ranks
 
 if TYPE_CHECKING:
-    from bytescale.attach.decoder import AttachedDecoder
+    from bytescale.hf.model.decoder import AttachedDecoder
     from bytescale.train.parts.attached_model import HFModel
 
 
@@ -82,8 +82,8 @@ def layers_to_measure(config: Config, device: torch.device, dtype: torch.dtype) 
     if isinstance(architecture, Architecture):
         return architecture
     check_attached(config, architecture)
-    from bytescale.attach.decoder import AttachedDecoder
-    from bytescale.attach.folder import make_model, set_constants
+    from bytescale.hf.files.folder import make_model, set_constants
+    from bytescale.hf.model.decoder import AttachedDecoder
 
     model = make_model(architecture.content, dtype)
     set_constants(model, architecture.buffers)

@@ -29,7 +29,7 @@ from bytescale.runtime import RankGroup
 from bytescale.runtime.loss import Head, PlainHead, loss_sum
 
 if TYPE_CHECKING:
-    from bytescale.attach.decoder import AttachedDecoder
+    from bytescale.hf.model.decoder import AttachedDecoder
 
 MIN_SECONDS = 0.05
 """Within a sweep, the runs of one quantity are repeated for this long."""

@@ -1,0 +1,1 @@
+"""Keys, values and their gradients on their way between the members of a group."""

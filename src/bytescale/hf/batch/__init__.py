@@ -1,0 +1,1 @@
+"""The documents of a global batch: planned, cut for ranks, and whole again."""

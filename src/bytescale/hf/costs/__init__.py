@@ -1,0 +1,1 @@
+"""What a decoder of transformers costs: counted from its modules, and measured."""

@@ -1,0 +1,156 @@
+"""Measures what layers of an attached model keep of a token, and what their backward needs beside it.
+
+The model runs forward and backward on two numbers of short documents; memory is a line through both. What offloading
+frees is measured in the same way. All ranks have the same weights and get the same numbers on equal devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from bytescale.attention import AttentionKernel, PackedAttention
+from bytescale.config import RingGradients
+from bytescale.cost import flops
+from bytescale.cost.memory import DeviceKind, MeasuredMemory, MeasuredRows, RingWidths, States, nccl_reserve_bytes
+from bytescale.hf.costs.live_bytes import LiveBytes
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.probe import LayerAttention
+from bytescale.plan import MicroBatch
+from bytescale.runtime import Activations, RankGroup
+from bytescale.runtime.loss import PlainHead
+
+DOCUMENT_TOKENS = 32
+"""Short enough for any model's positions."""
+NUM_DOCUMENTS = (4, 12)
+
+
+def measure_rows(
+    decoder: AttachedDecoder, kernel: AttentionKernel, activations: Activations, device: torch.device
+) -> MeasuredRows:
+    """Run the model, whose layers have ``activations``, without offloading and, where it may, with all of it.
+
+    Gradients of parameters are added to; set them to zero after.
+    """
+    alone = RankGroup(device=device)
+
+    def run(number: int, ratio: float) -> _Seen:
+        micro_batch = MicroBatch.of_documents(0, [DOCUMENT_TOKENS] * number)
+        micro_batch = replace(micro_batch, offload_ratios=((micro_batch.num_tokens, ratio),))
+        attention = PackedAttention(micro_batch, kernel, alone.exchange, activations.attention_memory)
+        return _run(decoder, attention, micro_batch, activations, device)
+
+    kept = _slopes(run, 0.0)
+    rows = MeasuredRows(saved_per_token=kept.saved, peak_per_token=kept.peak, fixed=kept.fixed)
+    if activations.offload is None:
+        return rows
+    run(NUM_DOCUMENTS[-1], 1.0)  # from here on, the pages of host memory exist
+    left = _slopes(run, 1.0)
+    movable = max(0.0, min(kept.saved - left.saved, kept.peak - left.peak))
+    return replace(rows, movable_per_token=movable, moved_per_token=left.moved)
+
+
+class _Seen(NamedTuple):
+    """Bytes of a run, or bytes per row: kept by forward, at the highest point, and moved to the host."""
+
+    saved: float
+    peak: float
+    moved: float
+    fixed: float = 0.0
+
+
+def _slopes(run: Callable[[int, float], _Seen], ratio: float) -> _Seen:
+    few, many = (run(number, ratio) for number in NUM_DOCUMENTS)
+    rows = [number * DOCUMENT_TOKENS for number in NUM_DOCUMENTS]
+    saved, peak, moved = ((b - a) / (rows[1] - rows[0]) for a, b in zip(few[:3], many[:3], strict=True))
+    return _Seen(saved, peak, moved, fixed=max(0.0, few.peak - peak * rows[0]))
+
+
+def _run(
+    decoder: AttachedDecoder,
+    attention: PackedAttention,
+    micro_batch: MicroBatch,
+    activations: Activations,
+    device: torch.device,
+) -> _Seen:
+    """Forward and backward of a micro-batch of whole documents."""
+    positions = torch.as_tensor(micro_batch.position_ids()).to(device)
+    tokens = torch.arange(micro_batch.num_tokens, device=device) % 61  # of any vocabulary; experts get different ones
+    activations.begin_step([micro_batch])
+    before = 0 if activations.offload is None else activations.offload.bytes_moved
+    with LiveBytes() as live:
+        with activations.forward(micro_batch):
+            hidden = decoder(tokens, positions, attention)
+        saved = live.now
+        hidden.backward(torch.ones_like(hidden))
+    moved = 0 if activations.offload is None else activations.offload.bytes_moved - before
+    return _Seen(saved, live.peak, moved)
+
+
+def measured_memory(
+    decoder: AttachedDecoder,
+    rows: MeasuredRows,
+    *,
+    kind: DeviceKind,
+    num_ranks: int,
+    ring_gradients: RingGradients = "wide",
+) -> MeasuredMemory:
+    """What a micro-batch needs on one of ``num_ranks`` devices of a ``kind``, by the measured rows."""
+    parameters, layers, weight = list(decoder.parameters()), decoder.facts.layers, decoder.model_head.weight
+    element_bytes, vocab_size = parameters[0].element_size(), decoder.model_head.num_words
+    return MeasuredMemory(
+        of_weights=States(
+            num_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            num_frozen=sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
+            element_bytes=element_bytes,
+            num_ranks=num_ranks,
+        ),
+        rows=rows,
+        rings=ring_widths(layers, element_bytes, ring_gradients),
+        vocab_size=vocab_size,
+        head_numbers=decoder.hidden_size * vocab_size if weight is None else weight.numel(),
+        hidden_size=decoder.hidden_size,
+        kind=kind,
+        num_layers=len(decoder.layers),
+        plain_head=isinstance(decoder.head, PlainHead),
+        kernel_bytes_per_token=kernel_bytes_per_token(layers, kind, element_bytes),
+        nccl_bytes=nccl_reserve_bytes(num_ranks, 1, 1) if kind == "cuda" else 0,
+    )
+
+
+def ring_widths(
+    layers: tuple[LayerAttention, ...], element_bytes: int, ring_gradients: RingGradients
+) -> tuple[RingWidths, ...]:
+    """What a row takes in attention, of the widest layer without a window and of the widest with each window."""
+    travelling = flops.ring_gradient_bytes(element_bytes, ring_gradients)
+    sums, found = max(4, element_bytes), []
+    for window in sorted({layer.rules.window for layer in layers}, key=lambda window: window or 0):
+        own = [layer for layer in layers if layer.rules.window == window]
+        query = max(layer.num_heads * max(layer.head_dim, layer.value_dim) for layer in own)
+        keys = max(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in own)
+        found.append(
+            RingWidths(
+                query=query * element_bytes,
+                keys=keys * element_bytes,
+                key_gradients=keys * travelling,
+                query_gradients=query * travelling,
+                lse=max(layer.num_heads for layer in own) * sums,
+                wide=sums / element_bytes,
+                window=window,
+            )
+        )
+    return tuple(found)
+
+
+def kernel_bytes_per_token(layers: tuple[LayerAttention, ...], device_type: str, element_bytes: int) -> float:
+    """What CUDA's flash attention allocates for itself in backward: fp32 sums, and dk and dv of every query head."""
+    if device_type != "cuda":
+        return 0.0
+    return max(
+        4.0 * (layer.head_dim + 1) * layer.num_heads
+        + 2 * layer.num_heads * max(layer.head_dim, layer.value_dim) * element_bytes
+        for layer in layers
+    )

@@ -1,0 +1,1 @@
+"""A decoder's files: read, written, converted, adapted in part, and streamed."""

@@ -1,0 +1,46 @@
+"""The weights of a model, one tensor at a time, under the names that Hugging Face's files have: for inference engines.
+
+transformers may hold a weight in another form than its files do, such as the experts of a layer in one tensor. Each
+tensor is brought into the files' form by itself. Adapters (LoRA) are added to the weights that they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from bytescale.common.errors import ConfigError
+from bytescale.hf.model.head import causal_model
+
+_BASE = ".base_layer."
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and whole tensors; ``HDP.weights``."""
+    root = causal_model(model)
+    modules = dict(root.named_modules())
+    for name, parameter in root.named_parameters():
+        if ".lora_" in name:
+            continue
+        if ".modules_to_save." in name or ".lora_magnitude_vector." in name:
+            raise ConfigError(
+                f"{name} is neither a weight of the model nor an adapter that is added to one",
+                so="an inference engine would run another model",
+                fix="merge the adapters (merge_and_unload()) into a copy, and give it that",
+            )
+        value: Any = parameter.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if _BASE in name:
+            owner, _, rest = name.partition(_BASE)
+            layer: Any = modules[owner]
+            if rest == "weight" and not layer.merged:
+                for adapter in layer.active_adapters:
+                    value = value + layer.get_delta_weight(adapter).to(value.dtype)
+            name = f"{owner}.{rest}"
+        for written, tensor in revert_weight_conversion(root, {name: value}).items():
+            yield written, tensor if dtype is None else tensor.to(dtype)

@@ -1,0 +1,1 @@
+"""``HDP``: hybrid data parallelism in a loop that is not ours."""

@@ -1,0 +1,333 @@
+"""``HDP``: hybrid data parallelism for a model of transformers, in a loop that is not ours.
+
+::
+
+    hdp = bytescale.HDP(model, capacity_tokens=8192)
+    hdp.adamw(lr=1e-5)
+    for batch in loader:                            # a list of documents, the same on every rank
+        for micro in hdp.plan(batch):
+            logits = model(**micro.inputs).logits[0, : micro.num_rows]
+            loss_of(logits, micro).backward()       # a sum over tokens, divided by a number of the GLOBAL batch
+        hdp.step()
+
+The gradient is a sum over all tokens of the global batch, whoever computes them. A loss that is a sum over this rank's
+rows, divided by something that all ranks know, therefore gives the gradients of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bytescale.common.errors import PlanError, problem
+from bytescale.config import DataConfig, PlannerName
+from bytescale.cost import Cluster, CostModel
+from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.memory import DeviceKind
+from bytescale.hf.batch.documents import Batch, Documents
+from bytescale.hf.batch.planning import make_planner
+from bytescale.hf.batch.rank_batch import RankBatch
+from bytescale.hf.loop.collected import Collected
+from bytescale.hf.loop.coupled import Loss, LossOfBatch, Values, backward_of
+from bytescale.hf.loop.engine import Engine, require_use_of_host_memory
+from bytescale.hf.loop.loaded import LoadedBatches, loaded_batches
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.loop.planned_batch import PlannedBatch, check_plan
+from bytescale.hf.loop.prefill import Prefill, Ready, prefill
+from bytescale.hf.loop.promise import Promise
+from bytescale.hf.loop.updates import Updates
+from bytescale.hf.model.decoder import AttachedDecoder
+from bytescale.hf.model.probe import ModelFacts
+from bytescale.hf.model.second_model import second_model
+from bytescale.hf.model.vocabulary import require_words
+from bytescale.hf.model.weight_sums import weight_sums
+from bytescale.plan import Plan, RankPlan
+from bytescale.planner.verified import VerifiedPlanner
+from bytescale.runtime import RankGroup
+from bytescale.runtime.saved.checkpointing import Checkpointing
+
+
+class HDP(Updates):
+    """Hybrid data parallelism of one model over the ranks of a process group.
+
+    Attributes:
+        planner: from the lengths of documents to a plan. It can be pickled and called anywhere.
+        cost: what the planner believes about the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        capacity_tokens: int,
+        planner: PlannerName = "adaptive",
+        equal_counts: bool = False,
+        longest_document: int | None = None,
+        cost: CostModel | None = None,
+        forward_only: bool = False,
+        kernel: str = "auto",
+        checkpointing: Checkpointing = "none",
+        host_gib: float = 0.0,
+    ) -> None:
+        """Attach to ``model``. Every rank of ``group`` calls it, with the same arguments and the same weights.
+
+        Args:
+            model: a causal decoder of transformers, or a module around one (peft). It is put on our attention, which
+                holds inside of plans; outside of them its own goes on.
+            group: the ranks; None: all ranks, or this one alone where torch.distributed has not been initialised.
+            capacity_tokens: tokens that one micro-batch of a rank may hold. A longer document is shared by several.
+            planner: see ``make_planner``.
+            equal_counts: whether every rank gets equally many micro-batches, as FSDP needs (see ``make_planner``).
+                Those that the plan does not have are one row that stands for no token.
+            longest_document: tokens for which rotary positions that depend on the longest one (dynamic NTK, longrope)
+                are fixed, for good; other models do not need it.
+            cost: what the planner is to believe of training; None: counted from the model.
+            forward_only: whether plans are for passes without backward, as scoring and prefill have them.
+            kernel: ``auto``, or ``math`` for the slow reference.
+            checkpointing: ``full`` or ``attention`` compute layers again in backward (``memory.checkpointing``).
+            host_gib: host memory of a rank for activations. With it, a rank may hold more of a long document than
+                ``capacity_tokens``: as much more as offloading makes room for (``memory.offload``).
+
+        Raises:
+            ConfigError: where a plan would not give the results of one process, with the part of the model that is in
+                the way.
+            RankFailure: if the ranks have different settings or models.
+        """
+        super().__init__(model, _rank_group(group, next(model.parameters()).device))
+        self.capacity_tokens = capacity_tokens
+        self.equal_counts = equal_counts
+        self.promise = Promise(self)
+        self._collected: Collected | None = None
+        self._planners: dict[tuple[int, bool], VerifiedPlanner] = {}
+        require_use_of_host_memory(host_gib, equal_counts=equal_counts, forward_only=forward_only)
+        decoder = AttachedDecoder(model, longest_document=longest_document)
+        with ExitStack() as undo:
+            undo.callback(decoder.undo)
+            self.engine = Engine(decoder, self.group, kernel=kernel, checkpointing=checkpointing, host_gib=host_gib)
+            undo.callback(self.engine.activations.remove)
+            self._prepare(planner, cost, forward_only)
+            undo.pop_all()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Every layer's attention, as the probe has found it."""
+        return self.engine.decoder.facts
+
+    def _prepare(self, planner: PlannerName, cost: CostModel | None, forward_only: bool) -> None:
+        """Count costs, make the planner, and compare all of it between the ranks."""
+        parameter = next(self.model.parameters())
+        element, together = parameter.element_size(), self.group.size if self.equal_counts else 1
+        if cost is None:
+            device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
+            cost = assumed_cost(self.engine.decoder.spec, device=device, bytes_per_element=element, domain=together)
+        self.cost = cost.forward_only(element) if forward_only else cost
+        self.planner = make_planner(
+            num_ranks=self.group.size,
+            capacity_tokens=self.capacity_tokens,
+            cost=self.cost,
+            planner=planner,
+            equal_counts=self.equal_counts,
+            offload=self.engine.offload_rule(),
+        )
+        self.group.agree("the weights of the model, its attention or the settings of HDP", self._fingerprint())
+
+    def attach(self, model: nn.Module, *, same_tokenizer: bool = False) -> None:
+        """Let a second model run the micro-batches of this object, without gradients: a reference, or a teacher.
+
+        Every rank calls it, with the same weights. ``micro.logprobs(model)`` and ``micro.inputs_for(model)`` take it
+        from then on. It may be of another family. A model that is trained needs an ``HDP`` of its own.
+
+        Args:
+            same_tokenizer: says that words have the same numbers in both models where their matrices differ in size.
+
+        Raises ``ConfigError`` as ``HDP(...)``, and for another vocabulary; ``RankFailure`` for different weights.
+        """
+        decoder = second_model(model, self.model, same_tokenizer=same_tokenizer)
+        self.group.agree("the weights of a second model", _digest(decoder.facts, weight_sums(model)))
+        self.engine.others.append(decoder)
+
+    def detach(self) -> None:
+        """Put the model back on the attention that it had, and leave its gradients to others. ``step`` is refused then.
+
+        ``state`` and ``save`` still work.
+        """
+        for decoder in (self.engine.decoder, *self.engine.others):
+            decoder.attachment.detach()
+        self.engine.activations.remove()
+        if self._optimizer is not None:
+            self._optimizer.leave(self.model)
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        batch: Batch,
+        *,
+        plan: Plan | None = None,
+        shift_labels: bool = False,
+        together: Sequence[Hashable] | None = None,
+        capacity_tokens: int | None = None,
+        last: bool = False,
+    ) -> PlannedBatch:
+        """Plan a global batch. Returns this rank's micro-batches, to be run in order. Every rank calls it.
+
+        Args:
+            batch: the documents, the same on every rank (``hf.batch.documents``).
+            plan: of these documents; None: it is made here.
+            shift_labels: see ``Documents.of``.
+            together: a label for each document. Documents of one label come into one micro-batch of one group, for a
+                loss that looks at all of them.
+            capacity_tokens: tokens that a micro-batch of a rank may hold in this batch; None: as ``HDP(...)`` was told.
+                Under ``torch.no_grad()``, the plan is then one for forward alone, which holds more.
+            last: promises that ``step()`` follows the loop over this batch. Ranks then reduce gradients while others
+                still compute (``hf.loop.promise``).
+
+        Raises:
+            ConfigError: with ``last``, where nothing can overlap; or before the ``step()`` that was promised.
+            DataError: for documents that cannot be used, see ``Documents.of``.
+            PlanError: if no plan can be made, or the given plan is of other documents or ranks.
+            RankFailure: if ranks have different documents or plans.
+        """
+        self.promise.require_none("a batch was planned")
+        documents = Documents.of(batch, shift_labels=shift_labels)
+        for model in (self.model, *(other.model for other in self.engine.others)):
+            require_words(documents.fields, model)
+        if plan is None:
+            plan = self.planner_of(capacity_tokens)(np.array(documents.lengths), together)
+        check_plan(plan, documents.lengths, self.group.size)
+        rank_plan = RankPlan.of(plan, self.group.rank)
+        self.group.agree("the documents of a batch, or its plan", documents.digest() ^ rank_plan.digest)
+        self._collected = None
+        return PlannedBatch(self, RankBatch.of(rank_plan, documents), last=last)
+
+    def planner_of(self, capacity_tokens: int | None) -> VerifiedPlanner:
+        """The planner for another capacity; of passes without backward, where gradients are disabled."""
+        if capacity_tokens is None:
+            return self.planner
+        key = (capacity_tokens, torch.is_grad_enabled())
+        if key not in self._planners:
+            cluster = Cluster.uniform(self.group.size, capacity_tokens, offload=self.planner.cluster.offload)
+            cost = self.cost if torch.is_grad_enabled() else self.forward_cost()
+            self._planners[key] = replace(self.planner, cluster=cluster, cost=cost)
+        return self._planners[key]
+
+    def forward_cost(self) -> CostModel:
+        """What forward alone costs."""
+        return self.cost.forward_only(next(self.model.parameters()).element_size())
+
+    def backward(
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        together: Sequence[Hashable] | None = None,
+        values: Values | None = None,
+        passes: int | None = None,
+        shift_labels: bool = False,
+    ) -> LossOfBatch:
+        """Run a batch forward and backward under a loss that looks at several whole documents (``hf.loop.coupled``).
+
+        Every rank calls it. ``step`` follows.
+
+        Args:
+            batch: as ``plan`` takes it.
+            loss: called with the documents of one label, as they are in ``batch``, and of each its values ``[S, ...]``.
+                Returns a scalar, or a scalar and a dictionary of metrics. Losses and metrics are summed over labels.
+            together: a label for each document; None: all have the same.
+            values: from a micro-batch to the values of its rows, ``[T, ...]``; None: ``micro.logprobs(model)``.
+            passes: 1 keeps the documents of a label in one micro-batch; 2 computes the values of all documents in a
+                pass without gradients first; None: whatever takes less time. The numbers are the same.
+            shift_labels: see ``Documents.of``.
+
+        Raises as ``plan``; ``PlanError`` where one pass is asked for and no plan keeps a label's documents together;
+        ``NonFiniteError`` if a loss is not a number. The gradients are then zero, where this object has an optimizer.
+        """
+        return backward_of(self, batch, loss, together=together, values=values, passes=passes, shift=shift_labels)
+
+    def run(self, part: RankBatch, *, last: bool = False) -> PlannedBatch:
+        """This rank's micro-batches of a batch that was planned and cut elsewhere (``cut``); ``last``: see ``plan``."""
+        for rows in part.rows:
+            require_words({name: [values] for name, values in rows.items()}, self.model)
+        self._collected = None
+        return PlannedBatch(self, part, last=last)
+
+    def batches(
+        self, data: DataConfig, *, state: dict[str, Any] | None = None, stop_step: int | None = None, last: bool = False
+    ) -> AbstractContextManager[LoadedBatches]:
+        """Open a loader for a ``with`` block: it iterates over the global batches of a corpus. Every rank calls it.
+
+        Every rank gets its own rows alone, read ahead of the loop. The batches never depend on the ranks.
+
+        Args:
+            data: the ``[data]`` section of a configuration.
+            state: where to start, as ``state_dict`` of the opened loader returned it; None: at the first batch.
+            stop_step: the iteration ends before the batch of this number, counted from 0; None: it has no end.
+            last: promises that ``step()`` follows the loop over each batch; see ``plan``.
+
+        Raises as ``prepare_corpus``; ``ConfigError`` if the model lacks some ids, ``CheckpointError`` for other data.
+        """
+        return loaded_batches(self, data, state, stop_step, last)
+
+    # -- results per document --------------------------------------------------------------------------------------
+
+    def collect(self, micro: Micro, values: Tensor) -> None:
+        """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
+        if self._collected is None:
+            raise PlanError(
+                problem("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
+            )
+        self._collected.add(micro, values)
+
+    def collected(self) -> list[Tensor]:
+        """The kept results of all ranks, one tensor ``[length, ...]`` per document, in the caller's order.
+
+        Every rank calls it, after the loop, and gets all of them.
+        """
+        if self._collected is None:
+            raise PlanError(problem("nothing was collected", fix="call hdp.collect(micro, values) for every one"))
+        return self._collected.of_all(self.group)
+
+    def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:
+        """Run prompts ``[S]`` forward: their next tokens, and KV caches from which ``model.generate`` goes on.
+
+        Every rank calls it. ``ready`` is called on the rank that has a prompt's last token as soon as its logits are
+        known. Raises as ``plan``, and ``ConfigError`` for a model that cannot generate.
+        """
+        return prefill(self, prompts, ready)
+
+    # -- internals -------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, planned: PlannedBatch, part: RankBatch) -> None:
+        """Forget what was collected: the documents of ``part`` follow. Called when a batch's loop begins."""
+        self.promise.require_none("a loop over a batch began")
+        self.engine.decoder.attachment.require_attached()
+        self.require_at_home("weights")
+        self.engine.activations.begin_step(part.rank_plan.micro_batches)
+        self.handed_out.begin(planned.number, len(planned))
+        self._collected = Collected(part)
+
+    def _fingerprint(self) -> int:
+        """63 bits of what has to be equal on all ranks."""
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.model.named_parameters()]
+        settings = (self.facts, self.cost, self.capacity_tokens, self.equal_counts, self.planner.config)
+        return _digest(settings, shapes, weight_sums(self.model))
+
+
+def _digest(*content: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _rank_group(group: dist.ProcessGroup | None, device: torch.device) -> RankGroup:
+    """The ranks of ``group``; None: all ranks, or this one alone."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return RankGroup(None if group is None or group.size() == 1 else group, device=device)

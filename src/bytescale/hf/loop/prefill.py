@@ -1,0 +1,225 @@
+"""Prefill of prompts of very different lengths: their next tokens, and KV caches from which ``generate`` goes on.
+
+The planner spreads the prompts as it spreads documents in training, and short prompts come first, so that they do not
+wait for long ones (``planner.short_first``). Keys and values stay where they were computed; ``Prefill.cache`` gathers
+those of one prompt on one rank, as a cache of transformers.
+
+Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/value heads, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.errors import DataError, problem
+from bytescale.hf.loop.micro_batch import Micro
+from bytescale.hf.model.head import causal_model, last_logits
+from bytescale.hf.model.refusal import refusal
+from bytescale.planner.short_first import short_first
+
+if TYPE_CHECKING:
+    from bytescale.hf.loop.hdp import HDP
+
+Ready = Callable[[int, Tensor], None]
+"""Called with the number of a prompt and the logits ``[V]`` of its next token, in fp32 or wider."""
+
+_MOST_PIECES = 8
+"""Runs of one prompt's tokens that one rank may hold; a plan has two of them."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Keys and values of a run of a prompt's tokens, on the rank that computed them."""
+
+    start: int
+    stop: int
+    layers: list[tuple[Tensor, Tensor]]  # [stop - start, H, D] each, by layer
+
+
+@dataclass
+class Prefill:
+    """The result of ``HDP.prefill`` on one rank. Every method is called by every rank.
+
+    Attributes:
+        prompts: ``[S]`` tokens of each prompt.
+        next_tokens: ``[P]`` int64, the most probable next token of each prompt, the same on every rank.
+        pieces: by prompt, what this rank holds of its cache.
+    """
+
+    hdp: HDP
+    prompts: list[Tensor]
+    next_tokens: Tensor
+    pieces: dict[int, list[PromptPart]] = field(default_factory=dict)
+    _logits: dict[int, Tensor] = field(default_factory=dict)
+
+    def next_logits(self, prompts: Sequence[int] | None = None) -> Tensor:
+        """``[P, V]`` logits of the next tokens of all prompts, or of those with the given numbers, on every rank.
+
+        In fp32, or fp64 for a model in fp64.
+        """
+        wanted = range(len(self.prompts)) if prompts is None else prompts
+        parameter = next(self.hdp.model.parameters())
+        width = int(self.hdp.group.max_of([float(max((len(row) for row in self._logits.values()), default=0))])[0])
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        table = torch.zeros(len(wanted), width, dtype=dtype, device=self.hdp.group.device)
+        for row, number in enumerate(wanted):
+            if number in self._logits:
+                table[row] = self._logits[number]
+        return self.hdp.group.all_reduce(table)
+
+    def cache(self, prompt: int, rank: int = 0) -> Any:
+        """The prompt's KV cache (``transformers.DynamicCache``) on ``rank``; None on the others.
+
+        The members send what they hold. Their own parts stay, so a cache may be gathered again. Raises ``ConfigError``
+        for models with recurrent layers.
+        """
+        from transformers import DynamicCache
+
+        for mixer in self.hdp.facts.mixers:
+            raise refusal(
+                mixer.name,
+                "it has a state in place of keys and values, which prefill does not gather",
+                so="generate could not go on from it",
+                fix="call model.generate without past_key_values; next tokens and logits are known without the cache",
+            )
+        layers = self._gathered(prompt, rank)
+        if self.hdp.group.rank != rank:
+            return None
+        cache = DynamicCache(config=causal_model(self.hdp.model).config)
+        for index, (keys, values) in enumerate(layers):
+            cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
+        return cache
+
+    def inputs(self, prompt: int, rank: int = 0) -> dict[str, Any] | None:
+        """Arguments for ``model.generate`` on ``rank``: the prompt with its most probable next token, and its cache.
+
+        ``generate`` then computes no token of the prompt again. On the other ranks None.
+        """
+        cache = self.cache(prompt, rank)
+        if cache is None:
+            return None
+        tokens = torch.cat(
+            [self.prompts[prompt], self.next_tokens[prompt : prompt + 1].to(self.prompts[prompt].device)]
+        )
+        tokens = tokens.to(self.hdp.group.device)
+        return {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None], "past_key_values": cache}
+
+    def free(self, prompt: int) -> None:
+        """Forget this rank's part of a prompt's cache."""
+        self.pieces.pop(prompt, None)
+
+    def add(self, micro: Micro, kept: list[tuple[Tensor, Tensor]], logits: dict[int, Tensor]) -> None:
+        """Keep the results of a micro-batch: keys and values ``[T, H, D]`` by layer, and logits ``[V]`` by prompt."""
+        row = 0
+        for prompt, start, stop in micro.plan.runs:
+            rows = slice(row, row + stop - start)
+            held = [(keys[rows].clone(), values[rows].clone()) for keys, values in kept]
+            if stop > start:
+                self.pieces.setdefault(prompt, []).append(PromptPart(start, stop, held))
+            row += stop - start
+        self._logits.update(logits)
+
+    def _gathered(self, prompt: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """``[S, H, D]`` keys and values by layer on ``rank``; empty on the others."""
+        group, own = self.hdp.group, self.pieces.get(prompt, [])
+        assert len(own) <= _MOST_PIECES, "a member holds two runs of a sequence"
+        bounds = [float(edge) for piece in own for edge in (piece.start, piece.stop)]
+        table = group.share([*bounds, *[0.0] * (2 * _MOST_PIECES - len(bounds))])
+        if group.rank != rank:
+            for piece in own:
+                for tag, rows in enumerate(rows for pair in piece.layers for rows in pair):
+                    group.exchange.start(send=rows.contiguous(), to=rank, receive=None, source=rank, tag=tag).wait()
+            return []
+        length = len(self.prompts[prompt])
+        whole = [tuple(rows.new_zeros(length, *rows.shape[1:]) for rows in pair) for pair in self._empty_layers()]
+        for source, edges in enumerate(table):
+            runs = [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+            for number, (start, stop) in enumerate(runs):
+                for layer, pair in enumerate(whole):
+                    for which, target in enumerate(pair):
+                        if source == rank:
+                            target[start:stop] = own[number].layers[layer][which]
+                            continue
+                        rows = target.new_empty(stop - start, *target.shape[1:])
+                        group.exchange.start(
+                            send=None, to=source, receive=rows, source=source, tag=2 * layer + which
+                        ).wait()
+                        target[start:stop] = rows
+        return whole  # type: ignore[return-value]
+
+    def _empty_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """``[0, H, D]`` of every layer, in the order of the layers."""
+        parameter = next(self.hdp.model.parameters())
+        device = self.hdp.group.device
+        return [
+            (
+                torch.zeros(0, layer.num_kv_heads, layer.head_dim, dtype=parameter.dtype, device=device),
+                torch.zeros(0, layer.num_kv_heads, layer.value_dim, dtype=parameter.dtype, device=device),
+            )
+            for layer in self.hdp.facts.layers
+        ]
+
+
+@torch.no_grad()
+def prefill(hdp: HDP, prompts: Sequence[Sequence[int] | Tensor], ready: Ready | None = None) -> Prefill:
+    """Run the prompts forward; see ``HDP.prefill``."""
+    require_generation(hdp.model)
+    documents = [{"tokens": _tokens_of(prompt, number)} for number, prompt in enumerate(prompts)]
+    lengths = [len(document["tokens"]) for document in documents]
+    device = hdp.group.device
+    result = Prefill(hdp, [document["tokens"] for document in documents], torch.zeros(len(prompts), dtype=torch.int64))
+    next_tokens = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    plan = hdp.planner(np.array(lengths))
+    if not hdp.equal_counts:  # counts that are equal, backwards, would not meet at equal places
+        plan = short_first(plan, hdp.cost)
+    for micro in hdp.plan(documents, plan=plan):
+        kept: list[tuple[Tensor, Tensor]] = []
+        micro.target.keep = lambda keys, values, kept=kept: kept.append((keys, values))
+        ends, row = {}, 0
+        for prompt, start, stop in micro.plan.runs:
+            row += stop - start
+            if stop == lengths[prompt]:
+                ends[prompt] = row - 1
+        logits = last_logits(hdp.model, micro.inputs, torch.tensor(list(ends.values()), dtype=torch.int64))
+        rows = dict(zip(ends, logits, strict=True))
+        result.add(micro, kept, rows)
+        for prompt, values in rows.items():
+            next_tokens[prompt] = values.argmax()
+            if ready is not None:
+                ready(prompt, values)
+    result.next_tokens = hdp.group.all_reduce(next_tokens)
+    return result
+
+
+def require_generation(model: nn.Module) -> None:
+    """Raise ``ConfigError`` for a model that has no ``generate`` of transformers."""
+    root = causal_model(model)
+    can_generate = getattr(root, "can_generate", None)
+    if not callable(can_generate) or not can_generate():
+        raise refusal(
+            type(root).__name__,
+            "it cannot generate (can_generate() is not true)",
+            so="nothing could go on from its KV caches",
+            fix="load it with AutoModelForCausalLM; to score documents, use bytescale.score",
+        )
+
+
+def _tokens_of(prompt: Sequence[int] | Tensor, number: int) -> Tensor:
+    tokens = torch.as_tensor(prompt)
+    if tokens.dim() == 2 and len(tokens) == 1:
+        tokens = tokens[0]  # as tokenizers of transformers return one prompt
+    if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point():
+        raise DataError(
+            problem(
+                f"prompt {number} has shape {list(tokens.shape)} and dtype {tokens.dtype}",
+                so="it is no list of tokens",
+                fix="give every prompt its token ids, without padding and at least one",
+            )
+        )
+    return tokens.to("cpu", torch.int64)

@@ -1,0 +1,258 @@
+"""The training half of ``HDP``: the optimizer, updates, and what is kept of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.errors import ConfigError, NonFiniteError, problem
+from bytescale.hf.files.weight_stream import named_weights
+from bytescale.hf.loop.engine import Engine
+from bytescale.hf.loop.handed_out import HandedOut
+from bytescale.hf.loop.promise import Promise, layers_of
+from bytescale.hf.loop.saving import Savings
+from bytescale.runtime import RankGroup, ShardedOptimizer, Update
+from bytescale.runtime.optimizer.optimizers import GroupOptions
+from bytescale.runtime.optimizer.parking import Parking
+from bytescale.runtime.optimizer.take_over import take_over
+
+
+class Updates:
+    """Updates of one attached model, whose gradients and optimizer states are sharded over the ranks of a group."""
+
+    engine: Engine
+    promise: Promise
+
+    def __init__(self, model: nn.Module, group: RankGroup) -> None:
+        self.model, self.group = model, group
+        self.handed_out = HandedOut()
+        self._optimizer: ShardedOptimizer | None = None
+        self._saved: Savings | None = None
+        self._parking = Parking()
+
+    def adamw(
+        self,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        group_options: GroupOptions | None = None,
+    ) -> torch.optim.Optimizer:
+        """``optimizer`` with ``torch.optim.AdamW`` and its defaults."""
+        return self.optimizer(
+            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
+            group_options=group_options,
+        )  # fmt: skip
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], *, group_options: GroupOptions | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Train all parameters that require a gradient with any elementwise optimizer of PyTorch.
+
+        The parameters move into flat memory. Master weights (at least fp32) and states are sharded over all ranks.
+        A model of another ``HDP`` is taken over; ``step``, ``state`` and ``save`` of the other are refused then.
+
+        Args:
+            cls: such as ``torch.optim.SGD``; called with ``options``.
+            group_options: ``(name, parameter) -> options`` of single parameters, such as
+                ``lambda name, p: {} if p.dim() > 1 else {"weight_decay": 0.0}``.
+
+        Returns:
+            The optimizer of this rank's shards, for learning-rate schedulers. ``step()`` of this object calls it.
+
+        Raises:
+            ConfigError: if nothing is trainable, if the optimizer is not elementwise, or if there is one already.
+        """
+        if self._optimizer is not None:
+            raise ConfigError(
+                problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
+            )
+        if former := ShardedOptimizer.of(self.model):
+            former.leave(self.model)
+        named = list(self.model.named_parameters())
+        self._optimizer = take_over(named, self.group, cls, options, group_options, **layers_of(self.engine.decoder))
+        self._optimizer.join(self.model)
+        return self._optimizer.torch_optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step. ``model.zero_grad()`` does the same once there is an optimizer."""
+        self.sharded().zero_grad()
+
+    def step(
+        self,
+        *,
+        max_grad_norm: float = 1.0,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        skip_nonfinite: bool = False,
+    ) -> Update:
+        """Sum gradients over ranks, clip them, update the weights, give them to all ranks, and zero the gradients.
+
+        Args:
+            max_grad_norm: gradients are scaled so that their global norm is at most this; 0: they are not.
+            lr: sets the learning rate of all parameters; None: it stays.
+            betas: sets those of all parameters; None: they stay.
+            skip_nonfinite: whether an update whose gradients are not numbers is left out, and the result says so
+                (``Update.skipped``), on all ranks alike.
+
+        Raises:
+            RankFailure: if a micro-batch has not been run forward and backward.
+            ConfigError: if parameters were moved, replaced, added or unfrozen since ``adamw`` or ``optimizer``, or if
+                this object was detached, or another one has taken the parameters over; or the optimizer has no betas.
+            NonFiniteError: if the gradients' norm is not a number. The weights are as before.
+        """
+        sharded = self.sharded()
+        self.require_at_home("weights", "gradients", "states")
+        self.handed_out.finish()
+        self.promise.kept()
+        sharded.require_parameters_of(self.model)
+        options = {name: value for name, value in (("lr", lr), ("betas", betas)) if value is not None}
+        sharded.set_options(options)
+        grad_norm = sum(self.group.sum_of([sharded.reduce_gradients()])) ** 0.5
+        if math.isfinite(grad_norm):
+            update = sharded.update(grad_norm, max_grad_norm)
+        elif skip_nonfinite:
+            update = Update(num_updates=sharded.num_updates, grad_norm=grad_norm, skipped=True)
+        sharded.zero_grad()
+        if not math.isfinite(grad_norm) and not skip_nonfinite:
+            raise NonFiniteError(
+                problem(
+                    f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
+                    so="the update was not made, and the weights are as before",
+                    fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
+                )
+            )
+        return update
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The global gradient of every trained parameter, by name, before it is clipped. Every rank calls it.
+
+        Copies, in fp32 or wider; ``step`` may follow.
+        """
+        self.promise.require_none("gradients() was called")
+        return self.sharded().whole_gradients()
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state as whole tensors: ``{"num_updates": n, "tensors": {name: {state: tensor}}}``.
+
+        The states are ``master`` (the weights, in fp32 or wider) and those of the optimizer, such as ``exp_avg``. They
+        are in CPU memory, the same on every rank, and fit any number of ranks. Every rank calls it.
+        """
+        return self.sharded().state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()``, exactly. Every rank calls it, after ``adamw`` or ``optimizer``.
+
+        Raises ``CheckpointError`` if it is of other parameters or another optimizer; ``ConfigError`` as ``step``.
+        """
+        self.sharded().load_state(state)
+
+    def save(self, folder: Path | str, extra: dict[str, Any] | None = None, *, keep: int = 2) -> Path:
+        """Write a checkpoint ``folder/step-<updates>`` in the trainer's format. Every rank calls it.
+
+        It appears when it is complete, and fits any number of ranks. Frozen parameters are not in it.
+
+        Args:
+            extra: what the caller wants back from ``load``, as JSON: the place in the data, for example.
+            keep: newest checkpoints in ``folder`` that are kept.
+
+        Raises ``CheckpointError`` if it cannot be written.
+        """
+        return self._savings().save(Path(folder), extra or {}, keep)
+
+    def load(self, path: Path | str) -> dict[str, Any]:
+        """Continue exactly from a checkpoint, or from the newest in a folder of checkpoints. Returns its ``extra``.
+
+        Every rank calls it, after ``adamw`` or ``optimizer``. Raises ``CheckpointError`` if there is none, or if it is
+        of another model.
+        """
+        return self._savings().load(Path(path))
+
+    # -- memory and weights ----------------------------------------------------------------------------------------
+
+    def to(
+        self, device: torch.device | str, *, weights: bool = True, gradients: bool = True, states: bool = True
+    ) -> None:
+        """Send weights, gradients and optimizer states to host memory ("cpu"), or bring them back to their device.
+
+        Between the two, the memory of the device is free for others, such as an inference engine, and nothing can be
+        computed with what was sent away. Where the model is in host memory, nothing happens.
+
+        Args:
+            weights: also those that are not trained.
+            states: with the master weights, where they are not the weights themselves.
+
+        Raises ``ConfigError`` for a device that the model has never been on.
+        """
+        target, home = torch.device(device), self.group.device
+        if target.type not in ("cpu", home.type):
+            raise ConfigError(
+                f"the model is on {home}, and cannot go to {target}",
+                so="its gradients and states are bound to their device",
+                fix=f'call hdp.to("cpu") or hdp.to("{home.type}")',
+            )
+        asked = {"weights": weights, "gradients": gradients, "states": states}
+        for kind in [kind for kind, wanted in asked.items() if wanted]:
+            if target.type == home.type:
+                self._parking.fetch(kind)
+            else:
+                self._parking.park(kind, self._memory_of(kind))
+
+    def _memory_of(self, kind: str) -> list[Tensor]:
+        zeros = [] if self._optimizer is None else self._optimizer.zeros
+        weights = [tensor.data for tensor in (*self.model.parameters(), *self.model.buffers())]
+        if kind == "weights":
+            return weights
+        if kind == "gradients":
+            flat = [zero.parameters.gradients for zero in zeros]
+            return flat + [p.grad for p in self.model.parameters() if p.grad is not None]
+        states = [] if self._optimizer is None else self._optimizer.torch_optimizer.state.values()
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        masters = [shard.master.data for zero in zeros for shard in zero.shards if shard.master is not shard.value]
+        return [*held, *masters]
+
+    def require_at_home(self, *kinds: str) -> None:
+        """Raise ``ConfigError`` if one of ``weights``, ``gradients`` and ``states`` was sent away by ``to``."""
+        for kind in filter(self._parking.holds, kinds):
+            raise ConfigError(
+                f"the {kind} of the model are in host memory",
+                so="nothing can be computed with them",
+                fix=f'call hdp.to("{self.group.device.type}") first',
+            )
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and whole tensor of each weight, one at a time, named as in Hugging Face's files.
+
+        For inference engines: adapters are merged into what is yielded, and tied weights come once. ``dtype``: of the
+        tensors; None: the model's. Without it a tensor may be the model's own memory. Every rank may call it alone,
+        unless FSDP shards the model. Raises ``ConfigError`` for adapters that are not added to a weight.
+        """
+        self.require_at_home("weights")
+        return named_weights(self.model, dtype)
+
+    # -- internals -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether ``adamw`` or ``optimizer`` was called."""
+        return self._optimizer is not None
+
+    def sharded(self) -> ShardedOptimizer:
+        """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
+        if self._optimizer is None:
+            raise ConfigError(
+                problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
+            )
+        self._optimizer.require_not_replaced(self.model)
+        return self._optimizer
+
+    def _savings(self) -> Savings:
+        optimizer = self.sharded()
+        self._saved = self._saved or Savings(self.group, optimizer, self.model)
+        return self._saved

@@ -1,0 +1,114 @@
+"""A pass in which attention sees nothing and every row is a document, for the probe."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.errors import BytescaleError
+from bytescale.hf.model.interface import KEYWORD, Call, Unusable
+from bytescale.hf.model.refusal import refusal
+from bytescale.recurrence import Cuts, OneProcessCuts
+
+NUM_ROWS = 8
+
+
+@dataclass
+class Blind:
+    """A ``Target`` whose attention sees nothing, and that keeps what it was asked."""
+
+    names: dict[nn.Module, str]
+    calls: list[Call] = field(default_factory=list)
+    outermost: nn.Module | None = None
+    cuts: OneProcessCuts = field(
+        default_factory=lambda: OneProcessCuts([0], [slice(row, row + 1) for row in range(NUM_ROWS)])
+    )
+    compares: bool = False
+    """Whether mixers run a second time, as in one process."""
+    mixed: list[tuple[nn.Module, float, float, dict[str, int]]] = field(default_factory=list)
+    """Mixers that were called, how far both runs are apart and how far they may be, and the fragments' numbers."""
+
+    def attend(self, call: Call) -> Tensor:
+        self.calls.append(call)
+        batch, heads, rows, _ = call.query.shape
+        return call.value.new_zeros(batch, rows, heads, call.value.shape[-1])
+
+    def mix(self, mixer: nn.Module, plain: Callable[[], Any], cut: Callable[[Cuts], Any]) -> Any:
+        result = cut(self.cuts)
+        out, difference, limit = result[0] if isinstance(result, tuple) else result, 0.0, 0.0
+        if self.compares:
+            result = plain()
+            whole = result[0] if isinstance(result, tuple) else result
+            difference = float((out - whole).abs().max() / whole.abs().max())
+            limit = max(1e-4, 4 * torch.finfo(whole.dtype).eps)
+        self.mixed.append((mixer, difference, limit, self.cuts.take_numbers()))
+        return result
+
+    def mask(self, mask_function: Callable[..., Any]) -> MaskFunction:
+        return MaskFunction(mask_function)
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, completed: bool) -> None:
+        pass
+
+
+class MaskFunction(Unusable):
+    """Stands for a mask in the probe: which keys a query may see, at any place. A plan makes no mask."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(TypeError("it computes with its attention mask"))
+        self.function = function
+
+    def visible(self, query: int) -> Tensor:
+        """``[query + 33]`` bool: which of the keys up to some behind the query it sees."""
+        zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(query + 33)
+        try:
+            seen = self.function(zero, zero, torch.full_like(keys, query), keys)
+        except IndexError:  # it looks something up for every row of the pass: blocks of an image, for example
+            seen = True
+        return torch.as_tensor(seen).expand(len(keys)).to("cpu", torch.bool)
+
+
+def run_blind(model: nn.Module, blind: Blind, position_ids: Tensor | None, tokens: Tensor | None = None) -> Any:
+    """One pass over ``tokens [T]``; None: all alike. Raises ``Refusal`` with the innermost part that fails."""
+    device = next(model.parameters()).device
+    tokens = torch.ones(1, NUM_ROWS, dtype=torch.int64, device=device) if tokens is None else tokens[None].to(device)
+    if position_ids is not None:
+        position_ids = position_ids.to(device).view(1, -1)
+    try:
+        return model(input_ids=tokens, position_ids=position_ids, use_cache=False, **{KEYWORD: blind})
+    except BytescaleError:
+        raise
+    except Exception as error:  # whatever a model raises that is not made for our attention
+        frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        inside = [blind.names[part] for part in frames if isinstance(part, nn.Module) and part in blind.names]
+        raise refusal(
+            inside[-1] if inside else type(model).__name__,
+            f"it fails in a pass on our attention ({' '.join(str(error).split()) or type(error).__name__})",
+            so="it needs what plans do not have",
+            fix="use a decoder whose layers call causal self-attention and leave its mask alone",
+        ) from error
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first.float(), second.float(), rtol=2e-2, atol=2e-2 * float(first.abs().max()))
+
+
+@contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode for a while; every module gets its own mode back."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in before:
+            module.training = was

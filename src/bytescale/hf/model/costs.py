@@ -1,0 +1,125 @@
+"""The counts of an attached model, from its parameters and from what the probe has seen of its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from bytescale.attention import AttentionRules
+from bytescale.config import Architecture
+from bytescale.cost import flops
+from bytescale.cost.spec import ModelSpec
+from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.probe import LayerAttention, ModelFacts
+
+_STATE_FLOPS = 6
+"""Operations of a recurrence for each number of its state and token: a decay, a write and a read."""
+
+
+def spec_of(model: nn.Module, facts: ModelFacts) -> ModelSpec:
+    """Count any attached model. All ranks get the same without a measurement.
+
+    In a layer with a sliding window every query sees a bounded number of keys (``Profile.windows``). Its ring traffic
+    is bounded too and is left out.
+    """
+    count, pairs, keys = len(facts.layers) + len(facts.mixers), 0, 0
+    of_windows: dict[int, int] = {}
+    for layer in facts.layers:
+        widths = layer.head_dim + layer.value_dim
+        pairs += layer.num_heads * widths
+        if layer.rules.window is None:
+            keys += layer.num_kv_heads * widths
+        else:
+            of_windows[layer.rules.window] = of_windows.get(layer.rules.window, 0) + layer.num_heads * widths
+    matrices, trained = _active_matrix_parameters(model)
+    head, head_trained = _head_parameters(model)
+    recurrences = _STATE_FLOPS / 2 * sum(mixer.state_numbers for mixer in facts.mixers)
+    stack = _equal_layers(model, facts, (matrices - head) / count)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    total = sum(size for size, _ in sizes)
+    vocabulary = flops.head_parameters(stack) * (1 if stack.tie_embeddings else 2)
+    return ModelSpec(
+        stack=stack,
+        kind=f"{getattr(getattr(model, 'config', None), 'model_type', 'a model')} on transformers' own code",
+        pair_numbers=pairs / count,
+        key_numbers=keys / count,
+        parameters=max(0, total - vocabulary) // count,
+        active=(matrices - head + recurrences) / count,
+        trained=(trained - head_trained + recurrences) / count,
+        head=head,
+        head_trained=head_trained,
+        total=total,
+        total_trained=sum(size for size, is_trained in sizes if is_trained),
+        recurrent_share=len(facts.mixers) / count,
+        state_numbers=sum(2.0 * (one.state_numbers + one.decay_numbers) for one in facts.mixers) / count,
+        windows=tuple((window, part / pairs) for window, part in sorted(of_windows.items())),
+    )
+
+
+def _equal_layers(model: nn.Module, facts: ModelFacts, active_per_layer: float) -> Architecture:
+    """A Llama of as many layers, words and heads, whose layer has as many weights that a token is multiplied with."""
+    get_input, get_output = _embeddings_of(model)
+    embedding, head = get_input(), get_output()
+    plain = LayerAttention(
+        name="", num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2, rules=AttentionRules(), has_sinks=False
+    )  # of a model without attention
+    widest: LayerAttention = max(facts.layers, key=lambda layer: layer.num_heads * layer.head_dim, default=plain)
+    words, hidden = embedding.weight.shape
+    stack = Architecture(
+        vocab_size=words,
+        num_layers=len(facts.layers) + len(facts.mixers),
+        hidden_size=hidden,
+        num_heads=widest.num_heads,
+        num_kv_heads=widest.num_kv_heads,
+        head_dim=(widest.head_dim + widest.value_dim) // 2,
+        ffn_hidden_size=1,
+        tie_embeddings=head is None or head.weight is embedding.weight,
+    )
+    rest = active_per_layer - flops.attention_parameters(stack)
+    return replace(stack, ffn_hidden_size=max(1, round(rest / (3 * hidden))))
+
+
+def _embeddings_of(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The model's functions that return its embedding and its head."""
+    root = causal_model(model)
+    get_input, get_output = (getattr(root, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output"))
+    return get_input, get_output
+
+
+def _head_parameters(model: nn.Module) -> tuple[int, int]:
+    """Weights of the output projection, and how many of them are trained."""
+    weight = getattr(_embeddings_of(model)[1](), "weight", None)
+    count = 0 if weight is None else weight.numel()
+    return count, count if weight is not None and weight.requires_grad else 0
+
+
+def _active_matrix_parameters(model: nn.Module) -> tuple[float, float]:
+    """Weights that one token is multiplied with, and how many of them are trained. An embedding is only looked up.
+
+    Of a mixture of experts, the share that a token is sent through counts.
+    """
+    get_input, get_output = _embeddings_of(model)
+    looked_up = {id(module.weight) for module in [get_input()] if module is not None and hasattr(module, "weight")}
+    head = get_output()
+    multiplied = {id(head.weight)} if head is not None and hasattr(head, "weight") else set()
+    share = _active_share(model)
+    matrices = trained = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or (id(parameter) in looked_up and id(parameter) not in multiplied):
+            continue
+        count = parameter.numel() * (share if ".experts." in f".{name}." else 1.0)
+        matrices += count
+        trained += count if parameter.requires_grad else 0.0
+    return matrices, trained
+
+
+def _active_share(model: nn.Module) -> float:
+    """The share of a layer's experts that a token is sent through; 1 without experts."""
+    config = getattr(model, "config", None)
+    chosen = [getattr(config, name, None) for name in ("num_experts_per_tok", "moe_topk", "moe_k")]
+    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    pairs = [(a, b) for a in chosen for b in experts if isinstance(a, int) and isinstance(b, int) and b > 0]
+    return pairs[0][0] / pairs[0][1] if pairs else 1.0

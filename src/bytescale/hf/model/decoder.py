@@ -1,0 +1,174 @@
+"""A decoder of transformers on our attention: all that ``HDP``, the trainer and the commands know of it.
+
+``runtime.Executor`` runs our own models and these alike. In a loop that is not ours the caller runs the model, and this
+object opens the passes.
+
+Shape letters: T rows of a micro-batch, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.attention import PackedAttention
+from bytescale.cost.spec import ModelSpec
+from bytescale.hf.model.costs import spec_of
+from bytescale.hf.model.head import ModelHead, causal_model, head_of, hidden_states
+from bytescale.hf.model.interface import KEYWORD, Attachment
+from bytescale.hf.model.long_rope import fix_rope, unfix_rope
+from bytescale.hf.model.passes import AttachedModel, MicroBatchPass
+from bytescale.hf.model.probe import LayerAttention, LayerRecurrence, ModelFacts, probe
+from bytescale.hf.model.refusal import refusal
+from bytescale.runtime.loss import Head
+
+
+class AttachedDecoder(nn.Module):
+    """A decoder of transformers that is on our attention (``runtime.DecoderModule``).
+
+    Attributes:
+        model: of transformers, or a module around it (peft); names of parameters are its own.
+        facts: every layer's attention, as the probe has found it.
+        attachment: of the model to our attention.
+    """
+
+    def __init__(self, model: nn.Module, *, longest_document: int | None = None) -> None:
+        """Attach. ``longest_document``: for which rotary positions that depend on the longest one are fixed.
+
+        Raises ``ConfigError`` where a plan would not give the results of one process, with the part that is in the way.
+        The model is then as it was.
+        """
+        super().__init__()
+        self.model = model
+        with ExitStack() as undo:
+            self.attachment = Attachment(model)
+            undo.callback(self.attachment.detach)
+            undo.callback(unfix_rope, fix_rope(model, longest_document))
+            self.facts: ModelFacts = probe(model)
+            self._attached = AttachedModel.of(model, self.facts)
+            self._undo = undo.pop_all()
+
+    def undo(self) -> None:
+        """Leave the model as it was before."""
+        self._undo.close()
+
+    def forbid_gradients(self) -> None:
+        """Refuse passes with gradients from now on."""
+        self._attached.is_frozen = True
+
+    def require_training(self) -> None:
+        """Raise ``ConfigError`` for a model that draws random numbers when it is trained."""
+        if self.facts.random_parts:
+            raise refusal(
+                self.facts.random_parts[0],
+                "it draws random numbers in training mode (dropout or jitter)",
+                so="results would depend on the plan and on the number of ranks",
+                fix="set every dropout probability in config.json to 0 (attention_dropout, resid_pdrop, ...)",
+            )
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers: of every attention and recurrence, the numbered module around it, in the model's order.
+
+        Raises ``ConfigError`` where one of them does not lie in numbered modules.
+        """
+        names: list[str] = []
+        places = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
+        parts: list[LayerAttention | LayerRecurrence] = [*self.facts.layers, *self.facts.mixers]
+        for layer in sorted(parts, key=lambda part: places[part.name]):
+            numbered = re.match(r"(.*?\.\d+)(\.|$)", layer.name)
+            if numbered is None:
+                raise refusal(
+                    layer.name,
+                    "it does not lie in a numbered list of layers",
+                    so="activation checkpointing could not tell where a layer begins",
+                    fix="train it in a loop of your own with bytescale.HDP",
+                )
+            names.append(numbered[1])
+        return [self.model.get_submodule(name) for name in dict.fromkeys(names)]
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Counts of the model, for costs."""
+        return spec_of(self.model, self.facts)
+
+    @cached_property
+    def model_head(self) -> ModelHead:
+        """From hidden states to logits, by the model's own code."""
+        return self._seen_head[1]
+
+    @cached_property
+    def head(self) -> Head:
+        """The same as the runtime computes it fastest."""
+        return head_of(self.model, self.model_head, self.hidden_size)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """``[V, C]`` of a plain head."""
+        weight = self.model_head.weight
+        assert weight is not None, "only a plain head is asked for its weight"
+        return weight
+
+    @property
+    def hidden_size(self) -> int:
+        """C."""
+        return self._seen_head[0]
+
+    @cached_property
+    def _seen_head(self) -> tuple[int, ModelHead]:
+        two = torch.arange(2, device=next(self.model.parameters()).device)[None]
+        with torch.no_grad():
+            hidden, head = hidden_states(self.model, {"input_ids": two, "position_ids": two, "use_cache": False})
+        return hidden.shape[-1], head
+
+    def late_parameters(self) -> set[str]:
+        """Names of parameters whose gradients may change until the last backward ends: they are reduced after it.
+
+        A layer's own gradients are complete when backward has left the layer, and an untied head's when it enters the
+        last one. All others may be used anywhere. So are parameters that several layers have.
+        """
+        uses: dict[int, int] = {}
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        early = {key for key, count in uses.items() if count == 1}
+        embedding: Any = causal_model(self.model).get_input_embeddings()
+        weight = getattr(causal_model(self.model).get_output_embeddings(), "weight", None)
+        if weight is not None and weight is not getattr(embedding, "weight", None):
+            early.add(id(weight))
+        return {name for name, parameter in self.model.named_parameters() if id(parameter) not in early}
+
+    def open_pass(
+        self,
+        attention_of: Callable[[torch.dtype], PackedAttention],
+        num_rows: int,
+        *,
+        has_ring: bool = True,
+        name: str = "a micro-batch",
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> MicroBatchPass:
+        """What the model is given of a micro-batch beside its tokens. ``around`` makes the context of every forward."""
+        return MicroBatchPass(
+            attention_of,
+            self._attached,
+            num_rows=num_rows,
+            has_ring=has_ring,
+            name=name,
+            around=around,
+        )
+
+    def forward(self, inputs: Tensor, position_ids: Tensor, attention: PackedAttention) -> Tensor:
+        """``tokens, position_ids [T]`` int64 -> hidden states ``[T, C]`` after the final norm."""
+        num_rows = len(inputs)
+        if not num_rows:  # transformers' models need a row; it stands for none
+            inputs, position_ids = inputs.new_zeros(1), position_ids.new_zeros(1)
+        target = self.open_pass(lambda dtype: attention, num_rows)
+        given: dict[str, Any] = {"input_ids": inputs[None], "position_ids": position_ids[None], "use_cache": False}
+        hidden, _ = hidden_states(self.model, {**given, KEYWORD: target})
+        return hidden[0, :num_rows]

@@ -1,0 +1,195 @@
+"""Losses and log-probabilities of labels, a few rows at a time, through the head that the model has.
+
+Heads differ: a bias, a scale of the logits (Granite, Cohere), a soft cap (Gemma 2). So the model's own forward computes
+the logits of a chunk: its decoder is replaced, for that call, by one that returns the chunk of hidden states.
+
+Shape letters: T rows, n rows of a chunk, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bytescale.attention.autocast import without_autocast
+from bytescale.common.labels import IGNORE_INDEX
+from bytescale.hf.model.interface import KEYWORD
+from bytescale.hf.model.refusal import refusal
+from bytescale.runtime.loss import Head, PlainHead
+
+
+def last_logits(model: nn.Module, inputs: dict[str, Any], rows: Tensor) -> Tensor:
+    """``[n, V]`` logits of the given rows ``[n]`` of a micro-batch, in fp32 or wider. Other rows get no logits."""
+    hidden, forward_of = hidden_states(model, inputs)
+    if not len(rows):
+        return hidden.new_zeros(0, 0)
+    logits = forward_of(hidden[0, rows.to(hidden.device)])
+    return _wide(logits)
+
+
+def has_plain_head(model: nn.Module, head: ModelHead, hidden_size: int) -> bool:
+    """Whether logits are ``hidden @ weight.T`` and nothing else: no bias, scale, soft cap or adapter.
+
+    Tried with hidden states that give large logits, which a soft cap would change, and with zeros, which a bias would.
+    """
+    weight = head.weight
+    if weight is None or weight.dim() != 2 or weight.shape[1] != hidden_size:
+        return False
+    if any(parameter is not weight for parameter in head.parameters()):  # zero at first, as a LoRA's product is
+        return False
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(4, hidden_size, generator=generator).to(weight)
+    with torch.no_grad(), without_autocast(weight.device):
+        factor = 200.0 / (direction @ weight.T).abs().max().clamp(min=1e-6)
+        hidden = torch.cat([direction * factor, torch.zeros_like(direction)])
+        expected, logits = hidden @ weight.T, head(hidden)
+    if logits.shape != expected.shape:
+        return False
+    tolerance = 200.0 * 4 * torch.finfo(weight.dtype).eps * hidden_size**0.5
+    same = bool((logits.to(expected) - expected).abs().max() <= tolerance)
+    return same and not bool(logits[4:].any())
+
+
+def head_of(model: nn.Module, head: ModelHead, hidden_size: int) -> Head:
+    """``head`` as the runtime computes it fastest: by its own kernels, if it is plain."""
+    return PlainHead(head.weight) if head.weight is not None and has_plain_head(model, head, hidden_size) else head
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class ModelHead:
+    """From hidden states ``[n, C]`` to logits ``[n, V]``: the model, its decoder replaced (``runtime.loss.Head``)."""
+
+    model: nn.Module
+    decoder: nn.Module
+    output: Any
+    """What the decoder returned; its hidden states are exchanged."""
+    group = None
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        """``[V, C]`` of the output embedding, where the model has one."""
+        head: Any = causal_model(self.model).get_output_embeddings()
+        return getattr(head, "weight", None)
+
+    @property
+    def num_words(self) -> int:
+        """V, or a guess where the model has no output embedding."""
+        return 2**15 if self.weight is None else len(self.weight)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The head's parameters that are trained: those that are not the decoder's, and a tied embedding."""
+        inside = {id(parameter) for parameter in self.decoder.parameters()}
+        own = {id(p): p for p in self.model.parameters() if id(p) not in inside}
+        if self.weight is not None:
+            own[id(self.weight)] = self.weight
+        return [parameter for parameter in own.values() if parameter.requires_grad]
+
+    def add_loss(
+        self, rows: Tensor, targets: Tensor, factor: Tensor | None, z_loss: float, sums: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            chunk, parameters = rows.detach().requires_grad_(), self.parameters()
+            logits = _wide(self(chunk))
+            losses = F.cross_entropy(logits, targets, reduction="none")
+            if z_loss:
+                losses = losses + z_loss * logits.logsumexp(dim=1).square()
+            loss = (losses if factor is None else losses * factor).sum()
+            if sums is None:
+                return loss.detach(), None
+            d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
+        for total, gradient in zip(sums, gradients, strict=True):
+            if total is not None and gradient is not None:
+                total += gradient
+        return loss.detach(), d_chunk
+
+    def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(_wide(self(rows)), labels, reduction="none", ignore_index=IGNORE_INDEX)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.output, tuple):
+            output = (hidden[None], *self.output[1:])
+        else:
+            output = replace(self.output, last_hidden_state=hidden[None])
+        with _returning(self.decoder, output):
+            position = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            result = self.model(input_ids=position, position_ids=position, use_cache=False)
+        logits: Tensor = result[0] if isinstance(result, tuple) else result.logits
+        return logits[0]
+
+
+def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ModelHead]:
+    """Run the model and keep what its decoder returns ``[1, T, C]``. Its head sees a single row, where it can."""
+    if KEYWORD in inputs:
+        inputs[KEYWORD].require_model(model)
+    if not hasattr(model, "get_decoder") and not hasattr(model, "get_base_model"):
+        model = causal_model(model)  # without what a wrapper adds, such as a value head
+    decoder = _decoder(model)
+    kept: list[Any] = []
+    hook = decoder.register_forward_hook(lambda module, args, output: kept.append(output))
+    least: dict[str, Any] = {}
+    causal = causal_model(model)
+    if "logits_to_keep" in inspect.signature(causal.forward).parameters:
+        least["logits_to_keep"] = 1
+    try:
+        model(**inputs, **least)
+    finally:
+        hook.remove()
+    output = kept[0]
+    if not isinstance(output, tuple) and not is_dataclass(output):
+        raise refusal(
+            type(decoder).__name__,
+            f"it returns a {type(output).__name__}",
+            so="its hidden states are not known",
+            fix="compute the loss from model(**micro.inputs).logits",
+        )
+    hidden: Tensor = output[0]  # type: ignore[index]
+    return hidden, ModelHead(model, decoder, output)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The part of the model that returns hidden states."""
+    root = causal_model(model)
+    decoder = root.get_decoder() if hasattr(root, "get_decoder") else None
+    if not isinstance(decoder, nn.Module) or decoder is root:
+        raise refusal(
+            type(root).__name__,
+            "it has no decoder below its head (get_decoder())",
+            so="its logits could not be computed a few rows at a time",
+            fix="compute the loss from model(**micro.inputs).logits",
+        )
+    return decoder
+
+
+def causal_model(model: Any) -> Any:
+    """The model of transformers inside a module of peft, or inside a wrapper of the caller's."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if hasattr(model, "get_decoder"):
+        return model
+    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """Replace a module's forward by a function that returns ``output``."""
+    before = module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before

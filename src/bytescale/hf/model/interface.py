@@ -1,0 +1,243 @@
+"""The door to transformers: an attention implementation that models call by name, and their masks.
+
+``AttentionInterface`` and ``AttentionMaskInterface`` are transformers' registries of attention functions and of mask
+functions. ``attach`` puts the model on an implementation of ours. What it does depends on the pass:
+
+* In a pass of a plan the model is given ``hdp_attention=...`` among its inputs. Models hand unknown keywords down to
+  every attention, and so each layer reaches the ``Target`` of the micro-batch. No mask is made.
+* In any other pass (``generate()``, evaluation) the implementation that the model had before computes, with its mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from bytescale.common.errors import ConfigError
+from bytescale.hf.model.mixers import Mixers, MixerTarget
+from bytescale.hf.model.refusal import refusal
+
+KEYWORD = "hdp_attention"
+PREFIX = "hdp_over_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One layer's call of attention. B: sequences (always 1), H, G: heads, T: rows, D, Dv: widths.
+
+    Attributes:
+        query, key, value: ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, Dv]``.
+        mask: what the model made of the target's ``mask()``, or a mask of its own.
+        options: all keywords, such as ``scaling``, ``dropout``, ``sliding_window``.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: dict[str, Any]
+
+
+class Target(MixerTarget, Protocol):
+    """The attention that the layers call during one pass, and where their recurrences are cut."""
+
+    def attend(self, call: Call) -> Tensor:
+        """``[B, T, H, Dv]``."""
+        ...
+
+    def mask(self, mask_function: Callable[..., Any]) -> Any:
+        """What layers are given as their mask. ``mask_function(batch, head, query, key)`` tells what may be seen."""
+        ...
+
+    def begin(self) -> None:
+        """Called when the model's forward begins."""
+        ...
+
+    def end(self, completed: bool) -> None:
+        """Called when it has ended; ``completed``: without an error."""
+        ...
+
+
+# Masks are made by functions of transformers that get none of the model's keywords, so the pass is noted here. The
+# note lasts for one forward of one thread.
+_pass: ContextVar[Target | None] = ContextVar("bytescale_pass", default=None)
+
+
+_bypass: ContextVar[Callable[[], None] | None] = ContextVar("bytescale_bypass", default=None)
+
+
+def note_bypass(call: Callable[[], None] | None) -> None:
+    """What is called from now on when an attached model of this thread runs outside of a plan; None: nothing."""
+    _bypass.set(call)
+
+
+def foreign_model(name: str) -> ConfigError:
+    """Of a model that was given the micro-batch of another one."""
+    return ConfigError(
+        f"{name} was given a micro-batch of an HDP that is not attached to it",
+        so="its attention would not reach the parts of a document that other ranks hold",
+        fix="give it an HDP of its own: reference = bytescale.HDP(model, ..., forward_only=True). Then hand what "
+        "bytescale.score(reference, documents) yields to the other loop, as a field of each document",
+    )
+
+
+class Unusable:
+    """Stands where a model expects its mask. Whoever looks into it gets an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "to":  # `to` is for tensors that are moved to the model's device
+            raise AttributeError(name)
+        raise self._error
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._error
+
+
+class OnlyAttached(Unusable):
+    """The mask in ``micro.inputs``: an attached model drops it, and any other stumbles over it."""
+
+
+class Attachment:
+    """A model that is on our attention. ``detach`` undoes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ``ConfigError`` where a part of the model does not use ``AttentionInterface``."""
+        self.parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not self.parts:
+            raise refusal(
+                type(model).__name__,
+                "it has no part that is a PreTrainedModel of transformers",
+                so="its attention could not be reached",
+                fix="attach a model of transformers, or build the loop from bytescale.attention and bytescale.plan",
+            )
+        for part in self.parts:
+            if not part._can_set_attn_implementation():
+                raise refusal(
+                    type(part).__name__,
+                    "its attention does not go through transformers' AttentionInterface",
+                    so="it would attend to other documents' tokens",
+                    fix="use another implementation of the model, or a newer version of transformers",
+                )
+        self._is_detached = False
+        self._before = [(part, part.config._attn_implementation) for part in self.parts]
+        for part, name in self._before:
+            original = (name or "sdpa").removeprefix(PREFIX)
+            part.config._attn_implementation_internal = _register(original)
+        self.mixers = Mixers(model, _target_of)
+        modules = dict.fromkeys([model, *self.parts])
+        self._hooks = [
+            handle
+            for module in modules
+            for handle in (
+                module.register_forward_pre_hook(_begin, with_kwargs=True),
+                module.register_forward_hook(_end, with_kwargs=True, always_call=True),
+            )
+        ]
+
+    def require_attached(self) -> None:
+        """Raise ``ConfigError`` after ``detach``."""
+        if self._is_detached:
+            raise ConfigError(
+                "this HDP was detached from its model",
+                so="documents of a micro-batch would see each other",
+                fix="attach again: bytescale.HDP(model, ...)",
+            )
+
+    def detach(self) -> None:
+        """Give the model back the attention that it had."""
+        self._is_detached = True
+        for part, name in self._before:
+            part.config._attn_implementation_internal = name
+        self.mixers.detach()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _target_of(kwargs: dict[str, Any]) -> Target | None:
+    """The pass of a mixer's forward. Some layers hand no keywords down to it."""
+    target: Target | None = kwargs.pop(KEYWORD, None)
+    return _pass.get() if target is None else target
+
+
+def _register(original: str) -> str:
+    """The name of our implementation over ``original``, which computes outside of plans."""
+    name = PREFIX + original
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, partial(_attention, original))
+        AttentionMaskInterface.register(name, partial(_mask, original))
+    return name
+
+
+def _attention(
+    original: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    target: Target | None = options.pop(KEYWORD, None)
+    if target is not None:
+        call = Call(module=module, query=query, key=key, value=value, mask=attention_mask, options=options)
+        return target.attend(call), None
+    if _pass.get() is not None:
+        raise refusal(
+            type(module).__name__,
+            f"the model does not hand the keyword {KEYWORD!r} down to its attention",
+            so="attention could not tell the documents of a micro-batch apart",
+            fix="use a model type whose forward passes **kwargs to its layers",
+        )
+    usual: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(original, usual)
+    assert function is not None, f"{type(module).__name__} ran with {original!r} before it was attached"
+    result: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **options)
+    return result
+
+
+def _mask(original: str, *args: Any, mask_function: Callable[..., Any], **options: Any) -> Any:
+    target = _pass.get()
+    if target is not None:
+        return target.mask(mask_function)
+    return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, mask_function=mask_function, **options)
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = kwargs.get(KEYWORD)
+    if isinstance(kwargs.get("attention_mask"), OnlyAttached):
+        kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    if target is None and _pass.get() is None and (bypass := _bypass.get()) is not None:
+        bypass()
+    if target is not None and _pass.get() is None:
+        if kwargs.get("labels") is not None:
+            raise refusal(
+                type(module).__name__,
+                "it is given labels together with micro.inputs",
+                so="its own loss would shift them across documents, and be the mean of one micro-batch",
+                fix="leave labels out, and compute the loss from logits and micro.labels, or by micro.loss_sum(model)",
+            )
+        target.begin()
+        target.outermost = module
+        _pass.set(target)
+    return args, kwargs
+
+
+def _end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    target = kwargs.get(KEYWORD)
+    if target is not None and target.outermost is module:
+        target.outermost = None
+        _pass.set(None)
+        target.end(completed=output is not None)  # an error on its way out needs no second one

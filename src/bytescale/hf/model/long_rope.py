@@ -1,0 +1,75 @@
+"""Rotary positions whose angles depend on the longest position of a pass: dynamic NTK and longrope.
+
+transformers computes these angles anew in every pass, from the largest number in ``position_ids``. A document's tokens
+would then be rotated differently depending on what lies beside them in a micro-batch. So the choice has to be made
+once, for all documents; it holds outside of plans too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bytescale.hf.model.refusal import refusal
+
+_DEPENDING = ("dynamic", "longrope")
+_FIXED = "bytescale_longest_document"
+"""Attribute of a module whose angles were fixed: for how many tokens."""
+
+
+def fix_rope(model: nn.Module, longest_document: int | None) -> list[tuple[nn.Module, object]]:
+    """Make the angles those of a document of ``longest_document`` tokens, in every pass.
+
+    Returns what ``unfix_rope`` takes. Raises ``Refusal`` (a ``ConfigError``) where ``longest_document`` is None and
+    angles depend on the pass, or where they were fixed for another number of tokens.
+    """
+    fixed_here = list[tuple[nn.Module, object]]()
+    for name, module in model.named_modules():
+        fixed_before = getattr(module, _FIXED, longest_document)
+        if longest_document not in (None, fixed_before):
+            raise refusal(
+                name,
+                f"an earlier HDP has fixed its rotary positions for documents of {fixed_before} tokens",
+                so=f"those of {longest_document} tokens would be rotated as if they were of {fixed_before}",
+                fix=f"give HDP(longest_document={fixed_before}), or load the model again",
+            )
+        kinds = _kinds(module)
+        if not kinds:
+            continue
+        if longest_document is None:
+            raise refusal(
+                name,
+                f"its rotary positions ({', '.join(sorted(set(kinds.values())))}) depend on the longest one of a pass",
+                so="a document's tokens would be rotated differently, depending on what lies beside them",
+                fix="give HDP(longest_document=...), for whose number of tokens the rotation is then fixed, or load "
+                "the model with other rope_parameters",
+            )
+        device = next(model.parameters()).device
+        last = torch.tensor([[longest_document - 1]], device=device)
+        for kind in kinds:
+            options = {} if kind is None else {"layer_type": kind}
+            module(torch.zeros(1, 1, 1, device=device), last, **options)  # computes the angles and keeps them
+        rope_type = module.rope_type
+        fixed = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+        fixed_here.append((module, rope_type))
+        module.rope_type = fixed
+        setattr(module, _FIXED, longest_document)
+    return fixed_here
+
+
+def unfix_rope(fixed: list[tuple[nn.Module, object]]) -> None:
+    """Let the angles depend on the pass again, in modules that one call of ``fix_rope`` has changed."""
+    for module, rope_type in fixed:
+        module.rope_type = rope_type  # type: ignore[assignment]
+        delattr(module, _FIXED)
+
+
+def _kinds(module: nn.Module) -> dict[str | None, str]:
+    """Of a module with rotary positions, the kinds that depend on the pass, by type of layer (None: all layers)."""
+    rope_type = getattr(module, "rope_type", None)
+    types = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+    return {
+        layer: kind
+        for layer, kind in types.items()
+        if isinstance(kind, str) and any(word in kind for word in _DEPENDING)
+    }

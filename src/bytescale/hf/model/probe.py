@@ -1,0 +1,306 @@
+"""What a model does with attention, found by running it on a few tokens.
+
+The probe runs the model with an attention that sees nothing: it returns zeros. Then
+
+* every call tells its layer, heads, widths, scale, soft cap, sinks and mask (``LayerAttention``);
+* no row may depend on another row. If the gradient of one row with respect to another row's input is not zero, a part
+  other than attention mixes tokens: a recurrence, a convolution, a shift;
+* a row may depend on its position only as ``position_ids`` say, so that a token in the middle of a micro-batch is
+  computed as in a document of its own; and the positions that the model would choose itself are 0, 1, 2 and so on;
+* random numbers (dropout, jitter) are noticed, with the part that draws them;
+* recurrent layers (``mixers``) run with every row as a document. Then they run on documents cut at random places, which
+  has to reproduce the whole documents.
+
+All of it is the same on every rank, since it depends on the model's code and configuration alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bytescale.attention import AttentionRules
+from bytescale.hf.model.blind import NUM_ROWS, Blind, MaskFunction, alike, mode, run_blind
+from bytescale.hf.model.head import causal_model
+from bytescale.hf.model.interface import Call
+from bytescale.hf.model.mixer_probe import LayerRecurrence, probe_mixers
+from bytescale.hf.model.refusal import refusal
+
+_HARMLESS = frozenset(
+    ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
+     "cache_position", "output_router_logits", "num_items_in_batch", "logits_to_keep", "return_dict",
+     "output_hidden_states", "past_key_values", "position_embeddings", "layer_idx")
+)  # fmt: skip
+"""Keywords that are understood here, or that no attention function uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """One layer's attention.
+
+    Attributes:
+        name: of the module, as in ``named_modules``.
+        rules: scale, window and soft cap.
+        has_sinks: whether every head has a learned logit beside those of its keys.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    rules: AttentionRules
+    has_sinks: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the probe found.
+
+    Attributes:
+        layers: attention, in the order of the calls.
+        random_parts: modules that draw random numbers in training mode.
+        mixers: recurrences, in the order of the calls.
+    """
+
+    layers: tuple[LayerAttention, ...]
+    random_parts: tuple[str, ...]
+    mixers: tuple[LayerRecurrence, ...] = ()
+
+
+def probe(model: nn.Module) -> ModelFacts:
+    """Run an attached model. Raises ``Refusal`` (a ``ConfigError``) where a plan would change its results."""
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    _refuse_balance_loss(model)
+    with mode(model, training=True), _no_checkpointing(model):
+        random_parts, blind = _mixing_and_randomness(model, names)
+    if not blind.calls and not blind.mixed:
+        raise refusal(
+            type(model).__name__,
+            "its forward calls neither attention nor a recurrence that can be cut",
+            so="documents of a micro-batch would see each other",
+            fix="use a model type whose attention goes through transformers' AttentionInterface",
+        )
+    _require_positions_are_followed(model, names)
+    layers = tuple(_layer(call, names[call.module]) for call in blind.calls)
+    mixers = probe_mixers(model, names) if blind.mixed else ()
+    return ModelFacts(layers=layers, random_parts=random_parts, mixers=mixers)
+
+
+def _refuse_balance_loss(model: nn.Module) -> None:
+    """A mixture's loss for even use of experts is a product of two means over the whole batch."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            raise refusal(
+                type(module).__name__,
+                "its config has output_router_logits = True, so that its output has a loss for even use of experts",
+                so="that loss would be one micro-batch's, which depends on the plan",
+                fix="set output_router_logits to False: the experts are then trained by your own loss alone",
+            )
+
+
+def _mixing_and_randomness(model: nn.Module, names: dict[nn.Module, str]) -> tuple[tuple[str, ...], Blind]:
+    """Run forward in training mode, and backward from the later rows, also of q, k and v, to the first one's input."""
+    inputs: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some models change it in place
+
+    blind = Blind(names)
+    stack: list[str] = []
+    ran: list[str] = []
+    hooks = [_embedding(model).register_forward_hook(keep)]
+    for module, name in names.items():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
+        hooks.append(module.register_forward_hook(lambda *_: ran.append(stack.pop()), always_call=True))
+    noticed = _RandomNumbers(stack)
+    device = next(model.parameters()).device
+    saved = torch.get_rng_state()
+    try:
+        with torch.enable_grad(), noticed:
+            output = run_blind(model, blind, torch.arange(NUM_ROWS, device=device)[None])
+    finally:
+        torch.set_rng_state(saved)
+        for hook in hooks:
+            hook.remove()
+    logits = output[0] if isinstance(output, tuple) else output.logits if "logits" in output else output[0]
+    # Attention sees nothing here, so what a layer mixes on the way to it has to be looked at by itself.
+    later = [logits[0, 1:], *(rows[0, :, 1:] for call in blind.calls for rows in (call.query, call.key, call.value))]
+    weighted = [(rows.float().flatten() * torch.arange(rows.numel(), device=device).cos()).sum() for rows in later]
+    (gradient,) = torch.autograd.grad(torch.stack(weighted).sum(), inputs[:1], allow_unused=True)
+    if gradient is not None and bool(gradient[0, 0].abs().max() > 0):
+        raise refusal(
+            _mixing_part(names, ran),
+            "a part other than attention mixes tokens (a recurrence, a convolution or a shift)",
+            so="its state would have to travel between ranks and stop between documents, which plans do not do",
+            fix="use a model whose tokens meet in attention alone",
+        )
+    dropping = [names[call.module] for call in blind.calls if call.options.get("dropout")]
+    return tuple(dict.fromkeys([*dropping, *noticed.parts])), blind
+
+
+def _mixing_part(names: dict[nn.Module, str], ran: list[str]) -> str:
+    """The module that most probably mixes tokens, of those that ``ran``, by its type and name; else the model's."""
+    model = type(next(iter(names))).__name__
+    family = model.partition("For")[0]  # Mamba and RecurrentGemma have their kind in every name
+    kinds = (
+        "delta(net|attention)|linear_?att|lightning",
+        "mamba|ssm|rwkv|lstm",
+        "rglru|recurrent|mixer|shift|conv|compress",
+    )
+    types = {name: type(module).__name__ for module, name in names.items()}
+    for kind in kinds:
+        for name in ran:  # the inner ones first
+            said = f"{types[name].removeprefix(family)} {name.rpartition('.')[2]}".lower()
+            if name != model and "norm" not in said and re.search(kind, said):
+                return f"{name} ({types[name]})"
+    return model
+
+
+def _require_positions_are_followed(model: nn.Module, names: dict[nn.Module, str]) -> None:
+    """Rows of equal tokens and equal ``position_ids`` have to be equal, wherever they lie."""
+    rows = torch.arange(NUM_ROWS, device=next(model.parameters()).device)[None]
+    halves, given, chosen = Blind(names), Blind(names), Blind(names)
+    with torch.no_grad(), mode(model, training=False):
+        for blind, position_ids in ((halves, rows % (NUM_ROWS // 2)), (given, rows), (chosen, None)):
+            run_blind(model, blind, position_ids)
+    for call, known, own in zip(halves.calls, given.calls, chosen.calls, strict=True):
+        for of_halves, of_given, of_chosen in ((call.query, known.query, own.query), (call.key, known.key, own.key)):
+            follows = alike(*of_halves.split(NUM_ROWS // 2, dim=2))
+            if not follows or not alike(of_given, of_chosen):
+                raise refusal(
+                    names[call.module],
+                    "its queries and keys "
+                    + ("are not at positions 0, 1, 2 and so on" if follows else "do not follow position_ids"),
+                    so="a token in a micro-batch would be at a wrong position",
+                    fix="use a model type whose forward takes position_ids, and counts them from 0 itself",
+                )
+
+
+def _layer(call: Call, name: str) -> LayerAttention:
+    """One call as a layer's attention, or a refusal."""
+    options = call.options
+    unknown = sorted(
+        key for key, value in options.items() if key not in _HARMLESS and value is not None and value is not False
+    )
+    checks = (
+        (call.query.shape[0] != 1, f"it attends to {call.query.shape[0]} sequences at once", "rows would be mixed up"),
+        (call.query.shape[2] != NUM_ROWS, f"its queries are {call.query.shape[2]} rows for {NUM_ROWS} tokens",
+         "rows could not be told apart"),
+        (call.key.shape[2] != call.query.shape[2], "its keys are not those of its own tokens (cross attention)",
+         "keys of other tokens have no place in a plan"),
+        (options.get("is_causal", getattr(call.module, "is_causal", True)) is False, "it is not causal",
+         "tokens would have to see later ones"),
+        (bool(unknown), f"it is called with {', '.join(unknown)}, which our attention does not know",
+         "results would differ"),
+    )  # fmt: skip
+    for broken, what, so in checks:
+        if broken:
+            raise refusal(name, what, so=so, fix="use a decoder whose attention is causal self-attention")
+    return LayerAttention(
+        name=name,
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        head_dim=call.query.shape[3],
+        value_dim=call.value.shape[3],
+        rules=AttentionRules(
+            scale=_scale(call),
+            window=_window(call, name),
+            soft_cap=None if not options.get("softcap") else float(options["softcap"]),
+        ),
+        has_sinks=options.get("s_aux") is not None,
+    )
+
+
+def _scale(call: Call) -> float | None:
+    """None where it is the usual one, so that layers with plain rules are recognised as plain."""
+    scaling, usual = call.options.get("scaling"), call.query.shape[3] ** -0.5
+    return None if scaling is None or abs(float(scaling) - usual) <= 1e-12 * usual else float(scaling)
+
+
+def _window(call: Call, name: str) -> int | None:
+    """How many keys a query sees, from the mask that transformers would have made; None: all before it.
+
+    The keyword ``sliding_window`` is for kernels that take no mask. It counts only where the model makes none.
+    """
+    asked = call.options.get("sliding_window")
+    if call.mask is None:
+        return None if asked is None else int(asked)
+    if not isinstance(call.mask, MaskFunction):
+        raise refusal(
+            name,
+            f"it is given a mask that the model has made or changed itself ({type(call.mask).__name__})",
+            so="what the mask says would be lost",
+            fix="use a model type whose masks come from transformers.masking_utils",
+        )
+    far = 4 * max([64, *_window_sizes(call.module), int(asked or 0)]) + 5
+    window = int(call.mask.visible(far).sum())
+    for query in (0, 1, 5, far // 3, far // 2 + 1, *(at for at in (window - 1, window, window + 1) if at < far), far):
+        keys = torch.arange(query + 33)
+        expected = (keys <= query) & (keys > query - window)
+        if not torch.equal(call.mask.visible(query), expected):
+            raise refusal(
+                name,
+                "its mask is neither causal nor a causal sliding window (chunks, or tokens that see later ones)",
+                so="a mask of another kind would be lost",
+                fix="use a model whose layers see all earlier tokens, or the last so many of them",
+            )
+    return None if window > far else window
+
+
+def _window_sizes(module: nn.Module) -> list[int]:
+    """Numbers of the configuration that may be windows or chunks."""
+    content = getattr(getattr(module, "config", None), "__dict__", {})
+    return [
+        value
+        for key, value in content.items()
+        if isinstance(value, int) and ("window" in key or "chunk" in key or "block" in key) and value < 2**22
+    ]
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    getter = getattr(causal_model(model), "get_input_embeddings", None)
+    embedding = None if getter is None else getter()
+    if not isinstance(embedding, nn.Module):
+        raise refusal(
+            type(model).__name__,
+            "it has no get_input_embeddings()",
+            so="it could not be tested whether its tokens meet in attention alone",
+            fix="attach a decoder of transformers",
+        )
+    return embedding
+
+
+class _RandomNumbers(TorchDispatchMode):
+    """Notes in which module an operation draws random numbers."""
+
+    def __init__(self, stack: list[str]) -> None:
+        super().__init__()
+        self.stack = stack
+        self.parts: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
+            self.parts.append(self.stack[-1] if self.stack else "the model")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch activation checkpointing off for a while: layers that run again in backward would be counted twice."""
+    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in switched:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.__dict__["gradient_checkpointing"] = True

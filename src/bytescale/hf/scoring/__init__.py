@@ -1,0 +1,1 @@
+"""Log-probabilities of documents, and caches of prompts."""

@@ -1,0 +1,1 @@
+"""Parameters in flat memory, and optimizers whose states are sharded over ranks."""

@@ -1,0 +1,114 @@
+"""The optimizers that the trainer knows by name, and options of single parameters by patterns of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytescale.common.errors import ConfigError
+from bytescale.config import OptimizerConfig
+from bytescale.config.overrides import parse_override
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.muon import DealtMatrices, MuonOnShards, is_hidden_matrix
+
+LR_RATIO = "lr_ratio"
+"""Option of a group of parameters: its learning rate over that of the others."""
+GroupOptions = Callable[[str, nn.Parameter], dict[str, Any]]
+"""From a parameter's name and the parameter to options of its own, such as ``{"weight_decay": 0.0}``."""
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675, Algorithm 2), with decoupled decay."""
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody computes the loss here
+        """One update: ``w -= lr (sign(beta1 m + (1 - beta1) g) + decay w)``, then ``m = beta2 m + (1 - beta2) g``."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(weight)
+                average = state["exp_avg"]
+                direction = average.lerp(weight.grad, 1 - beta1).sign_()
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                average.lerp_(weight.grad, 1 - beta2)
+
+
+def named_optimizer(
+    config: OptimizerConfig, parameters: FlatParameters, group: RankGroup
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any], GroupOptions]:
+    """The optimizer that ``config`` names: its class, its options, and those of single parameters.
+
+    Weight decay holds for matrices alone, unless ``optimizer.overrides`` says something else.
+
+    Args:
+        parameters: what it updates.
+        group: the ranks that share its states.
+
+    Raises ``ConfigError`` for an override that no parameter of any rank has, or that the optimizer does not know.
+    """
+    betas = (config.beta1, config.beta2)
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
+    match config.name:
+        case "sgd":
+            cls, options = torch.optim.SGD, {**options, "momentum": config.momentum}
+        case "lion":
+            cls, options = Lion, {**options, "betas": betas}
+        case _:
+            options |= {"betas": betas, "eps": config.eps, "fused": True}
+    if config.name == "muon":
+        cls = MuonOnShards
+        options |= {"matrices": DealtMatrices(parameters, group), "momentum": config.momentum}
+    overrides = _checked_overrides(config, options, parameters, group)
+
+    def own_options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        own: dict[str, Any] = {} if parameter.dim() >= 2 else {"weight_decay": 0.0}
+        if config.name == "muon":
+            own["muon"] = is_hidden_matrix(name, parameter)
+        for pattern, numbers in overrides:
+            if fnmatchcase(name, pattern):
+                own |= numbers
+        return own
+
+    return cls, options, own_options
+
+
+def _checked_overrides(
+    config: OptimizerConfig, options: dict[str, Any], parameters: FlatParameters, group: RankGroup
+) -> list[tuple[str, dict[str, Any]]]:
+    """Patterns with the options of a group of parameters, in the order in which they are applied."""
+    found = []
+    for text in config.overrides:
+        pattern, numbers = parse_override(text)
+        matches = any(fnmatchcase(entry.name, pattern) for entry in parameters.entries)
+        if not group.max_of([float(matches)])[0]:
+            raise ConfigError(
+                f"optimizer.overrides has {pattern!r}, which no trained parameter matches",
+                so="it would have no effect",
+                fix=f"use patterns of names such as {parameters.entries[0].name}; * stands for anything",
+            )
+        own: dict[str, Any] = {}
+        if LR_RATIO in numbers:
+            own[LR_RATIO] = numbers[LR_RATIO]
+            own["lr"] = config.lr * numbers[LR_RATIO]
+        if "beta1" in numbers or "beta2" in numbers:
+            own["betas"] = (numbers.get("beta1", config.beta1), numbers.get("beta2", config.beta2))
+        own |= {name: numbers[name] for name in ("weight_decay", "eps") if name in numbers}
+        if unknown := sorted(own.keys() - options.keys() - {LR_RATIO}):
+            raise ConfigError(
+                f"optimizer.overrides sets {unknown[0]} of {pattern!r}, which {config.name} does not have",
+                so="it would have no effect",
+                fix="leave it out",
+            )
+        found.append((pattern, own))
+    return found

@@ -1,0 +1,384 @@
+"""Any elementwise optimizer of PyTorch on this rank's shards of the parameters (ZeRO-1).
+
+*Elementwise* means that the update of a number depends on its own gradients and states alone, as in Adam, SGD or Lion.
+Such an optimizer does the same to a flat shard as to the parameters themselves. Muon, LAMB or a factored Adafactor look
+at whole matrices; ``HDP`` refuses them after a trial on a few numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.config import OptimizerConfig
+from bytescale.plan import RankPlan
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.flat import FlatParameters, Range, values_of
+from bytescale.runtime.optimizer.optimizers import LR_RATIO, GroupOptions, named_optimizer
+from bytescale.runtime.optimizer.replicas import TiedHead
+from bytescale.runtime.optimizer.zero import OptimizerShard, ZeroShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one update did."""
+
+    num_updates: int
+    grad_norm: float
+    """Of the global gradient, before it was clipped."""
+    skipped: bool = False
+    """Whether the gradients were not numbers, and the weights stayed as they were."""
+
+
+class ShardedOptimizer:
+    """The trainable parameters of a model in flat memory, and an optimizer whose states are sharded over ranks.
+
+    The trainer and ``HDP`` alike update weights through this class.
+
+    Attributes:
+        torch_optimizer: the optimizer on this rank's pieces. Learning-rate schedulers take it; its ``step`` is called
+            by ``update`` alone.
+        zeros: one ``ZeroShards`` for each dtype of parameters.
+    """
+
+    def __init__(
+        self,
+        zeros: Sequence[ZeroShards],
+        cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        group_options: GroupOptions | None = None,
+    ) -> None:
+        """``cls`` is called as ``cls(parameter groups, **options)``; it has to be elementwise.
+
+        ``group_options``: options of single parameters; None: all parameters have the same.
+        """
+        self.zeros = list(zeros)
+        self.mesh = self.zeros[0].mesh
+        self.group = self.mesh.hdp
+        self._options = {
+            entry.name: {} if group_options is None else group_options(entry.name, parameter)
+            for zero in self.zeros
+            for entry, parameter in zip(zero.parameters.entries, zero.parameters.parameters, strict=True)
+        }
+        self._made_with = cls, options
+        self.torch_optimizer = cls(self._parameter_groups(), **options)
+        self.num_updates = 0
+        self._has_left = False
+
+    @staticmethod
+    def of_config(
+        parameters: FlatParameters, config: OptimizerConfig, mesh: Mesh, tied_head: TiedHead | None = None
+    ) -> ShardedOptimizer:
+        """The optimizer of the trainer (``runtime.optimizer.optimizers.named_optimizer``)."""
+        cls, options, own_options = named_optimizer(config, parameters, mesh.gradients)
+        return ShardedOptimizer([ZeroShards(parameters, mesh, tied_head)], cls, options, own_options)
+
+    @property
+    def parameters(self) -> FlatParameters:
+        """The parameters of a model that has a single dtype."""
+        return self.zeros[0].parameters
+
+    @property
+    def tied_head(self) -> TiedHead | None:
+        """The embedding that the first and the last stage share, where there is one."""
+        return self.zeros[0].tied_head
+
+    def overlap_with(self, chunks: Sequence[Chunk]) -> None:
+        """Reduce during backward and gather during forward (``ZeroShards.overlap_with``)."""
+        for zero in self.zeros:
+            zero.overlap_with(chunks)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether reductions may begin during backward."""
+        return all(zero.overlap is not None for zero in self.zeros)
+
+    def expect_last_backward(self, silent: bool) -> None:
+        """See ``buckets.Overlap``; for a model that was taken over."""
+        for zero in self.zeros:
+            assert zero.overlap is not None, "overlaps"
+            zero.overlap.expect_last_backward(silent)
+
+    def begin_step(self, rank_plan: RankPlan) -> None:
+        """Set the gradients to zero. Called before the first forward of a step whose plan is known."""
+        for zero in self.zeros:
+            zero.begin_step(rank_plan)
+
+    def after_last_message(self) -> None:
+        """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
+        for zero in self.zeros:
+            zero.after_last_message()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
+        for zero in self.zeros:
+            zero.wait_for_parameters()
+
+    def require_not_replaced(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if ``model`` has joined another optimizer, which has its weights now."""
+        if self.of(model) not in (None, self):
+            raise ConfigError(
+                problem(
+                    "the model was taken over: another HDP has made an optimizer for it",
+                    so="the weights and gradients of the model are in the other one",
+                    fix="use the other HDP, or make a new one",
+                )
+            )
+
+    def require_parameters_of(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` unless this optimizer has all gradients of ``model``."""
+        if self._has_left:
+            raise ConfigError(
+                problem("this HDP was detached", so="gradients do not come here any more", fix="make a new HDP")
+            )
+        known = {id(parameter) for zero in self.zeros for parameter in zero.parameters.parameters}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    problem(
+                        f"parameter {name} requires a gradient, but the optimizer does not know it",
+                        so="it would not be trained",
+                        fix="replace, add or unfreeze parameters (load_state_dict(assign=True), adapters) before "
+                        "hdp.adamw() or hdp.optimizer()",
+                    )
+                )
+
+    def require_adopted(self) -> None:
+        """Raise ``ConfigError`` if the model has weights in other memory, which what is loaded here would not reach."""
+        for zero in self.zeros:
+            zero.parameters.require_adopted()
+
+    @staticmethod
+    def of(model: nn.Module) -> ShardedOptimizer | None:
+        """The optimizer that ``join`` has given to ``model``, if there is one."""
+        owner = getattr(vars(model).get("zero_grad"), "__self__", None)
+        return owner if isinstance(owner, ShardedOptimizer) else None
+
+    def join(self, model: nn.Module) -> None:
+        """Let ``model.zero_grad()`` call ``zero_grad`` of this object."""
+        model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def leave(self, model: nn.Module) -> None:
+        """Leave the parameters' gradients to others. No update may follow."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if self.of(model) is self:
+            del model.zero_grad
+        for zero in self.zeros:
+            zero.parameters.release()
+            if zero.overlap is not None:
+                zero.overlap.remove()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients since the last update, whatever ``set_to_none`` is."""
+        for zero in self.zeros:
+            if zero.collectives.reducing_from < math.inf:
+                raise ConfigError(
+                    "gradients were set to zero while ranks reduce them",
+                    so="the sums would be wrong",
+                    fix="call hdp.step() after a batch that was planned with last=True",
+                )
+            zero.parameters.zero_gradients()
+
+    def reduce_gradients(self) -> float:
+        """Sum gradients over ranks. Returns this rank's share of the squared global norm (``ZeroShards``)."""
+        return sum(zero.reduce_gradients() for zero in self.zeros)
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Set options of all parameters, ``lr`` times their ``LR_RATIO``. Raises ``ConfigError`` for unknown ones."""
+        for group in self.torch_optimizer.param_groups:
+            if unknown := sorted(options.keys() - group.keys()):
+                raise ConfigError(
+                    f"{type(self.torch_optimizer).__name__} has no option {unknown[0]}",
+                    fix=f"set one of {', '.join(sorted(group.keys() - {'params'}))}",
+                )
+            group.update(options)
+            group["lr"] = options["lr"] * group.get(LR_RATIO, 1.0) if "lr" in options else group["lr"]
+
+    def update(self, grad_norm: float, largest_norm: float, lr: float | None = None) -> Update:
+        """One update with gradients scaled so that their norm, now ``grad_norm``, is at most ``largest_norm`` (0: any).
+
+        ``lr``: see ``set_options``; None: it stays. The gradients are still there afterwards.
+        """
+        self.set_options({} if lr is None else {"lr": lr})
+        for zero in self.zeros:
+            zero.follow_changes()
+            zero.clip(grad_norm, largest_norm)
+        self._attach_gradients()
+        self.torch_optimizer.step()
+        self.num_updates += 1
+        for zero in self.zeros:
+            zero.publish()
+        return Update(num_updates=self.num_updates, grad_norm=grad_norm)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Sums over ranks of all parameters' gradients, by name. Copies."""
+        found: dict[str, Tensor] = {}
+        for zero in self.zeros:
+            flat = zero.parameters
+            flat.collect_gradients()
+            total = self.group.all_reduce(flat.gradients.clone())
+            for entry in flat.entries:
+                found[entry.name] = total[entry.start : entry.stop].view(entry.shape).clone()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """``{"num_updates", "numbers", "tensors": {parameter: {state: whole CPU tensor}}}``, the same on all ranks."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for zero in self.zeros:
+            for name, ranges in sorted(self.states(zero).items()):
+                whole = torch.zeros_like(zero.parameters.gradients)
+                for own in ranges:
+                    whole[own.start : own.start + len(own.values)] = own.values
+                self.group.all_reduce(whole)
+                for entry in zero.parameters.entries:
+                    found = whole[entry.start : entry.stop].view(entry.shape)
+                    tensors.setdefault(entry.name, {})[name] = found.to("cpu", copy=True)
+        return {"num_updates": self.num_updates, "numbers": self.state_numbers(), "tensors": tensors}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()`` of any number of ranks.
+
+        Raises ``CheckpointError`` where it does not fit, and ``ConfigError`` where it would not reach the model.
+        """
+        self.require_adopted()
+        tensors: dict[str, dict[str, Tensor]] = state["tensors"]
+        self._require_fitting(tensors)
+        if state["num_updates"]:
+            self.require_states()
+        for zero in self.zeros:
+            states = self.states(zero)
+            for place in zero.parameters.shards(self.group.rank):
+                for part in zero.parameters.pieces(place):
+                    inside = slice(part.start - part.entry.start, part.stop - part.entry.start)
+                    for name, whole in tensors[part.entry.name].items():
+                        target = values_of(states[name], part.start, part.stop)
+                        target.copy_(whole.flatten()[inside])
+        self.finish_restore(int(state["num_updates"]), state["numbers"])
+
+    def states(self, zero: ZeroShards | None = None) -> dict[str, list[Range]]:
+        """All states with one number per weight: ``master``, and what the optimizer has made by its first update.
+
+        Each is a list over this rank's ranges, in the order of the buffers of ``zero``; None: of the only one. Weights
+        that somebody else has written to are the new masters.
+        """
+        zero = zero or self.zeros[0]
+        zero.follow_changes()
+        names = ["master"]
+        if self.num_updates:
+            first = self.torch_optimizer.state[self._pieces[0]]
+            names += [name for name, value in first.items() if _is_per_weight(value, self._pieces[0])]
+        found: dict[str, list[Range]] = {name: [] for name in names}
+        for (own, start), piece in zip(self._places, self._pieces, strict=True):
+            for name in names if own is zero else ():
+                values = piece.data if name == "master" else self.torch_optimizer.state[piece][name]
+                found[name].append(Range(start, values))
+        return found
+
+    def state_numbers(self) -> dict[str, float]:
+        """States that are single numbers, such as the count of updates that Adam keeps."""
+        if not self.num_updates:
+            return {}
+        first = self.torch_optimizer.state[self._pieces[0]]
+        return {n: float(v) for n, v in first.items() if v is not None and not _is_per_weight(v, self._pieces[0])}
+
+    def require_states(self) -> None:
+        """Let the optimizer make its states, by an update without gradients, if it has none. A restore follows."""
+        if not self.num_updates:
+            self.zero_grad()
+            self._attach_gradients()
+            self.torch_optimizer.step()
+            self.num_updates = 1
+
+    def finish_restore(self, num_updates: int, numbers: dict[str, float]) -> None:
+        """After ``states`` were filled: set the single numbers, and give the weights to all ranks."""
+        if num_updates == 0:
+            # The states are those of no update. Some optimizers have such states, most have none.
+            cls, options = self._made_with
+            untouched = cls([dict(group) for group in self.torch_optimizer.param_groups], **options)
+            self.torch_optimizer.state.clear()
+            self.torch_optimizer.state.update(untouched.state)
+        for piece in self._pieces:
+            for name, number in numbers.items():
+                self.torch_optimizer.state[piece][name] = _like(self.torch_optimizer.state[piece][name], number)
+        self.num_updates = num_updates
+        for zero in self.zeros:
+            zero.publish()
+            zero.wait_for_parameters()
+        self.zero_grad()
+
+    def _require_fitting(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        ours = {entry.name: entry.shape for zero in self.zeros for entry in zero.parameters.entries}
+        theirs = {name: tuple(states["master"].shape) for name, states in tensors.items()}
+        if ours != theirs:
+            different = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+            raise CheckpointError(
+                problem(
+                    f"the state and the model differ in {len(different)} parameters, such as {different[0]}: "
+                    f"{theirs.get(different[0])} there, {ours.get(different[0])} here",
+                    so="nothing was loaded",
+                    fix="load a state of the same model with the same trainable parameters",
+                )
+            )
+
+    def _attach_gradients(self) -> None:
+        """Give the pieces their gradients again where somebody has called ``zero_grad`` of the optimizer."""
+        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
+            piece.grad = gradient
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Pieces of the shards, put together by their options."""
+        self._pieces: list[Tensor] = []
+        self._places: list[tuple[ZeroShards, int]] = []  # where each piece begins in the flat buffers
+        groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        for zero in self.zeros:
+            places = zero.parameters.shards(self.group.rank)
+            for shard, place in zip(zero.shards, places, strict=True):
+                for own, options in self._runs(zero.parameters, place):
+                    piece = _piece(shard, own)
+                    self._pieces.append(piece)
+                    self._places.append((zero, place.start + own.start))
+                    for known, members in groups:
+                        if known == options:
+                            members.append(piece)
+                            break
+                    else:
+                        groups.append((options, [piece]))
+        self._gradients = [piece.grad for piece in self._pieces]
+        return [{"params": members, **options} for options, members in groups]
+
+    def _runs(self, parameters: FlatParameters, place: slice) -> list[tuple[slice, dict[str, Any]]]:
+        """Ranges of a shard whose parameters have equal options. A shard of nothing but padding is one range."""
+        runs: list[tuple[slice, dict[str, Any]]] = []
+        for piece in parameters.pieces(place):
+            options = self._options[piece.entry.name]
+            own = slice(piece.start - place.start, piece.stop - place.start)
+            if runs and runs[-1][1] == options:
+                own = slice(runs.pop()[0].start, own.stop)  # the gap between two parameters holds zeros
+            runs.append((own, options))
+        return runs or [(slice(0, place.stop - place.start), {})]
+
+
+def _piece(shard: OptimizerShard, own: slice) -> Tensor:
+    """A leaf tensor that shares the memory of a part of the shard, with that part's gradient."""
+    assert shard.master.grad is not None, "set when the shard was made"
+    piece = shard.master.detach()[own]
+    piece.grad = shard.master.grad[own]
+    return piece
+
+
+def _is_per_weight(value: Any, piece: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.shape
+
+
+def _like(old: Any, number: float) -> Any:
+    """``number`` in the form in which the optimizer keeps it: a scalar tensor or a number."""
+    return torch.full_like(old, number) if isinstance(old, Tensor) else type(old)(number)

@@ -1,0 +1,64 @@
+"""The optimizer of a model in a loop that is not ours: its parameters move into flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytescale.common.errors import ConfigError, problem
+from bytescale.config import ParallelConfig
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.buckets import Chunk
+from bytescale.runtime.optimizer.elementwise import require_elementwise
+from bytescale.runtime.optimizer.flat import FlatParameters
+from bytescale.runtime.optimizer.optimizers import GroupOptions
+from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
+from bytescale.runtime.optimizer.zero import ZeroShards
+
+BUCKET_BYTES = int(ParallelConfig().gradient_bucket_mib * 2**20)
+"""Of gradients that are reduced at once."""
+
+
+def take_over(
+    named_parameters: Sequence[tuple[str, nn.Parameter]],
+    group: RankGroup,
+    cls: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    group_options: GroupOptions | None = None,
+    *,
+    chunk: Chunk | None = None,
+    late: Collection[str] = (),
+) -> ShardedOptimizer:
+    """Move all parameters that require a gradient into flat memory, one buffer for each dtype.
+
+    Args:
+        named_parameters: in the order in which a forward needs them.
+        group: the ranks that share the states.
+        cls, options, group_options: as in ``ShardedOptimizer``.
+        chunk: the model and its layers, so that gradients of one dtype can be reduced during backward.
+        late: names of parameters whose gradients are complete at the end alone (``FlatParameters``).
+
+    Raises:
+        ConfigError: if nothing is trainable, or the optimizer is not elementwise.
+    """
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    if not trainable:
+        raise ConfigError(
+            problem("no parameter of the model requires a gradient", so="there is nothing to train",
+                    fix="set requires_grad on the parameters that shall be trained, before this call")
+        )  # fmt: skip
+    require_elementwise(cls, options)
+    mesh = Mesh.of_hdp(group)
+    dtypes = sorted({p.dtype for _, p in trainable}, key=str)
+    size = BUCKET_BYTES if chunk is not None and len(dtypes) == 1 else 0
+    zeros = [
+        ZeroShards(FlatParameters(own, group.size, bucket_bytes=size, late=late), mesh)
+        for own in ([item for item in trainable if item[1].dtype == dtype] for dtype in dtypes)
+    ]
+    if chunk is not None and size:
+        zeros[0].overlap_with([chunk], in_steps=False)
+    return ShardedOptimizer(zeros, cls, options, group_options)

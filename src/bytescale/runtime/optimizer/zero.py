@@ -1,0 +1,164 @@
+"""ZeRO-1 over all HDP ranks (paper section 5.1): each rank keeps the optimizer state of its part of every bucket.
+
+Ranks of one HDP group hold the same parameters: those of the whole model, of a pipeline stage, or a tensor-parallel
+part of them.
+
+A step reduce-scatters the gradient sums, computes the global norm, updates this rank's parts in fp32, and all-gathers
+the parameters. With ``overlap_with``, the reductions start during the last backward and the gathers end during the next
+forward (``runtime.optimizer.buckets``). Without it, all of this happens between two steps: the slow twin, with the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytescale.plan import RankPlan
+from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.optimizer.buckets import BucketCollectives, Chunk, Overlap
+from bytescale.runtime.optimizer.flat import Bucket, FlatParameters
+from bytescale.runtime.optimizer.replicas import TiedHead, sum_replicas
+
+_SQUARES_AT_A_TIME = 2**22
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """This rank's part of one bucket.
+
+    Attributes:
+        master: ``[n]`` weights in at least fp32, with the reduced gradient ``[n]`` as ``master.grad``.
+        value: ``[n]`` of the parameters' buffer; the same tensor as ``master`` if the dtypes are the same.
+        counted: ranges of the shard, each with the number of ranks that hold the same parameters.
+    """
+
+    master: Tensor
+    value: Tensor
+    counted: Sequence[tuple[slice, int]]
+
+    @staticmethod
+    def of(parameters: FlatParameters, place: slice) -> OptimizerShard:
+        """The shard at the range ``place`` of the flat buffers."""
+        value = parameters.values[place]
+        master = value if value.dtype == parameters.master_dtype else value.to(parameters.master_dtype)
+        master.grad = parameters.gradients[place]  # reduced in place
+        counted: list[tuple[slice, int]] = []
+        for piece in parameters.pieces(place):
+            own = slice(piece.start - place.start, piece.stop - place.start)
+            _extend(counted, own, piece.entry.cut.replicas)
+        return OptimizerShard(master, value, counted)
+
+    def add_squares(self, total: Tensor) -> None:
+        """Add the gradient's sum of squares to ``total`` (fp64).
+
+        Parameters that several ranks hold are divided by the number of these ranks, so they count once over all ranks.
+        """
+        assert self.master.grad is not None, "set when the shard was made"
+        for own, replicas in self.counted:
+            total += _sum_of_squares(self.master.grad[own]) / replicas
+
+
+class ZeroShards:
+    """This rank's shards of one ``FlatParameters``, with the collectives before and after an update.
+
+    Attributes:
+        shards: one per bucket, in the order of ``parameters.shards``.
+    """
+
+    def __init__(self, parameters: FlatParameters, mesh: Mesh, tied_head: TiedHead | None = None) -> None:
+        """``tied_head``: the embedding that is shared by the first and the last stage; None if there is none."""
+        self.parameters = parameters
+        self.mesh = mesh
+        self.hdp = mesh.hdp
+        self.tied_head = tied_head
+        self.collectives = BucketCollectives(parameters, mesh.gradients)
+        self.overlap: Overlap | None = None
+        self.shards = [OptimizerShard.of(parameters, place) for place in parameters.shards(mesh.hdp.rank)]
+        self._shard_of: dict[Bucket, OptimizerShard] = dict(zip(parameters.buckets, self.shards, strict=True))
+
+    def overlap_with(self, chunks: Sequence[Chunk], *, in_steps: bool = True) -> None:
+        """Begin to reduce during backward and, ``in_steps``, to gather during forward (``buckets.Overlap``)."""
+        late_stop = self.parameters.late_stop
+        self.overlap = Overlap(self.collectives, chunks, stage=self.mesh.stage, late_stop=late_stop, in_steps=in_steps)
+
+    def begin_step(self, rank_plan: RankPlan) -> None:
+        """Set the gradients to zero. Called before the step's first forward."""
+        self.parameters.zero_gradients()
+        if self.overlap is not None:
+            self.overlap.begin_step(rank_plan)
+
+    def after_last_message(self) -> None:
+        """Start the remaining reductions. ``Executor.run`` calls it after this rank's last message."""
+        if self.overlap is not None:
+            self.overlap.after_last_message()
+
+    def reduce_gradients(self) -> float:
+        """Sum gradients over ranks. Returns this rank's share of the squared norm.
+
+        The shares of all ranks add up to the squared norm in which every parameter counts once.
+        """
+        self.parameters.require_adopted()
+        self.parameters.collect_gradients()
+        if self.tied_head is not None:
+            self.tied_head.bring_gradient_home()
+        sum_replicas(self.parameters, self.mesh.tp)
+        self.collectives.wait_for_parameters()  # a rank without micro-batches has not waited yet
+        total = torch.zeros((), dtype=torch.float64, device=self.hdp.device)
+        for bucket in self.collectives.reduced():
+            self._shard_of[bucket].add_squares(total)
+        return float(total)
+
+    def follow_changes(self) -> None:
+        """Make weights that somebody else has written to since the last call the master weights."""
+        changed = {entry.start for entry in self.parameters.changed()}
+        for shard, place in zip(self.shards, self.parameters.shards(self.hdp.rank), strict=True):
+            for piece in self.parameters.pieces(place):
+                if piece.entry.start in changed:
+                    own = slice(piece.start - place.start, piece.stop - place.start)
+                    shard.master.data[own].copy_(shard.value[own])
+
+    def clip(self, grad_norm: float, largest: float) -> None:
+        """Scale the reduced gradients so that their global norm, now ``grad_norm``, is at most ``largest`` (0: any)."""
+        for shard in self.shards:
+            assert shard.master.grad is not None, "set when the shard was made"
+            if largest > 0 and grad_norm > largest:
+                shard.master.grad.mul_(largest / (grad_norm + 1e-6))
+
+    def wait_for_parameters(self) -> None:
+        """Wait until this rank has all updated parameters. With ``overlap_with``, forward waits by itself."""
+        self.collectives.wait_for_parameters()
+
+    def publish(self) -> None:
+        """Give the updated parameters to all ranks. Autocast forgets its copies of the old ones."""
+        torch.clear_autocast_cache()
+        for shard in self.shards:
+            if shard.value.data_ptr() != shard.master.data_ptr():
+                shard.value.copy_(shard.master)
+        self.collectives.gather()
+        if self.overlap is None or not self.overlap.gathers:
+            self.collectives.wait_for_parameters()
+        if self.tied_head is not None:
+            self.collectives.wait_for_parameters(self.parameters.late_stop)  # the embedding is a late parameter
+            self.tied_head.lend()
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """Sum of squares in fp64, a scalar, computed in pieces.
+
+    Computed at once, the two fp64 copies would be as large as all states of the optimizer.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for piece in values.split(_SQUARES_AT_A_TIME):
+        total += piece.double().square().sum()
+    return total
+
+
+def _extend(ranges: list[tuple[slice, int]], own: slice, kind: int) -> None:
+    """Add a range; it is merged with the previous one if that has the same kind. The gap between them holds zeros."""
+    if ranges and ranges[-1][1] == kind:
+        own = slice(ranges.pop()[0].start, own.stop)
+    ranges.append((own, kind))

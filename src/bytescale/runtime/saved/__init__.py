@@ -1,0 +1,1 @@
+"""What layers keep for backward: computed again, sent to host memory, or kept."""

@@ -1,0 +1,83 @@
+"""What becomes of activations between forward and backward: kept, computed again, or sent to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from bytescale.common.errors import PlanError
+from bytescale.cost.memory import ROWS_PER_CHUNK
+from bytescale.plan import MicroBatch
+from bytescale.runtime.group import RankGroup
+from bytescale.runtime.saved.checkpointing import Checkpointing, KeptAttention, apply_checkpointing, apply_row_chunks
+from bytescale.runtime.saved.host_pool import HostPool
+from bytescale.runtime.saved.offload import ActivationOffload, offloaded_tokens
+
+
+class Activations:
+    """Checkpointing and offloading of one rank's layers: set up once, then told which micro-batch runs.
+
+    Attributes:
+        attention_memory: what ``PackedAttention`` has to be given.
+        offload: None when no activations may go to host memory.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        checkpointing: Checkpointing = "none",
+        pool: HostPool | None = None,
+        device: torch.device | None = None,
+        tp: RankGroup | None = None,
+        row_wise: Sequence[tuple[nn.Module, str]] = (),
+        chunk_rows: int | None = None,
+    ) -> None:
+        """Apply checkpointing and offloading to ``layers``.
+
+        Args:
+            layers: the layers of this part of the model, in the order of forward.
+            checkpointing: what is computed again in backward (``runtime.saved.checkpointing``).
+            pool: host memory for offloading. With None, a plan whose offload ratios are above 0 cannot be run.
+            device: the device that computes; None: the CPU.
+            tp: the tensor-parallel ranks that share a micro-batch's rows.
+            row_wise: pairs of a module inside the layers and the name of one of its methods that treats each row
+                independently. With checkpointing these methods process ``chunk_rows`` rows at a time.
+            chunk_rows: rows in one chunk; None: the usual number for the device.
+        """
+        if checkpointing != "none":
+            kind = "cpu" if device is None else device.type
+            for module, method in row_wise:
+                apply_row_chunks(module, method, chunk_rows or ROWS_PER_CHUNK[kind])
+        self._undo = apply_checkpointing(layers, checkpointing, kept := KeptAttention())
+        self.attention_memory = kept if checkpointing == "attention" else None
+        self.offload = None if pool is None else ActivationOffload(layers, pool, device or torch.device("cpu"), tp)
+        if self.attention_memory is not None and self.offload is not None:
+            self.attention_memory.keep_with(self.offload.pack, self.offload.unpack)
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Prepare for a step. ``micro_batches`` are all micro-batches of the step, with their offload ratios."""
+        if self.offload is not None:
+            self.offload.begin_step(micro_batches)
+            return
+        for micro_batch in micro_batches:
+            if offloaded_tokens(micro_batch):
+                raise PlanError(
+                    f"the plan offloads {offloaded_tokens(micro_batch)} of {micro_batch.num_tokens} tokens of "
+                    f"micro-batch {micro_batch.index}, but this run has no host memory for activations",
+                    so="the micro-batch would not fit on the device",
+                    fix="give it some (memory.offload, or HDP(host_gib=...)), or plan without offloading",
+                )
+
+    def remove(self) -> None:
+        """Give the layers back the forward that they had."""
+        self._undo()
+        if self.offload is not None:
+            self.offload.remove()
+
+    def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Context manager that surrounds the forward of a micro-batch of the step; backward may come at any time."""
+        return nullcontext() if self.offload is None else self.offload.forward(micro_batch)

@@ -1,0 +1,232 @@
+"""Every causal model type of the installed transformers, small, under ``HDP`` and in one process.
+
+``python -m tests.hf.sweep`` writes docs/model_types.md. ``python -m tests.hf.sweep TYPE ...`` prints rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from bytescale.common.errors import BytescaleError
+from bytescale.parity import FAMILIES, Setup, compare, small_model
+from bytescale.parity.compare import plain_step, random_documents
+from bytescale.parity.families import USUAL
+
+TABLE = Path(__file__).parents[2] / "docs" / "model_types.md"
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+MOST_PARAMETERS = 4e7
+SETUPS = (Setup(num_ranks=3), Setup(num_ranks=2, seed=1))
+
+_VERSION = f"transformers {transformers.__version__}."
+
+Result = Literal["equal", "differs", "refused", "not tried", "failed"]
+
+_SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
+_EVERY: dict[str, Any] = {
+    "is_decoder": True, "sliding_window": 5, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 8,
+    "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "attn_pdrop": 0.0, "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0, "layerdrop": 0.0, "decoder_layerdrop": 0.0, "decoder_layers": 2, "encoder_layers": 2,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
+    "d_model": 32, "ffn_dim": 48, "output_router_logits": False, "mamba_expand": 2, "mamba_n_heads": 4,
+    "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_num_heads": 4, "mamba_d_state": 4,
+}  # fmt: skip
+"""For all types. A type takes the numbers that it has, and keeps the others without a use for them."""
+_MLA: dict[str, Any] = FAMILIES["deepseek_v3"]
+_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_heads": 4,
+    "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "num_channels": 3,
+}  # fmt: skip
+_TEXT: dict[str, Any] = {
+    **_SMALL, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "sliding_window": 5,
+    "max_position_embeddings": 128, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 1, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 67, "intermediate_size_mlp": 48,
+}  # fmt: skip
+COMPOSITE: dict[str, Any] = {"text_config": _TEXT, "vision_config": _VISION}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LAYERS = ["full_attention", "sliding_attention"]
+_CHANGES: dict[str, dict[str, Any]] = {
+    "axk1": _MLA,
+    "axk2": _MLA | {"index_head_dim": 8},
+    "blt": {"encoder_hash_byte_group_vocab": 11, "encoder_hash_byte_group_size": [3], "vocab_size": 260,
+            **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _TEXT)},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"layer_types": _LAYERS, "rope_parameters": dict.fromkeys(_LAYERS, _ROPE)},
+    "deepseek_v32": _MLA,
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "n_heads": 4, "n_layers": 2,
+             "max_seq_len": 128, "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots3_note": {"text_config": _TEXT | _MLA | {"index_n_heads": 2, "index_head_dim": 8}, "vision_config": _VISION},
+    "dots3_note_text": _MLA,
+    "emu3": {"text_config": _TEXT | {"attention_dropout": 0.0},
+             "vq_config": {"embed_dim": 8, "latent_channels": 4, "codebook_size": 8, "base_channels": 32,
+                           "hidden_size": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "z_channels": 8}},
+    "falcon": {"head_dim": ..., "num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3": COMPOSITE,
+    "gemma3n_text": _TEXT | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _LAYERS * 2,
+                             "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4": {"text_config": _TEXT, "vision_config": _VISION | {"head_dim": 8}, "audio_config": None},
+    "gemma4_assistant": {
+        "text_config": _TEXT | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2,
+                                "vocab_size_per_layer_input": 0}, "backbone_hidden_size": 32
+    },
+    "gemma4_text": _TEXT | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _LAYERS * 2},
+    "gemma4_unified": COMPOSITE,
+    "gemma4_unified_assistant": {
+        "text_config": _TEXT | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2,
+                                "vocab_size_per_layer_input": 0}, "backbone_hidden_size": 32
+    },
+    "git": {"vision_config": _VISION},
+    "glm4_moe_lite": _MLA,
+    "glm_moe_dsa": _MLA,
+    "got_ocr2": COMPOSITE,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
+    "gptj": {"rotary_dim": 4},
+    "hy_v4": _MLA,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"head_dim": 16, "num_heads": 4, "state_size": 4, "n_groups": 1},
+    "llama4": COMPOSITE,
+    "longcat_flash": _MLA,
+    "minicpm3": _MLA,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4,
+                           "index_topk_blocks": 1},
+    "mllama": {"text_config": _TEXT | {"cross_attention_layers": [1]}, "vision_config": _VISION},
+    "moshi": {"audio_vocab_size": 16, "num_codebooks": 2},
+    "moss_transcribe_diarize": {"text_config": _TEXT, "audio_config": {"d_model": 32, "encoder_layers": 1,
+                                "encoder_attention_heads": 4, "encoder_ffn_dim": 48}},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "n_groups": 1, "ssm_state_size": 4},
+    "qwen3_5": COMPOSITE,
+    "qwen3_5_moe": COMPOSITE,
+    "qwen4_exp": COMPOSITE,
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local"]},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "xlnet": {"max_position_embeddings": ..., "n_layer": 2, "n_head": 4, "d_inner": 48},
+    "prophetnet": {"num_hidden_layers": ..., "num_encoder_layers": 1, "num_decoder_layers": 2,
+                   "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4},
+    "phi4_multimodal": {"vision_config": _VISION, "audio_config": {"hidden_size": 32, "num_blocks": 1,
+                        "num_attention_heads": 4, "intermediate_size": 48, "nemo_conv_channels": 8}},
+    "youtu": _MLA,
+    "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"],
+              "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 8},
+    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"],
+               "mamba_headdim": 16, "mamba_ngroups": 1, "n_mamba_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a type."""
+
+    name: str
+    result: Result
+    why: str = ""
+
+
+def sweep(names: Sequence[str] = ()) -> Iterator[Row]:
+    """Try the types, in alphabetical order; all if none are named."""
+    for name in names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        yield tried(name)
+
+
+def tried(name: str) -> Row:
+    """Build a small model of the type, and compare it with itself."""
+    try:
+        dtype = _dtype(name)
+    except Exception as error:  # a model that does not even run alone has nothing to be equal to
+        return Row(name, "not tried", f"no small model runs alone ({type(error).__name__}: {_line(error)})")
+    try:
+        worst = max(compare(_small(name, dtype), setup).worst for setup in SETUPS)
+    except BytescaleError as error:
+        return Row(name, "refused", _line(error))
+    except Exception as error:
+        return Row(name, "failed", f"{type(error).__name__}: {_line(error)}")
+    return Row(name, "equal") if worst <= TOLERANCES[dtype] else Row(name, "differs", f"{worst:.1e}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    """The widest in which the model runs alone, forward and backward."""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            model = _small(name, dtype)
+            plain_step(model, random_documents(model, SETUPS[0]))
+            return dtype
+        except Exception as error:
+            reason = error
+    raise reason
+
+
+def _small(name: str, dtype: torch.dtype) -> nn.Module:
+    if name in FAMILIES:
+        return small_model(name, dtype=dtype)
+    changes = _EVERY | _CHANGES.get(name, {})
+    given = {key: value for key, value in (USUAL | changes).items() if value is not ...}
+    config = AutoConfig.for_model(name, **given)
+    with torch.device("meta"), contextlib.suppress(NotImplementedError):
+        number = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if number > MOST_PARAMETERS:
+            raise ValueError(f"its smallest configuration here has {number} parameters")
+    return small_model(name, dtype=dtype, **changes)
+
+
+def _line(error: Exception) -> str:
+    """The cause alone, in one line: not what would follow from it, nor what to do."""
+    text = " ".join(str(error).split())
+    return text.partition(". ")[0].removesuffix(".")
+
+
+def page(rows: list[Row]) -> str:
+    """docs/model_types.md."""
+    found = {result: [row for row in rows if row.result == result] for result in ("equal", "refused", "not tried")}
+    assert sum(map(len, found.values())) == len(rows), [r for r in rows if r.result in ("differs", "failed")]
+    lines = [
+        "# Model types",
+        "",
+        f"{_VERSION} All {len(rows)} types that its `AutoModelForCausalLM` loads, each as a",
+        "small model with random weights: one training step under `HDP` with documents that ranks share, against plain",
+        "transformers in one process. Loss, log-probabilities and every gradient are compared. A type stands for its",
+        "usual configuration; another one may differ, and is tried when it is attached.",
+        "`python -m tests.hf.sweep` writes this page, and a test compares every line of it with the code.",
+        "",
+        f"## Equal: {len(found['equal'])}",
+        "",
+        textwrap.fill(", ".join(f"`{row.name}`" for row in found["equal"]), 118, break_on_hyphens=False),
+    ]
+    for result, title in (("refused", "Refused by name"), ("not tried", "Not tried")):
+        lines += ["", f"## {title}: {len(found[result])}", "", "| type | why |", "|---|---|"]
+        lines += [line_of(row) for row in found[result]]
+    return "\n".join(lines) + "\n"
+
+
+def is_of_this_version() -> bool:
+    """Whether the page was made with the installed transformers."""
+    return _VERSION in TABLE.read_text(encoding="utf-8")
+
+
+def line_of(row: Row) -> str:
+    """A row of the page's tables."""
+    return f"| `{row.name}` | {row.why.replace('|', ' ')} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if not sys.argv[1:]:
+        TABLE.write_text(page(list(sweep())), encoding="utf-8")
+    for row in sweep(sys.argv[1:]) if sys.argv[1:] else ():
+        print(f"{row.name:24} {row.result:10} {row.why[:260]}", flush=True)

@@ -1,0 +1,116 @@
+"""Prefill and greedy generation give transformers' own text, whatever rank computed which part of a prompt."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytescale import HDP
+from bytescale.common.errors import ConfigError, DataError
+from bytescale.parity import small_model
+from tests.helpers.effort import one_of
+from tests.hf.support import on_ranks
+
+LENGTHS = (70, 3, 1, 20, 9, 33)
+NEW_TOKENS = 32
+
+# A window that ends inside of prompts, grouped key/value heads, other layers than the last with full attention.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "mistral": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "num_hidden_layers": 7},
+    "gpt2": {},
+    "mixtral": {},
+}
+
+
+def prompts(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 67, (length,), generator=generator) for length in LENGTHS]
+
+
+def plain(model: nn.Module, prompt: torch.Tensor) -> torch.Tensor:
+    """``[NEW_TOKENS]`` greedy tokens of transformers on one process."""
+    mask = torch.ones_like(prompt)[None]
+    found = model.generate(prompt[None], attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return found[0, len(prompt) :]
+
+
+@pytest.mark.parametrize("name", one_of(list(MODELS), "mistral"))
+@pytest.mark.parametrize("num_ranks", one_of([1, 2, 3], 2))
+def test_greedy_text_is_that_of_transformers(name: str, num_ranks: int) -> None:
+    changes = {} if name == "gpt2" else {"max_position_embeddings": 256, **MODELS[name]}
+    model = small_model(name, **changes).eval()
+    model.generation_config.eos_token_id = None  # the text goes on whatever it says
+    expected = [plain(model, prompt) for prompt in prompts()]
+    with torch.no_grad():
+        logits = [model(input_ids=prompt[None]).logits[0, -1] for prompt in prompts()]
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> list[torch.Tensor]:
+        hdp = HDP(own.eval(), group, capacity_tokens=40 if num_ranks > 1 else 80, forward_only=True)
+        first = {}
+        filled = hdp.prefill(prompts(), ready=lambda number, own_logits: first.update({number: own_logits.argmax()}))
+        assert {number: int(token) for number, token in first.items()} == {n: filled.next_tokens[n] for n in first}
+        assert hdp.group.sum_of([float(len(first))]) == [len(LENGTHS)]
+        torch.testing.assert_close(filled.next_logits(), torch.stack(logits), rtol=1e-10, atol=1e-10)
+        texts = []
+        for number, prompt in enumerate(prompts()):
+            rank = number % group.size()
+            given = filled.inputs(number, rank)
+            assert (given is None) == (group.rank() != rank)
+            if given is not None:
+                length = len(prompt)
+                assert given["past_key_values"].get_seq_length() == length
+                found = own.generate(**given, max_new_tokens=NEW_TOKENS - 1, do_sample=False)
+                texts.append((number, found[0, length:]))
+        return texts
+
+    found = dict(pair for texts in on_ranks(num_ranks, model, work) for pair in texts)
+    assert [found[number].tolist() for number in range(len(LENGTHS))] == [text.tolist() for text in expected]
+
+
+def test_short_prompts_come_before_the_long_one() -> None:
+    """A rank that has a part of the long prompt runs its short ones first."""
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> list[int]:
+        order: list[int] = []
+        hdp = HDP(own.eval(), group, capacity_tokens=40, forward_only=True)
+        hdp.prefill(prompts(), ready=lambda number, logits: order.append(number))
+        return order
+
+    orders = on_ranks(2, small_model("llama").eval(), work)
+    assert sorted(orders[0] + orders[1]) == list(range(len(LENGTHS)))
+    assert all(0 not in order[:-1] for order in orders)
+
+
+def test_a_cache_stays_where_it_was_computed() -> None:
+    """The members of the long prompt hold their own parts; a prompt of one token lies on one rank."""
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> list[list[tuple[int, int]]]:
+        filled = HDP(own.eval(), group, capacity_tokens=40, forward_only=True).prefill(prompts())
+        held = [[(piece.start, piece.stop) for piece in filled.pieces.get(number, [])] for number in (0, 2)]
+        filled.free(0)
+        assert 0 not in filled.pieces
+        return held
+
+    ranks = on_ranks(3, small_model("llama").eval(), work)
+    long = sorted(run for held in ranks for run in held[0])
+    assert long[0][0] == 0
+    assert long[-1][1] == LENGTHS[0]
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(long))
+    assert sum(bool(held[0]) for held in ranks) > 1
+    assert sorted(held[1] for held in ranks) == [[], [], [(0, 1)]]
+
+
+def test_what_cannot_be_prefilled() -> None:
+    hdp = HDP(small_model("llama").eval(), capacity_tokens=40)
+    with pytest.raises(DataError, match=r"Prompt 1 has shape \[0\]"):
+        hdp.prefill([[1, 2], []])
+    hdp.model.can_generate = lambda: False
+    with pytest.raises(ConfigError, match=r"it cannot generate \(can_generate\(\) is not true\)"):
+        hdp.prefill([[1, 2]])

@@ -1,0 +1,187 @@
+"""Recurrent layers under ``HDP``: packs, shared documents, recomputation, offloading; and what a leak looks like."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+import bytescale
+from bytescale.attention import PackedAttention
+from bytescale.common.errors import ConfigError
+from bytescale.parity import Setup, compare, small_model
+from bytescale.parity.compare import StepNumbers, difference, plain_step, random_documents
+from bytescale.parity.wide_casts import WideCasts
+from bytescale.recurrence import GroupCuts
+from tests.helpers.effort import examples, one_of
+from tests.hf.sweep import COMPOSITE
+
+from .support import on_ranks, printed_loop
+
+LENGTHS = (37, 1, 8, 3, 24)
+
+
+def gradients(model: nn.Module, num_ranks: int, **options: Any) -> list[tuple[float, dict[str, Tensor], int]]:
+    """By rank: its share of the loss, all gradients, and bytes that it sent."""
+    batch = random_documents(model, Setup(lengths=LENGTHS))
+
+    def one_rank(group: dist.ProcessGroup, own: nn.Module) -> tuple[float, dict[str, Tensor], int]:
+        hdp = bytescale.HDP(own, group, capacity_tokens=-(-sum(LENGTHS) // num_ranks), **options)
+        hdp.optimizer(torch.optim.SGD, lr=0.0)
+        before = hdp.group.exchange.bytes_sent
+        with WideCasts():
+            loss = printed_loop(hdp, own, batch)
+        return loss, hdp.gradients(), hdp.group.exchange.bytes_sent - before
+
+    return on_ranks(num_ranks, model, one_rank)
+
+
+MODELS = ["qwen3_next", "jamba", "falcon_h1", "lfm2"]
+"""A delta rule; a mixer that is handed no keywords; a recurrence beside attention; a convolution alone."""
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("jamba", "full"),
+        *one_of([(n, m) for n in MODELS for m in ("full", "attention")][:-1], ("falcon_h1", "attention")),
+    ],
+)
+def test_recomputed_layers(name: str, checkpointing: str) -> None:
+    """Checkpointing of attention keeps states and halos, so that nothing is sent a second time."""
+    model = small_model(name)
+    with WideCasts():
+        reference = plain_step(copy.deepcopy(model), random_documents(model, Setup(lengths=LENGTHS)))
+    plain, ours = (gradients(model, 3, checkpointing=mode) for mode in ("none", checkpointing))
+    found = StepNumbers(loss=sum(loss for loss, _, _ in ours), logprobs=reference.logprobs, gradients=ours[0][1])
+    assert difference(reference, found).worst <= 1e-10
+    sent, as_before = (sum(sent for _, _, sent in results) for results in (ours, plain))
+    assert sent == as_before if checkpointing == "attention" else sent > as_before
+
+
+@pytest.mark.exhaustive
+def test_a_host_has_activations_of_recurrent_layers() -> None:
+    model = small_model("qwen3_next", num_hidden_layers=6, layer_types=["linear_attention", "full_attention"] * 3)
+    with WideCasts():
+        reference = plain_step(copy.deepcopy(model), random_documents(model, Setup(lengths=LENGTHS)))
+    batch = random_documents(model, Setup(lengths=LENGTHS))
+    hdp = bytescale.HDP(model, capacity_tokens=40, host_gib=0.25)
+    hdp.optimizer(torch.optim.SGD, lr=0.0)
+    plan = hdp.planner(np.array(LENGTHS))
+    with WideCasts():
+        loss = printed_loop(hdp, model, batch, plan=replace(plan, group_offload_ratio=np.ones(plan.num_groups)))
+    offload = hdp.engine.activations.offload
+    assert offload is not None
+    assert offload.bytes_moved > 0
+    found = StepNumbers(loss=loss, logprobs=reference.logprobs, gradients=hdp.gradients())
+    assert difference(reference, found).worst <= 1e-10
+
+
+@pytest.mark.parametrize("name", one_of(MODELS, "qwen3_next"))
+@examples(1, 6)
+@given(
+    num_ranks=st.integers(2, 4),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=7),
+    planner=st.sampled_from(["random", "adaptive", "static"]),
+    seed=st.integers(0, 10**6),
+)
+def test_random_plans_and_cuts(name: str, num_ranks: int, lengths: list[int], planner: str, seed: int) -> None:
+    setup = Setup(num_ranks=num_ranks, lengths=(9, *lengths), planner=planner, seed=seed)
+    assert compare(small_model(name), setup).worst <= 1e-10
+
+
+@pytest.mark.parametrize("name", one_of(MODELS, "lfm2"))
+def test_a_state_that_leaks_between_documents_would_show(name: str) -> None:
+    """A pack of one rank whose documents are taken for one. The comparison of this house has to see it."""
+    make = GroupCuts.__init__
+
+    def leaking(self: GroupCuts, attention: PackedAttention) -> None:
+        make(self, attention)
+        if self.documents:
+            self.documents = [slice(self.documents[0].start, self.documents[-1].stop)]
+
+    model = small_model(name)
+    setup = Setup(num_ranks=1)
+    assert compare(model, setup).worst <= 1e-10
+    with patch.object(GroupCuts, "__init__", leaking):
+        assert compare(model, setup).worst > 1e-4
+
+
+@pytest.mark.parametrize("name", one_of(MODELS, "jamba"))
+def test_a_state_that_is_lost_between_ranks_would_show(name: str) -> None:
+    def forgetful(self: GroupCuts, out: Tensor, decay: Tensor, state: Tensor, *, matrix: bool) -> Any:
+        return out, torch.zeros_like(state)
+
+    def without_halo(self: GroupCuts, rows: Tensor, width: int) -> Any:
+        return rows, rows[:0], [[-1] * width for _ in self.fragments]
+
+    lost = patch.object(GroupCuts, "entry", forgetful)
+    if name == "lfm2":
+        lost = patch.object(GroupCuts, "halo", without_halo)
+    with lost:
+        assert compare(small_model(name), Setup(num_ranks=2, lengths=(40,), planner="static")).worst > 1e-4
+
+
+def test_hugging_faces_checkpointing() -> None:
+    """It hands a layer's keywords on. A mixer that gets none cannot know its micro-batch, and says so."""
+    model = small_model("qwen3_next")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert compare(model, Setup(num_ranks=2)).worst <= 1e-10
+    model = small_model("jamba")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ConfigError, match="JambaMambaMixer cannot be attached: it is computed again in backward"):
+        compare(model, Setup(num_ranks=1))
+
+
+@pytest.mark.exhaustive
+def test_a_multimodal_wrapper_trains_on_text() -> None:
+    """Its vision tower is there, and takes no part."""
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    config = Qwen3_5Config(text_config=COMPOSITE["text_config"] | layers, vision_config=COMPOSITE["vision_config"])
+    model = Qwen3_5ForConditionalGeneration(config).to(torch.float64).train()
+    assert any("visual" in name for name, _ in model.named_parameters())
+    assert compare(model, Setup(num_ranks=2, seed=1)).worst <= 1e-10
+
+
+def test_detaching_gives_mixers_their_forward_back() -> None:
+    model = small_model("qwen3_next", dtype=torch.float32)
+    tokens = torch.arange(9)[None]
+    before = model(input_ids=tokens).logits
+    hdp = bytescale.HDP(model, capacity_tokens=40)
+    mixer = model.model.layers[0].linear_attn
+    assert "forward" in vars(mixer)
+    assert torch.equal(model(input_ids=tokens).logits, before), "outside of plans it is what it was"
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].linear_attn.out_proj.weight.mul_(2)
+    assert not torch.equal(other(input_ids=tokens).logits, before), "a copy computes with its own weights"
+    hdp.detach()
+    assert "forward" not in vars(mixer)
+    assert torch.equal(model(input_ids=tokens).logits, before)
+
+
+def test_prefill_gives_next_tokens_and_no_cache() -> None:
+    model = small_model("falcon_h1")
+    prompts = [row["tokens"] for row in random_documents(model, Setup(lengths=(9, 21)))]
+    with WideCasts():
+        expected = [int(model(input_ids=tokens[None]).logits[0, -1].argmax()) for tokens in prompts]
+
+    def work(group: dist.ProcessGroup, own: nn.Module) -> list[int]:
+        hdp = bytescale.HDP(own, group, capacity_tokens=16, forward_only=True)
+        with WideCasts():
+            result = hdp.prefill(prompts)
+        with pytest.raises(ConfigError, match=r"mamba cannot be attached: it has a state in place of keys and values"):
+            result.cache(0)
+        return result.next_tokens.tolist()
+
+    assert on_ranks(2, model, work) == [expected, expected]
