@@ -115,7 +115,7 @@ def test_models_that_cannot_be_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that cannot be attached, and one that this machine cannot hold."""
-    folder = hf_folder(tmp_path / "falcon", "falcon_h1")
+    folder = hf_folder(tmp_path / "xlstm", "xlstm")
     assert main(["plan", "--model.preset", f"hf:{folder}"]) == 2
     assert "mixes tokens" in " ".join(capsys.readouterr().err.split())
     folder = hf_folder(tmp_path / "qwen3", "qwen3")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bytescale.runtime import offload
+from bytescale.runtime.saved import offload
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bytescale.hf import live_bytes
+from bytescale.hf.costs import live_bytes
 
 PRODUCTS = {
     torch.ops.aten.mm.default,

@@ -18,7 +18,7 @@ from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import Architecture, AttachedArchitecture, resolve_model
 from bytescale.config.hugging_face import architecture_of_folder, read_hf_config
 from bytescale.config.schema import ModelConfig
-from bytescale.hf import converting
+from bytescale.hf.files import converting
 from bytescale.hf.files.folder import load_model as load_for_training
 from bytescale.models.hf_folder import read_pieces
 from bytescale.parity import small_model

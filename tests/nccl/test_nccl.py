@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bytescale.attention import Exchange
+from bytescale.attention.rings.exchange import Message
 from bytescale.config import PlannerConfig
 from bytescale.cost import Cluster, CostModel
 from bytescale.plan import Plan, SharedGroup
@@ -179,13 +180,12 @@ def test_one_group_for_both_directions_is_caught() -> None:
 def lone_messages(order: list[str]) -> Callable:
     """An ``Exchange._post`` that posts each direction as an operation of its own, in ``order``."""
 
-    def post(self: Exchange, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list:
+    def post(self: Exchange, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list:
         works = []
         for kind in order:
-            if kind == "receive" and receive is not None:
-                works.append(self.group.recv([receive], source, tag))  # type: ignore[union-attr]
-            if kind == "send" and send is not None:
-                works.append(self.group.send([send], to, tag))  # type: ignore[union-attr]
+            for tensor, peer in receives if kind == "receive" else sends:
+                move = self.group.recv if kind == "receive" else self.group.send  # type: ignore[union-attr]
+                works.append(move([tensor], peer, tag))
         return works
 
     return post
@@ -267,10 +267,7 @@ def test_a_reduction_before_the_last_message_is_caught() -> None:
 def test_first_uses_that_wait_in_a_circle_are_caught() -> None:
     """Rank 0 connects to 1, 1 to 2 and 2 to 0, each blocked until its peer's host comes: nobody's does."""
 
-    def lone(self: Exchange, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int) -> list:
-        return lone_messages(["send", "receive"])(self, send, to, receive, source, tag)
-
-    with patch.object(Exchange, "_post", lone):
+    with patch.object(Exchange, "_post", lone_messages(["send", "receive"])):
         programs = recorded(uneven([1, 1, 1], [9]), MeshShape(hdp=3))
     stuck = Replay(programs, Rules(first_use=True)).run()
     assert any("connected to for the first time" in words for words in stuck)

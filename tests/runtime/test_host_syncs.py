@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import bytescale.runtime.executor as executor
 from bytescale.attention import Exchange, blocks, copies
 from bytescale.cost.memory import HEAD_NUMBERS_PER_CHUNK, LOGITS_PER_CHUNK
-from bytescale.hf import micro_batch
+from bytescale.hf.loop import micro_batch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import ModelHead
 from bytescale.models import build_model
