@@ -136,9 +136,12 @@ class Micro:
             model: the attached model, a module around it, or a second model.
             temperature: logits are divided by it; a number, or ``[T]`` of them.
             rows_at_a_time: rows of logits that exist together; None: as many as the vocabulary allows.
-            entropy, top, words, hidden, mean_logits: the entropy of each row, its ``top`` likeliest words, the
-                log-probabilities of ``words [T, K]``, its hidden state, and the mean of its logits. With any of them
-                the result is ``RowScores``.
+            entropy: whether the entropy of each row is wanted. With this or any of the following the result is
+                ``RowScores``.
+            top: how many of a row's likeliest words are.
+            words: ``[T, K]`` int64, words whose log-probabilities are; None: none.
+            hidden: whether hidden states are.
+            mean_logits: whether the mean of each row's logits is.
 
         Raises ``ConfigError`` for a model that is not attached, ``DataError`` for a temperature that is not positive.
         """
