@@ -40,6 +40,8 @@ from bytescale.integrations.whole_batch import (
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 _UNKNOWN = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 _DEVICES = ["cpu", "cuda"]
+_SAFE: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
+"""Of a folder, neither code nor pickles are read."""
 
 
 class _Mode(BaseEngineCtx):
@@ -95,13 +97,15 @@ class BytescaleEngine(BaseEngine):
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 
     def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(self.model_config.local_path, dtype=dtype, **self._overridden())
+        return AutoModelForCausalLM.from_pretrained(
+            self.model_config.local_path, dtype=dtype, **_SAFE, **self._overridden()
+        )
 
     def _overridden(self) -> dict[str, Any]:
         changes = {
             key: value for key, value in dict(self.model_config.override_config).items() if key != "model_config"
         }
-        return {"config": AutoConfig.from_pretrained(self.model_config.local_path, **changes)}
+        return {"config": AutoConfig.from_pretrained(self.model_config.local_path, trust_remote_code=False, **changes)}
 
     def _with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         rank = self.model_config.lora_rank
@@ -275,7 +279,9 @@ class BytescaleValueEngine(BytescaleEngine):
         for name, value in (("num_labels", 1), ("classifier_dropout", 0.0), ("hidden_dropout", 0.0)):
             setattr(given["config"], name, value)
         torch.manual_seed(self.engine_config.seed)  # a new head is the same on every rank
-        return AutoModelForTokenClassification.from_pretrained(self.model_config.local_path, dtype=dtype, **given)
+        return AutoModelForTokenClassification.from_pretrained(
+            self.model_config.local_path, dtype=dtype, **_SAFE, **given
+        )
 
     def _columns(self) -> tuple[Columns, int]:
         return value_columns(self.module), 1
