@@ -63,7 +63,7 @@ def test_between_domains_gradients_are_reduced_once() -> None:
 @examples(6, 40)
 @given(seed=st.integers(0, 10**6), domain=st.sampled_from([2, 4, 8, 16]))
 def test_planner_and_simulator_agree_on_lockstep_plans(seed: int, domain: int) -> None:
-    """The planner's time of a step is the simulator's without the sync at the end."""
+    """The planner's time of a step is the simulator's without what is reduced between domains at the end."""
     random = np.random.default_rng(seed)
     lengths = np.exp(random.uniform(np.log(200), np.log(16 * 8000), 60)).astype(np.int64)
     cluster, devices = Cluster.uniform(16, 8192), ClusterConfig(num_gpus=16)
@@ -73,8 +73,10 @@ def test_planner_and_simulator_agree_on_lockstep_plans(seed: int, domain: int) -
     verify(plan)
     step = simulate(plan, CASE_STUDY, devices)
     end = evaluate(plan, cluster=cluster, cost=cost).end_seconds
-    # Forward and backward of a round wait for gathers each for itself, which the planner's one number cannot tell.
-    assert end * (1 - 1e-9) <= step.step_seconds - step.sync_seconds.max() <= end * 1.25
+    # Forward and backward of a round wait for gathers each for itself, which the planner's one number cannot tell. The
+    # simulator's sync holds what the last round's reduction takes longer than its compute, too.
+    assert end * (1 - 1e-9) <= step.step_seconds
+    assert step.step_seconds - step.sync_seconds.max() <= end * 1.25
 
 
 def test_pipelines_are_refused() -> None:
