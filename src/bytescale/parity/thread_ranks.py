@@ -32,6 +32,8 @@ def run_ranks(
     """
     store = dist.HashStore()
     _make_operators()
+    # After a fork, the first thread that computes makes PyTorch's pool again, and a second one may see none meanwhile.
+    torch.set_num_threads(torch.get_num_threads())
     gc.freeze()  # a collection looks at all objects of all modules otherwise, which takes 0.25 s
     try:
         return _run_threads(store, num_ranks, work, timeout_seconds)
