@@ -207,9 +207,8 @@ class KernelsConfig:
     """auto: the fastest flash implementation that works here; flash: PyTorch's own; fa3, fa4: FlashAttention 3 (Hopper)
     or 4 (Hopper, Blackwell), packages of their own; math: the slow reference written out in matrix products."""
     compile: bool = False
-    """Compile the pointwise operations between matrix products with torch.compile: norms, rotation, SwiGLU, residuals,
-    merging in rings. The first start takes a minute longer. Needs a C++ compiler (CPU), or Triton and a C compiler
-    (GPU)."""
+    """Compile norms, rotation and SwiGLU with torch.compile. The first start takes a minute longer. Needs a C++
+    compiler (CPU), or Triton and a C compiler (GPU)."""
 
 
 @dataclass(slots=True, kw_only=True)
