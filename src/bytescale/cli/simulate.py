@@ -80,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
-    """Print step time, speed, where the time went, traffic and memory."""
+    """Print step time, speed, where the time went, and traffic."""
     squares = int(windowed_squares(plan.lengths, profile.windows).sum())
     done = ModelSpec.of(profile.architecture).training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
@@ -119,9 +119,4 @@ def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Pl
         f"sent by all devices: ring {format_bytes(traffic.ring_intra_node)} inside nodes, "
         f"{format_bytes(traffic.ring_inter_node)} across; pipeline {format_bytes(traffic.pipeline)}; gradients and "
         f"parameters {format_bytes(traffic.gradient_sync)}; to host {format_bytes(traffic.offload)}"
-    )
-    peak = step.peak_activation_bytes
-    console.print(
-        f"activations: at most {format_bytes(peak.max())} per device, on average "
-        f"{format_bytes(peak.max(axis=1).mean())}"
     )

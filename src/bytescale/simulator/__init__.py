@@ -2,7 +2,7 @@
 
 from bytescale.simulator.cluster_config import ClusterConfig
 from bytescale.simulator.result import SimulatedStep, Traffic
-from bytescale.simulator.simulate import simulate, simulate_forward, step_seconds
+from bytescale.simulator.simulate import simulate, step_seconds
 from bytescale.simulator.step_times import StepTimes
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "StepTimes",
     "Traffic",
     "simulate",
-    "simulate_forward",
     "step_seconds",
 ]

@@ -1,4 +1,4 @@
-"""The result of a simulated step: its time, where each rank's time went, traffic and memory."""
+"""The result of a simulated step: its time, where each rank's time went, and traffic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class SimulatedStep:
     dp_bubble: FloatArray  # waiting for other HDP ranks, to start a shared micro-batch or at the gradient sync
     pp_bubble: FloatArray  # waiting for other stages
     sync_seconds: FloatArray  # gradient reduce-scatter and parameter all-gather that no computation hides
-    peak_activation_bytes: FloatArray  # [R, pp] bytes per device
     traffic: Traffic
     events: Events
     timeline: Timeline

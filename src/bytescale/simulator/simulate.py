@@ -28,7 +28,7 @@ from bytescale.cost.gradient_sync import (
 )
 from bytescale.cost.profile import Profile
 from bytescale.cost.split import split_layers
-from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_activation_bytes, stage_times
+from bytescale.cost.stage import Loads, StageTimes, movable_layers, stage_times
 from bytescale.plan import Plan
 from bytescale.plan.last_message import silent_last_backwards
 from bytescale.planner.evaluate import run_in_order, run_rounds
@@ -116,27 +116,6 @@ def _in_lockstep(
     return Timeline(arrival=start, start=start, end=start + seconds.T[:, None]), float(ends.max())
 
 
-def simulate_forward(plan: Plan, profile: Profile, cluster: ClusterConfig) -> FloatArray:
-    """Execute ``plan``, forward only, on ranks without a pipeline, as scoring and prefill run it.
-
-    Arguments and errors are those of ``simulate``; ``cluster.pp`` must be 1.
-
-    Returns:
-        ``[S]`` the seconds after which the forward of each sequence has ended on all ranks that hold a part of it.
-    """
-    _check(plan, profile, cluster)
-    assert cluster.pp == 1, "only ranks without a pipeline run forward alone"
-    events = events_of(plan, ranks_per_node=cluster.ranks_per_node, windows=profile.windows)
-    (times,) = _times_of_parts(profile, cluster, events, recompute=False)
-    forward, _ = events.longest_member(times.total)
-    _, ended = run_in_order(plan, forward[events.micro_batch_events])
-    ends = np.zeros(plan.num_groups)
-    np.maximum.at(ends, plan.micro_batch_groups, np.repeat(ended, np.diff(plan.micro_batch_group_offsets)))
-    of_sequences = np.empty(plan.num_sequences)
-    of_sequences[plan.group_sequences] = np.repeat(ends, np.diff(plan.group_sequence_offsets))
-    return of_sequences
-
-
 def _times_of_parts(profile: Profile, cluster: ClusterConfig, events: Events, recompute: bool) -> list[StageTimes]:
     layers = split_layers(profile.architecture, cluster.num_parts)
     last = cluster.num_parts - 1
@@ -218,7 +197,6 @@ def _account(done: _Executed, parts: list[StageTimes], *, num_forwards: int) -> 
         dp_bubble=dp_bubble,
         pp_bubble=pp_bubble,
         sync_seconds=sync,
-        peak_activation_bytes=_peak_activations(done),
         traffic=_traffic(done, num_forwards),
         events=events,
         timeline=timeline,
@@ -297,37 +275,6 @@ def _waits(events: Events, timeline: Timeline, stage: int, pp: int) -> tuple[Flo
     last = np.zeros(num_ranks)
     np.maximum.at(last, ranks, end)
     return _per_rank(start - free - for_stage, ranks, num_ranks), _per_rank(for_stage, ranks, num_ranks), last
-
-
-def _peak_activations(done: _Executed) -> FloatArray:
-    """Return the largest number of bytes that a device keeps for later backwards, ``[R, pp]``."""
-    profile, cluster, events, timeline = done.profile, done.cluster, done.events, done.timeline
-    peaks = np.zeros((events.num_ranks, cluster.pp))
-    kept = [
-        stage_activation_bytes(profile, events.loads, num_layers=len(layers))
-        for layers in split_layers(profile.architecture, cluster.num_parts)
-    ]
-    for stage in range(cluster.pp):
-        changes = [
-            memory_changes(events, timeline, part, kept[part]) for part in range(stage, cluster.num_parts, cluster.pp)
-        ]
-        when, change, ranks = (np.concatenate(arrays) for arrays in zip(*changes, strict=True))
-        order = np.lexsort((change, when, ranks))  # at equal times, bytes are freed before bytes are added
-        level = np.cumsum(change[order])  # the changes of each rank add up to 0, so the next rank starts at 0
-        np.maximum.at(peaks[:, stage], ranks[order], level)
-    return peaks
-
-
-def memory_changes(
-    events: Events, timeline: Timeline, part: int, kept: FloatArray
-) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Return times, changes in bytes, and ranks, each ``[2 M]``.
-
-    Activations are kept from the start of a micro-batch's forward to the end of its backward.
-    """
-    event = events.micro_batch_events
-    when = np.concatenate([timeline.start[event, part, 0], timeline.end[event, part, 1]])
-    return when, np.concatenate([kept, -kept]), np.tile(events.micro_batch_ranks, 2)
 
 
 def _traffic(done: _Executed, num_forwards: int) -> Traffic:
