@@ -4,8 +4,9 @@
     wrapper.cp_balancing_scheduler = AdaptiveCPScheduler(config.max_seqlen_per_dp_cp_rank, wrapper.dp_cp_group)
 
 Megatron 0.16 runs the samples of a batch one by one, each on a context-parallel group that it has made at its start:
-runs of 2, 4, 8, ... consecutive ranks that begin at multiples of their size, or all ranks. Its own scheduler gives
-a sample the fewest ranks that can hold it, and ends a phase, with a barrier behind it, where a smaller group is to follow.
+runs of 2, 4, 8, ... consecutive ranks that begin at multiples of their size, or all ranks. Its own scheduler gives a
+sample the fewest ranks that can hold it, and ends a phase, with a barrier behind it, where a smaller group is to
+follow.
 
 This one gives a sample as many ranks as it needs to end in time, and makes a single phase of the whole batch, with one
 barrier. Every rank runs its larger groups before its smaller ones. All ranks of a group have then run the same samples
