@@ -38,6 +38,14 @@ class OffloadRule:
     """
     host_bytes: float = math.inf
 
+    @staticmethod
+    def of_layers(
+        times: Profile, kept_per_token: float, *, num_layers: int, movable_share: float, host_bytes: float
+    ) -> OffloadRule:
+        """The rule for layers that keep so many bytes of a token; ``times`` are those of a layer and of the links."""
+        profile = replace(times, activation_bytes=Curve(0.0, kept_per_token, 0.0), points=())
+        return OffloadRule(profile=profile, num_layers=num_layers, movable_share=movable_share, host_bytes=host_bytes)
+
     def fewest_ranks(self, lengths: ArrayLike, capacity_tokens: int, num_ranks: int) -> IntArray:
         """``[S]`` ranks that each sequence needs if it offloads as much as its compute hides.
 
@@ -119,35 +127,6 @@ class OffloadRule:
     def _whole_token_bytes(self) -> float:
         """Host memory minus that of one token, because the number of moved tokens is rounded up by less than one."""
         return max(self.host_bytes - self._moved_bytes_per_token, 0.0)
-
-
-def measured_rule(
-    times: Profile, *, share: float, moved_per_token: float, num_layers: int, host_bytes: float
-) -> OffloadRule:
-    """Return the rule for layers whose activations were measured.
-
-    Args:
-        times: of a layer, and of the links to host memory.
-        share: of a token's device memory, what offloading frees.
-        moved_per_token: bytes of an offloaded token in host memory, of all layers that may move together.
-        num_layers: of the whole model.
-        host_bytes: of one rank.
-
-    Raises ``ConfigError`` where offloading frees nothing.
-    """
-    if share <= 0:
-        raise ConfigError(
-            f"activations shall be offloaded, but that frees no memory of this model of {num_layers} layers",
-            so="it would cost time and gain nothing (the last two layers always stay on the device)",
-            fix='set memory.offload = "off", or leave out host_gib of HDP',
-        )
-    of_layer = Curve(0.0, moved_per_token / movable_layers(num_layers), 0.0)
-    return OffloadRule(
-        profile=replace(times, activation_bytes=of_layer, points=()),
-        num_layers=num_layers,
-        movable_share=share,
-        host_bytes=host_bytes,
-    )
 
 
 def choose_offload(

@@ -8,23 +8,22 @@ The counts follow what autograd really saves. tests/cost/test_memory.py compares
 phase.
 """
 
-from bytescale.cost.memory.capacity import fitting_capacity
 from bytescale.cost.memory.device_kernels import (
     HEAD_NUMBERS_PER_CHUNK,
     LOGITS_PER_CHUNK,
+    NCCL_BYTES_PER_NEIGHBOUR,
     ROWS_PER_CHUNK,
     DeviceKind,
     KernelMemory,
     is_row_wise,
     loss_chunk_tokens,
+    nccl_reserve_bytes,
 )
-from bytescale.cost.memory.device_memory import DeviceMemory
+from bytescale.cost.memory.device_memory import DeviceMemory, States, fitting_capacity
 from bytescale.cost.memory.measured import MeasuredMemory, MeasuredRows
 from bytescale.cost.memory.model import Checkpointing, MemoryModel
-from bytescale.cost.memory.nccl import NCCL_BYTES_PER_NEIGHBOUR, nccl_reserve_bytes
 from bytescale.cost.memory.ring_widths import RingWidths
 from bytescale.cost.memory.share import ModelShare
-from bytescale.cost.memory.states import States
 
 __all__ = [
     "HEAD_NUMBERS_PER_CHUNK",
