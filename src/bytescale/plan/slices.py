@@ -52,6 +52,17 @@ def largest_slice(plan: Plan) -> IntArray:
     return segment_sums(per_sequence, plan.group_sequence_offsets)
 
 
+def member_places(plan: Plan) -> IntArray:
+    """``[E]`` place in ``group_ranks`` of each (micro-batch, group) pair, found by sorting both by (group, rank)."""
+    ranks = np.repeat(plan.micro_batch_ranks, np.diff(plan.micro_batch_group_offsets))
+    by_entry = np.argsort(plan.micro_batch_groups * plan.num_ranks + ranks, kind="stable")
+    groups = np.repeat(np.arange(plan.num_groups), plan.group_sizes)
+    by_member = np.argsort(groups * plan.num_ranks + plan.group_ranks, kind="stable")
+    places = np.empty(len(by_entry), dtype=np.int64)
+    places[by_entry] = by_member
+    return places
+
+
 def slice_tokens(plan: Plan, groups: IntArray, ranks: IntArray) -> IntArray:
     """For each i, the tokens of ``groups[i]`` that ``ranks[i]`` holds, as ``layout.member_tokens`` cuts them."""
     if len(groups) == 0:

@@ -45,7 +45,6 @@ def verify(
     """Raise ``PlanError`` for the first rule that ``plan`` breaks. The message gives the numbers that break it.
 
     Args:
-        plan: the plan of one global batch.
         num_stages: number of pipeline stages. With more than one, rule 10 is checked for 1F1B, at every level.
         num_chunks: chunks of layers per stage. With more than one, the schedule is interleaved 1F1B.
         level: ``"full"`` checks every rule. ``"cheap"`` leaves out what needs sorting, which is rule 5 and the ranks of

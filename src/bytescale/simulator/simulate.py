@@ -51,7 +51,6 @@ def simulate(
     Args:
         plan: a verified plan for as many ranks as ``cluster`` has.
         profile: costs per layer at the cluster's tp.
-        cluster: the devices and their layout.
         speeds: ``[R]`` relative speeds of the ranks; None: all are 1.
         recompute: whether every layer's forward, ring included, runs once more before its backward.
 

@@ -61,8 +61,6 @@ def adaptive_plan(
 
     Args:
         lengths: ``[S]`` tokens per sequence.
-        cluster: the ranks.
-        cost: tells the time of a group.
         num_stages: pipeline stages; with more than one, the plan cannot hang under 1F1B (``aligned``).
         context: longest sequence that a static mesh has to hold, if it is longer than the batch's longest.
         step_seconds: the time of a plan's step in seconds. Large pipelines do without (``effort.SIMULATED``).
