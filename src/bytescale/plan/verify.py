@@ -207,8 +207,7 @@ def _check_capacity(plan: Plan, limits: MemoryLimits | None) -> None:
     ranks = plan.micro_batch_ranks
     suspect = segment_sums(tokens, offsets) > plan.capacity_tokens[ranks]
     entries = np.flatnonzero(np.repeat(suspect, np.diff(offsets)) & shared)
-    entry_ranks = np.repeat(ranks, np.diff(offsets))[entries]
-    tokens[entries] = slice_tokens(plan, plan.micro_batch_groups[entries], entry_ranks)
+    tokens[entries] = slice_tokens(plan, entries)
     total = segment_sums(tokens, offsets)
     over = total - plan.capacity_tokens[ranks]
     if len(over) and over.max() > 0 and plan.group_offload_ratio.any():
