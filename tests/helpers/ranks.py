@@ -37,6 +37,10 @@ def run_mesh(
             own = dist.PrefixStore(name, store)
             return gloo_group(own, list(ranks).index(world.rank), len(ranks), timeout_seconds)
 
-        return work(Mesh.of(world, shape, make_group, interleaved=interleaved, overlapped=overlapped, nodes=nodes, domain=domain))
+        return work(
+            Mesh.of(
+                world, shape, make_group, interleaved=interleaved, overlapped=overlapped, nodes=nodes, domain=domain
+            )
+        )
 
     return run_ranks(shape.size, one_rank, timeout_seconds=timeout_seconds)

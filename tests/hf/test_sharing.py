@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +29,7 @@ def shared(model: nn.Module, group: dist.ProcessGroup, domain: int, **options: A
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "deepseek_v3", "qwen3_next", "zamba2")
 ALL = [
-    (name, ranks, domain, seed)
-    for name in FAMILIES
-    for ranks, domain in ((2, 2), (4, 2), (4, 4))
-    for seed in range(3)
+    (name, ranks, domain, seed) for name in FAMILIES for ranks, domain in ((2, 2), (4, 2), (4, 4)) for seed in range(3)
 ]
 
 
@@ -219,8 +215,8 @@ def test_what_cannot_be_shared_is_told() -> None:
     def refused(group: dist.ProcessGroup, own: nn.Module) -> None:
         for options, message in (
             ({"domain": 3}, r"domain of 3 ranks .* does not divide 2 ranks"),
-            ({"domain": 2, "equal_counts": True}, r"equal_counts = True with shard = \"parameters\""),
-            ({"domain": 2, "shard": "optimizer"}, r"domain is 2, but shard is \"optimizer\""),
+            ({"domain": 2, "equal_counts": True}, r"equal_counts = True with shard = .parameters."),
+            ({"domain": 2, "shard": "optimizer"}, r"omain is 2, but shard is .optimizer."),
             ({"shard": "weights"}, r"'weights'.*use one of optimizer, parameters"),
         ):
             with pytest.raises(ConfigError, match=message):
@@ -229,7 +225,7 @@ def test_what_cannot_be_shared_is_told() -> None:
         assert hdp.domain == 2
         hdp.adamw(lr=1e-2)
         lengths = [len(d["tokens"]) for d in documents(LENGTHS)]
-        with pytest.raises(PlanError, match="plan is for domains of 1 ranks in lockstep, and here they have 2"):
+        with pytest.raises(PlanError, match="plan is for domains of 1 ranks in lockstep; here they have 2"):
             hdp.plan(documents(LENGTHS), plan=random_plan(lengths, 2, 0))
         with pytest.raises(ConfigError, match="last=True, but"):
             hdp.plan(documents(LENGTHS), last=True)

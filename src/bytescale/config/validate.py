@@ -14,7 +14,15 @@ from bytescale.config.architecture import Architecture
 from bytescale.config.attached import AttachedArchitecture, check_attached, check_trained
 from bytescale.config.overrides import parse_override
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import AUTO_CAPACITY, Config, DataConfig, MemoryConfig, ParallelConfig, Shard, TrainerConfig
+from bytescale.config.schema import (
+    AUTO_CAPACITY,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ParallelConfig,
+    Shard,
+    TrainerConfig,
+)
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:

@@ -13,9 +13,7 @@ from bytescale.plan.plan import GroupSpec
 from bytescale.planner import align
 
 
-def random_plan(
-    lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1
-) -> Plan:
+def random_plan(lengths: Sequence[int], num_ranks: int, seed: int, *, weighted: bool = False, domain: int = 1) -> Plan:
     """A plan that respects every rule except that capacity is whatever it takes.
 
     Sequences are thrown together into groups of random ranks in random member order, with a random shape. Local groups

@@ -85,7 +85,7 @@ class Mesh:
             NCCL runs the operations of one group in order, so in ``hdp`` a running reduction would hold up a ring.
         domain: the HDP ranks that share the layers' parameters and run in lockstep (``runtime.optimizer.units``), for
             gathers and reductions of single layers. A group of its own, for the same reason.
-        across: the HDP ranks with the same place in their domains, which hold the same part of the layers; it is
+        replicas: the HDP ranks with the same place in their domains, which hold the same part of the layers; it is
             ``gradients`` where a domain is a single rank.
         tp: the ranks that share this stage's matrices.
         forward, backward: the ranks of this pipeline in the order of stages, for messages in each direction. Each
@@ -101,7 +101,7 @@ class Mesh:
     node: RankGroup
     gradients: RankGroup
     domain: RankGroup
-    across: RankGroup
+    replicas: RankGroup
     tp: RankGroup
     forward: Sequence[RankGroup]
     backward: Sequence[RankGroup]
@@ -178,7 +178,7 @@ class Mesh:
         first, place = hdp - hdp % domain, hdp % domain
         members = {
             "domain": [shape.rank(stage, other, tp) for other in range(first, first + domain)],
-            "across": [shape.rank(stage, other, tp) for other in range(place, shape.hdp, domain)],
+            "replicas": [shape.rank(stage, other, tp) for other in range(place, shape.hdp, domain)],
             "HDP": [shape.rank(stage, other, tp) for other in range(shape.hdp)],
             "TP": [shape.rank(stage, hdp, other) for other in range(shape.tp)],
             "pipeline": [shape.rank(other, hdp, tp) for other in range(shape.pp)],
@@ -206,7 +206,7 @@ class Mesh:
             hdp=hdp_group,
             gradients=gradients,
             domain=group("domain", " gathers"),
-            across=group("across", " gradients") if domain > 1 else gradients,
+            replicas=group("replicas", " gradients") if domain > 1 else gradients,
             tp=group("TP"),
             forward=[group("pipeline", f" forward {colour}") for colour in colours],
             backward=[group("pipeline", f" backward {colour}") for colour in colours],

@@ -27,7 +27,7 @@ class PlannedBatch:
         self._num_passes = part.rank_plan.num_rounds
         if part.rank_plan.domain % hdp.domain:
             raise PlanError(
-                f"the plan is for domains of {part.rank_plan.domain} ranks in lockstep, and here they have {hdp.domain}",
+                f"the plan is for domains of {part.rank_plan.domain} ranks in lockstep; here they have {hdp.domain}",
                 so="ranks would run different numbers of passes and wait for each other for ever",
                 fix="make the plan for the same domain, or with equal_counts = True, as HDP(...) was told",
             )

@@ -92,7 +92,7 @@ class Units:
     def _enter_backward(self, unit: int) -> None:
         if self._backward is None:
             self._backward = self._num_layers
-            Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._finish_backward)
         if unit > self._backward:  # one backward runs through two passes, the later one first
             self._leave_layers()
             self._backward = self._num_layers

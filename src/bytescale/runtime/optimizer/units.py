@@ -8,12 +8,12 @@ and 1/d of its gradient sums. A layer's full parameters and full gradients have 
 
 A gather is posted one layer ahead. Behind a layer's backward its gradients are summed over the domain, and this rank's
 part is added to the sums of earlier rounds. All ranks of a domain post the same operations in the same order, in every
-round: a rank that has no work in a round goes through the same steps (``lockstep.Units.pass_without_work``). Parameters that do
-not belong to exactly one layer (embedding, last norm, head) are in ordinary flat buffers, and are always there.
+round: a rank that has no work in a round goes through the same steps (``lockstep.Units.pass_without_work``). Parameters
+that do not belong to exactly one layer (embedding, last norm, head) are in ordinary flat buffers, and are always there.
 
-What lies between the steps is ZeRO-1 over the ranks with the same part (``Mesh.across``). Positions in the flat buffers
-are those of whole units, one bucket for each, as if every rank had all of them. Shard p m + g of a bucket belongs to
-place p of domain g, of m domains, so that the shards of one place lie side by side::
+What lies between two steps is ZeRO-1 over the ranks with the same part (``Mesh.replicas``). Positions in the flat
+buffers are those of whole units, one bucket for each, as if every rank had all of them. Shard p m + g of a bucket
+belongs to place p of domain g, of m domains, so that the shards of one place lie side by side::
 
     unit          |        place 0        |        place 1        |      d = 2, m = 3
     of rank       |   0   |   2   |   4   |   1   |   3   |   5   |
@@ -54,11 +54,12 @@ class UnitParameters(FlatParameters):
             mesh: with a domain of several ranks.
             trained: whether their gradients are summed.
         """
-        self.domain, self.num_domains = mesh.domain, mesh.across.size
+        self.trained = trained
+        self.domain, self.num_domains = mesh.domain, mesh.replicas.size
         self.late_stop, stop, quantum = 0, 0, mesh.hdp.size * ALIGNMENT
         self.entries, self.parameters, self.buckets = [], [], []
-        self.of_unit: list[tuple[Bucket, range] | None] = []
-        for named in units:
+        self._places: dict[int, tuple[Bucket, range]] = {}
+        for unit, named in enumerate(units):
             start, first = stop, len(self.entries)
             for name, parameter in named:
                 self.entries.append(Entry(name, Cut(shape=tuple(parameter.shape)), stop))
@@ -67,7 +68,7 @@ class UnitParameters(FlatParameters):
             stop = -(-stop // quantum) * quantum
             if named:
                 self.buckets.append(Bucket(start, stop, mesh.hdp.size))
-            self.of_unit.append((self.buckets[-1], range(first, len(self.entries))) if named else None)
+                self._places[unit] = self.buckets[-1], range(first, len(self.entries))
         self._starts = [bucket.start for bucket in self.buckets]
         self._start_of = {id(p): entry.start for p, entry in zip(self.parameters, self.entries, strict=True)}
 
@@ -77,7 +78,7 @@ class UnitParameters(FlatParameters):
         self._nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
         self._full: dict[Bucket, tuple[Tensor, Tensor]] = {}
         self._hooks = []
-        for bucket, places in filter(None, self.of_unit):
+        for bucket, places in self._places.values():
             full = torch.zeros(bucket.stop - bucket.start, dtype=dtype, device=device)
             gradients = torch.zeros(len(full) if trained else 0, dtype=self.gradients.dtype, device=device)
             self._full[bucket] = full, gradients
@@ -112,7 +113,7 @@ class UnitParameters(FlatParameters):
 
     def holders(self, mesh: Mesh) -> RankGroup:
         """As ``FlatParameters``."""
-        return mesh.across
+        return mesh.replicas
 
     def whole(self, own: Tensor) -> Tensor:
         """As ``FlatParameters``."""
@@ -150,36 +151,36 @@ class UnitParameters(FlatParameters):
 
     def start_gather(self, unit: int) -> list[PendingCollective]:
         """Give a unit memory, and start to gather its parameters."""
-        if self.of_unit[unit] is None:
+        if unit not in self._places:
             return []
-        bucket, _ = self.of_unit[unit]
+        bucket, _ = self._places[unit]
         full, _ = self._full[bucket]
         full.untyped_storage().resize_(full.nbytes)
         return [self.domain.start_all_gather(full, self.values[self.held(bucket)])]
 
     def attach(self, unit: int) -> None:
         """The gather has ended: show the parameters."""
-        if self.of_unit[unit] is not None:
-            for place in self.of_unit[unit][1]:
+        if unit in self._places:
+            for place in self._places[unit][1]:
                 self.parameters[place].data = self.value_of(self.entries[place])
 
     def close(self, unit: int) -> None:
         """Free the unit's parameters. What autograd has saved of them is right again once they are gathered again."""
-        if self.of_unit[unit] is not None:
-            self._close(*self.of_unit[unit])
+        if unit in self._places:
+            self._close(*self._places[unit])
 
     def begin_gradients(self, unit: int) -> None:
         """Give the unit's gradients memory that is zero."""
-        if self.of_unit[unit] is not None and len(self.gradients):
-            _, gradients = self._full[self.of_unit[unit][0]]
+        if unit in self._places and self.trained:
+            _, gradients = self._full[self._places[unit][0]]
             gradients.untyped_storage().resize_(gradients.nbytes)
             gradients.zero_()
 
     def start_reduction(self, unit: int) -> list[tuple[PendingCollective, Callable[[], None]]]:
         """Start to sum the unit's gradients over the domain. What is returned is to be waited for and then called."""
-        if self.of_unit[unit] is None or not len(self.gradients):
+        if unit not in self._places or not self.trained:
             return []
-        bucket, _ = self.of_unit[unit]
+        bucket, _ = self._places[unit]
         _, gradients = self._full[bucket]
 
         def finish() -> None:
