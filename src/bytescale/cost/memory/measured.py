@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from bytescale.common.errors import ConfigError
 from bytescale.cost.memory.device_kernels import HEAD_NUMBERS_PER_CHUNK, DeviceKind, loss_chunk_tokens
 from bytescale.cost.memory.device_memory import DeviceMemory, States
-from bytescale.cost.memory.ring_widths import RingWidths
+from bytescale.cost.memory.rows import RingWidths
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers

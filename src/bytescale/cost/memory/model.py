@@ -9,8 +9,7 @@ from bytescale.config.validate import may_offload
 from bytescale.cost.memory.device_kernels import DeviceKind, KernelMemory, nccl_reserve_bytes
 from bytescale.cost.memory.device_memory import States
 from bytescale.cost.memory.phases import CountedMemory
-from bytescale.cost.memory.rows import Checkpointing
-from bytescale.cost.memory.share import ModelShare
+from bytescale.cost.memory.rows import Checkpointing, ModelShare
 from bytescale.cost.offload_rule import OffloadRule
 from bytescale.cost.profile import Profile
 from bytescale.cost.stage import movable_layers

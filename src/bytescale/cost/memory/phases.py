@@ -18,9 +18,7 @@ from bytescale.config import RingGradients
 from bytescale.cost import flops
 from bytescale.cost.memory.device_kernels import KernelMemory
 from bytescale.cost.memory.device_memory import DeviceMemory
-from bytescale.cost.memory.ring_widths import RingWidths
-from bytescale.cost.memory.rows import Checkpointing, RowBytes
-from bytescale.cost.memory.share import ModelShare
+from bytescale.cost.memory.rows import Checkpointing, ModelShare, RingWidths, RowBytes
 from bytescale.plan.limits import Phase
 
 
