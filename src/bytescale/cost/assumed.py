@@ -1,8 +1,6 @@
 """The speeds that planning assumes without a profile: round numbers for two kinds of devices.
 
-Every rank makes the plan by itself, and all ranks must get the same plan, so no measurement of a rank may enter.
-Balancing needs the ratio of attention to the rest, which a FLOP count gives. Whether sharing a sequence pays depends on
-the ratio of compute to links, for which an order of magnitude is enough. A profile (``cost.profile``) replaces both.
+All ranks must get the same plan, so no measurement of a rank may enter. A profile (``cost.profile``) replaces them.
 """
 
 from __future__ import annotations
