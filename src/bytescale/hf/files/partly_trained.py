@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 
 _EMPTY = "there is nothing to train"
 
@@ -32,16 +32,14 @@ def train_a_part(model: nn.Module, trained: dict[str, Any], *, seed: int) -> nn.
         frozen = [name for name in names if fnmatchcase(name, pattern)]
         if not frozen:
             raise ConfigError(
-                problem(
-                    f"model.freeze has {pattern!r}, which no parameter of the {type(model).__name__} matches",
-                    so="nothing would be frozen by it",
-                    fix=f"use patterns of names such as {next(iter(names))}; * stands for anything",
-                )
+                f"model.freeze has {pattern!r}, which no parameter of the {type(model).__name__} matches",
+                so="nothing would be frozen by it",
+                fix=f"use patterns of names such as {next(iter(names))}; * stands for anything",
             )
         for name in frozen:
             names[name].requires_grad = False
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError(problem("model.freeze matches every parameter", so=_EMPTY, fix="freeze less"))
+        raise ConfigError("model.freeze matches every parameter", so=_EMPTY, fix="freeze less")
     return wrapped
 
 
@@ -49,9 +47,7 @@ def _with_adapters(model: nn.Module, lora: dict[str, Any], seed: int) -> nn.Modu
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ConfigError(
-            problem("model.lora_rank is set, but peft is not installed", fix="pip install peft")
-        ) from error
+        raise ConfigError("model.lora_rank is set, but peft is not installed", fix="pip install peft") from error
     config = LoraConfig(
         r=lora["rank"],
         lora_alpha=lora["alpha"],
@@ -70,10 +66,8 @@ def _with_adapters(model: nn.Module, lora: dict[str, Any], seed: int) -> nn.Modu
             {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
         )
         raise ConfigError(
-            problem(
-                f"peft cannot put adapters into {', '.join(lora['targets']) or 'the linear modules'} of the "
-                f"{type(model).__name__} ({str(error).partition('.')[0]})",
-                so=_EMPTY,
-                fix=f"set model.lora_targets to some of {', '.join(linear) or 'its linear modules, but it has none'}",
-            )
+            f"peft cannot put adapters into {', '.join(lora['targets']) or 'the linear modules'} of the "
+            f"{type(model).__name__} ({str(error).partition('.')[0]})",
+            so=_EMPTY,
+            fix=f"set model.lora_targets to some of {', '.join(linear) or 'its linear modules, but it has none'}",
         ) from error

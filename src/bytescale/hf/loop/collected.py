@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.hf.batch.rank_batch import RankBatch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.runtime import RankGroup
@@ -24,11 +24,9 @@ class Collected:
         """Keep ``values [T, ...]`` of a micro-batch. Raises ``PlanError`` for another number of rows."""
         if len(values) != micro.num_rows:
             raise PlanError(
-                problem(
-                    f"{len(values)} results for the {micro.num_rows} rows of micro-batch {micro.index}",
-                    so="they could not be given back to their tokens",
-                    fix="collect one result per row, without the row that stands for none: values[: micro.num_rows]",
-                )
+                f"{len(values)} results for the {micro.num_rows} rows of micro-batch {micro.index}",
+                so="they could not be given back to their tokens",
+                fix="collect one result per row, without the row that stands for none: values[: micro.num_rows]",
             )
         self._kept.append((micro, values.detach()))
 
@@ -44,9 +42,7 @@ class Collected:
         mine += [0] * (8 - len(mine))
         largest = [int(value) for value in group.max_of([float(value) for value in mine])]
         if not largest[0]:
-            raise PlanError(
-                problem("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
-            )
+            raise PlanError("no rank has collected anything", fix="call hdp.collect(micro, values) in the loop")
         lengths = self._part.all_lengths(group)
         starts = [0, *itertools.accumulate(lengths)]
         shape, dtype = largest[2 : 1 + largest[0]], dtypes[largest[1]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bytescale.attention import AttentionKernel, PackedAttention, RingBuffers, select_kernel
-from bytescale.common.errors import ConfigError, problem
+from bytescale.common.errors import ConfigError
 from bytescale.cost.assumed import ASSUMED
 from bytescale.cost.memory import DeviceKind
 from bytescale.cost.offload_rule import OffloadRule
@@ -34,8 +34,8 @@ def require_use_of_host_memory(host_gib: float, *, equal_counts: bool, forward_o
             else ("equal_counts", "memory of weights that FSDP frees and fills again cannot be told from activations")
         )
         raise ConfigError(
-            problem(f"host_gib = {host_gib} with {name} = True: {why}", so="nothing could be offloaded",
-                    fix=f"leave host_gib out, or {name}")
+            f"host_gib = {host_gib} with {name} = True: {why}", so="nothing could be offloaded",
+                    fix=f"leave host_gib out, or {name}"
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bytescale.common.errors import RankFailure, problem
+from bytescale.common.errors import RankFailure
 from bytescale.hf.model.passes import MicroBatchPass
 
 _ALL = (
@@ -51,11 +51,9 @@ class HandedOut:
                     raise _not_run(passes[-1])
             if ran and len(ran) < num_passes:
                 raise RankFailure(
-                    problem(
-                        f"the loop over a batch ended after {len(ran)} of its {num_passes} micro-batches",
-                        so="the gradient would lack the tokens of the others",
-                        fix=_ALL,
-                    )
+                    f"the loop over a batch ended after {len(ran)} of its {num_passes} micro-batches",
+                    so="the gradient would lack the tokens of the others",
+                    fix=_ALL,
                 )
         lost = [passes[-1] for _, held in batches.values() for passes in held.values()]
         if lost and not trained:
@@ -67,23 +65,17 @@ def _require_backwards(held: dict[int, list[MicroBatchPass]]) -> None:
         for target in passes:
             if target.backward_is_missing:
                 raise RankFailure(
-                    problem(
-                        f"{target.name}: its backward has not run before step()",
-                        so="the gradient would lack its tokens",
-                        fix="call backward on every micro-batch's loss, and run scoring under torch.no_grad()",
-                    )
+                    f"{target.name}: its backward has not run before step()",
+                    so="the gradient would lack its tokens",
+                    fix="call backward on every micro-batch's loss, and run scoring under torch.no_grad()",
                 )
 
 
 def _not_run(target: MicroBatchPass) -> RankFailure:
     if target.bypassed:
         return RankFailure(
-            problem(
-                f"{target.name}: the model ran without micro.inputs, and attention of the plan was called zero times",
-                so="its documents saw each other, and ranks that share them would wait",
-                fix="call model(**micro.inputs) with all that is in it, hdp_attention included",
-            )
+            f"{target.name}: the model ran without micro.inputs, and attention of the plan was called zero times",
+            so="its documents saw each other, and ranks that share them would wait",
+            fix="call model(**micro.inputs) with all that is in it, hdp_attention included",
         )
-    return RankFailure(
-        problem(f"{target.name} was not run by the model", so="the gradient would lack its tokens", fix=_ALL)
-    )
+    return RankFailure(f"{target.name} was not run by the model", so="the gradient would lack its tokens", fix=_ALL)

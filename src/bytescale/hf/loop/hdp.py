@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.config import DataConfig, PlannerName
 from bytescale.cost import Cluster, CostModel
 from bytescale.cost.assumed import assumed_cost
@@ -282,9 +282,7 @@ class HDP(Updates):
     def collect(self, micro: Micro, values: Tensor) -> None:
         """Keep one result per row of a micro-batch, ``[T]`` or ``[T, ...]``, for ``collected``."""
         if self._collected is None:
-            raise PlanError(
-                problem("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
-            )
+            raise PlanError("collect() was called before plan()", fix="collect inside the loop over hdp.plan(batch)")
         self._collected.add(micro, values)
 
     def collected(self) -> list[Tensor]:
@@ -293,7 +291,7 @@ class HDP(Updates):
         Every rank calls it, after the loop, and gets all of them.
         """
         if self._collected is None:
-            raise PlanError(problem("nothing was collected", fix="call hdp.collect(micro, values) for every one"))
+            raise PlanError("nothing was collected", fix="call hdp.collect(micro, values) for every one")
         return self._collected.of_all(self.group)
 
     def prefill(self, prompts: Sequence[Sequence[int] | Tensor], *, ready: Ready | None = None) -> Prefill:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bytescale.attention import RingBuffers
-from bytescale.common.errors import PlanError, problem
+from bytescale.common.errors import PlanError
 from bytescale.hf.batch.rank_batch import RankBatch
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.interface import note_bypass
@@ -62,11 +62,9 @@ def check_plan(plan: Plan, lengths: list[int], num_ranks: int) -> None:
     """Raise ``PlanError`` unless ``plan`` is of documents of these lengths on so many ranks."""
     if plan.lengths.tolist() != lengths or plan.num_ranks != num_ranks:
         raise PlanError(
-            problem(
-                f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
-                f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {num_ranks} "
-                "ranks",
-                so="rows would go to wrong places",
-                fix="give the plan that was made for these documents, in the same order",
-            )
+            f"the plan is of {plan.num_sequences} documents with {plan.num_tokens} tokens on {plan.num_ranks} "
+            f"ranks; the batch has {len(lengths)} documents with {sum(lengths)} tokens, and there are {num_ranks} "
+            "ranks",
+            so="rows would go to wrong places",
+            fix="give the plan that was made for these documents, in the same order",
         )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytescale.common.errors import DataError, problem
+from bytescale.common.errors import DataError
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.model.head import causal_model, last_logits
 from bytescale.hf.model.refusal import refusal
@@ -216,10 +216,8 @@ def _tokens_of(prompt: Sequence[int] | Tensor, number: int) -> Tensor:
         tokens = tokens[0]  # as tokenizers of transformers return one prompt
     if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point():
         raise DataError(
-            problem(
-                f"prompt {number} has shape {list(tokens.shape)} and dtype {tokens.dtype}",
-                so="it is no list of tokens",
-                fix="give every prompt its token ids, without padding and at least one",
-            )
+            f"prompt {number} has shape {list(tokens.shape)} and dtype {tokens.dtype}",
+            so="it is no list of tokens",
+            fix="give every prompt its token ids, without padding and at least one",
         )
     return tokens.to("cpu", torch.int64)

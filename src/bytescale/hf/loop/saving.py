@@ -14,7 +14,7 @@ from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.folder_of_run import complete_checkpoints
 from bytescale.checkpoint.manifest import RunState, step_name, step_of
 from bytescale.checkpoint.reading import read_run_state
-from bytescale.common.errors import CheckpointError, ConfigError, problem
+from bytescale.common.errors import CheckpointError, ConfigError
 from bytescale.config import CheckpointConfig
 from bytescale.runtime import RankGroup, ShardedOptimizer
 
@@ -34,18 +34,14 @@ class Savings:
         """Raises ``ConfigError`` where torch.distributed is not initialised, or parameters have several dtypes."""
         if not dist.is_initialized():
             raise ConfigError(
-                problem(
-                    "checkpoints are written by torch.distributed, which is not initialised",
-                    fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
-                )
+                "checkpoints are written by torch.distributed, which is not initialised",
+                fix="call init_process_group() before HDP(), also for a single rank, or keep hdp.state()",
             )
         if len(optimizer.zeros) > 1:
             raise ConfigError(
-                problem(
-                    "the trained parameters have several dtypes",
-                    so="a checkpoint holds weights of one dtype",
-                    fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
-                )
+                "the trained parameters have several dtypes",
+                so="a checkpoint holds weights of one dtype",
+                fix="cast them to one dtype before hdp.adamw(), or keep hdp.state()",
             )
         ranks = None if group.group is None else dist.get_process_group_ranks(group.group)
         made = dist.new_group(ranks or [dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -76,11 +72,9 @@ class Savings:
         error, found = None, complete_checkpoints(folder) if self._participants.is_first else []
         if found and step_of(found[-1].name) > step:
             error = CheckpointError(
-                problem(
-                    f"{folder} has {found[-1].name}, and this model has made {step} updates",
-                    so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
-                    fix="save to another folder, or move the later checkpoints away",
-                )
+                f"{folder} has {found[-1].name}, and this model has made {step} updates",
+                so="the checkpoint of another run, or of a later time, would be kept in place of the new one",
+                fix="save to another folder, or move the later checkpoints away",
             )
         settle(error, self._participants.checkpoint_group)
 
@@ -92,11 +86,9 @@ class Savings:
         state = read_run_state(path)
         if "numbers" not in state.sampler:
             raise CheckpointError(
-                problem(
-                    f"{path} was written by bytescale train, not by HDP.save()",
-                    so="its names are not those of this model",
-                    fix="convert it with bytescale convert, and load the folder with transformers",
-                )
+                f"{path} was written by bytescale train, not by HDP.save()",
+                so="its names are not those of this model",
+                fix="convert it with bytescale convert, and load the folder with transformers",
             )
         checkpoints = self._checkpoints(path.parent, keep=2**31)
         checkpoints.restore(path, self._optimizer, self._architecture, numbers=state.sampler["numbers"])

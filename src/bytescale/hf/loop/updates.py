@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.common.errors import ConfigError, NonFiniteError, problem
+from bytescale.common.errors import ConfigError, NonFiniteError
 from bytescale.hf.files.weight_stream import named_weights
 from bytescale.hf.loop.engine import Engine
 from bytescale.hf.loop.handed_out import HandedOut
@@ -71,7 +71,7 @@ class Updates:
         """
         if self._optimizer is not None:
             raise ConfigError(
-                problem("this HDP has an optimizer", so="two of them would update the same weights", fix="make one")
+                "this HDP has an optimizer", so="two of them would update the same weights", fix="make one"
             )
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
@@ -122,11 +122,9 @@ class Updates:
         sharded.zero_grad()
         if not math.isfinite(grad_norm) and not skip_nonfinite:
             raise NonFiniteError(
-                problem(
-                    f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
-                    so="the update was not made, and the weights are as before",
-                    fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
-                )
+                f"the norm of the gradients is {grad_norm} at update {sharded.num_updates + 1}",
+                so="the update was not made, and the weights are as before",
+                fix="look at the loss and its divisor (weights that sum to zero), lower lr, or leave the batch out",
             )
         return update
 
@@ -246,9 +244,7 @@ class Updates:
     def sharded(self) -> ShardedOptimizer:
         """The optimizer. Raises ``ConfigError`` if there is none, or if another ``HDP`` has taken the model over."""
         if self._optimizer is None:
-            raise ConfigError(
-                problem("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
-            )
+            raise ConfigError("this HDP has no optimizer", fix="call hdp.adamw(lr=...) or hdp.optimizer(...) first")
         self._optimizer.require_not_replaced(self.model)
         return self._optimizer
 
